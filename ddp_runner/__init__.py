@@ -1,0 +1,1 @@
+"""A config-driven experiment runner for distributed PyTorch: ``python -m ddp_runner``."""

@@ -1,0 +1,106 @@
+"""How Hydra finds and fills the config: the schema, the resolvers of conf/config.yaml, resuming.
+
+Called by ``__main__``; torch-free.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_runner.config import Config, resolve
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.folders import claim, job_name, run_folder, sweep_folder
+from ddp_runner.hardware import detect
+
+_PACKAGE = Path(__file__).resolve().parent
+# In a wheel conf/ lies inside the package, in a checkout beside it.
+CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+
+
+def register(env: DistEnv | None) -> None:
+    """Tell Hydra the schema, and OmegaConf the resolvers that conf/config.yaml uses.
+
+    Args:
+        env: this process's rank facts if it is a worker already; such a process creates no folder.
+    """
+    ConfigStore.instance().store(name="schema", node=Config)
+    claimed: dict[str, str] = {}  # one command has one folder, however often Hydra asks for it
+
+    def run_dir(*, _root_: DictConfig) -> str:
+        if "run" not in claimed:
+            claimed["run"] = new_run_dir(_root_)
+        return claimed["run"]
+
+    def new_run_dir(root: DictConfig) -> str:
+        # Validates too, before Hydra creates anything: a mistake leaves no folder behind.
+        raw = OmegaConf.masked_copy(root, [key for key in root if key != "hydra"])
+        overrides = root.hydra.overrides.task
+        config, _ = resolve(
+            to_config(raw, overrides), hardware=detect(), chosen=chosen_keys(overrides), env=env
+        )
+        if config.resume is not None:
+            return config.resume
+        if env is not None or config.launch.nnodes > 1:
+            return "."  # rank 0 of the whole gang claims the folder
+        return str(claim(run_folder(config)))
+
+    def sweep_dir(*, _root_: DictConfig) -> str:
+        if "sweep" not in claimed:
+            claimed["sweep"] = str(claim(sweep_folder(_root_.name)))
+        return claimed["sweep"]
+
+    def sweep_job_name(*, _root_: DictConfig) -> str:
+        return job_name(_root_.hydra.overrides.task, fixed=sys.argv)
+
+    for name, resolver in (
+        ("run_dir", run_dir),
+        ("sweep_dir", sweep_dir),
+        ("job_name", sweep_job_name),
+        ("data_root", lambda: os.environ.get("DDP_RUNNER_DATA_ROOT", "data")),
+    ):
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def to_config(raw: DictConfig, overrides: Sequence[str]) -> Config:
+    """Return the composed config as the schema's object; of a resumed run, with what it had.
+
+    Raises:
+        UserError: a key is not in the schema, or the run to resume does not exist.
+    """
+    for key in raw:
+        if key not in {field.name for field in fields(Config)}:
+            raise UserError(f"{key} is not a key of the config; see --help for all keys")
+    source = raw if raw.resume is None else _resumed(raw, overrides)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), source))
+    assert isinstance(config, Config)
+    return config
+
+
+def chosen_keys(overrides: Sequence[str]) -> list[str]:
+    """Return the keys that the command line gives."""
+    return [override.partition("=")[0].lstrip("+~") for override in overrides]
+
+
+def _resumed(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the config of the run to resume, with this command line's keys on top of it."""
+    path = Path(raw.resume) / ".hydra" / "config.yaml"
+    if not path.exists():
+        raise UserError(
+            f"resume={raw.resume} is not a run folder: {path} does not exist; "
+            "name the folder that holds run.json"
+        )
+    frozen = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    assert isinstance(frozen, DictConfig)
+    for key in chosen_keys(overrides):
+        if key == "experiment":
+            raise UserError("experiment= cannot change a run that is resumed; give single keys")
+        OmegaConf.update(frozen, key, OmegaConf.select(raw, key), merge=False, force_add=True)
+    # A config that came with somebody's run cannot allow itself to run code.
+    frozen.allowed_targets = raw.allowed_targets
+    return frozen

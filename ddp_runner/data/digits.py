@@ -1,0 +1,45 @@
+"""Handwritten digits that come with scikit-learn: real data without a download."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+TRAIN_SAMPLES = 1437  # of 1797: four fifths
+IMAGE_SIZE = 28  # pixels, as MNIST
+SPLIT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Scans of 8x8 pixels (the UCI set, 1797 samples) scaled to MNIST's 28x28."""
+
+    name: str
+    mean: float  # of the train split's pixels, scaled to 0..1
+    std: float
+    num_classes: int = 10
+
+    def fingerprint(self, data_root: Path) -> dict[str, object]:
+        """The constants of this file."""
+        return {"train_samples": TRAIN_SAMPLES, "size": IMAGE_SIZE, "split_seed": SPLIT_SEED}
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Scale and split the scans, uint8 ``(n, 1, 28, 28)``; the split is always the same."""
+        from sklearn.datasets import load_digits  # slow to import, and needed only here
+
+        scans = load_digits()
+        images = torch.from_numpy(scans.images).float().unsqueeze(1) * (255 / 16)  # from 0..16
+        images = interpolate(images, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear")
+        images = images.round_().to(torch.uint8)
+        targets = torch.from_numpy(scans.target).long()
+        generator = torch.Generator().manual_seed(SPLIT_SEED)
+        order = torch.randperm(len(images), generator=generator)
+        train, rest = order[:TRAIN_SAMPLES], order[TRAIN_SAMPLES:]
+        return {
+            "train_inputs": images[train],
+            "train_targets": targets[train],
+            "eval_inputs": images[rest],
+            "eval_targets": targets[rest],
+        }

@@ -1,0 +1,42 @@
+"""Random regression data for the toy models: nothing to learn, nothing to download."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ddp_runner.data.source import require_positive
+
+
+@dataclass(frozen=True)
+class RandomRegression:
+    """Inputs ``(n, input_size)`` and targets ``(n, target_size)``, standard normal, float32."""
+
+    name: str
+    num_samples: int
+    eval_samples: int
+    input_size: int
+    target_size: int
+    seed: int  # of the data, not of the run
+    mean: ClassVar[float] = 0.0
+    std: ClassVar[float] = 1.0
+    num_classes: ClassVar[None] = None
+
+    def fingerprint(self, data_root: Path) -> None:
+        """None: drawing the numbers is cheaper than reading them."""
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Draw both splits.
+
+        Raises:
+            UserError: a size is below 1.
+        """
+        require_positive(self, "num_samples", "eval_samples", "input_size", "target_size")
+        generator = torch.Generator().manual_seed(self.seed)
+        tensors = {}
+        for split, num_samples in (("train", self.num_samples), ("eval", self.eval_samples)):
+            for part, size in (("inputs", self.input_size), ("targets", self.target_size)):
+                tensors[f"{split}_{part}"] = torch.randn(num_samples, size, generator=generator)
+        return tensors

@@ -1,0 +1,132 @@
+"""The process group and the few collectives that the loop needs; called by worker and train."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_runner.config import BackendConfig
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def process_group(
+    env: DistEnv, *, backend: BackendConfig, init_method: str | None = None
+) -> Iterator[None]:
+    """Hold the default process group open. Collective: every rank must call.
+
+    On CUDA the group has two backends, so that small facts travel as CPU tensors over gloo and
+    never wait for a kernel.
+
+    Raises:
+        UserError: this torch was built without the backend.
+    """
+    if backend.name == "mpi" and not dist.is_mpi_available():
+        raise UserError(
+            "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never "
+            "are); write backend=gloo, or build torch from source beside an MPI library"
+        )
+    if init_method is None and os.environ.get("MASTER_ADDR") is None:
+        raise UserError(
+            "RANK is set but MASTER_ADDR is not; set MASTER_ADDR and MASTER_PORT, "
+            "or give launch.init_method=tcp://HOST:PORT"
+        )
+    if env.num_nodes == 1:
+        # One machine's traffic needs no other interface than loopback, and listens on no other.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
+        init_method=init_method,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=backend.timeout_s),
+    )
+    yield
+    # On success only: a rank that fails while its peers sit in a collective must die, not wait.
+    dist.destroy_process_group()
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return each value summed over all ranks, in float64. Collective: every rank must call."""
+    totals = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(totals)
+    return totals.tolist()  # type: ignore[no-any-return]
+
+
+def broadcast_object(value: T) -> T:
+    """Return rank 0's value on every rank. Collective: every rank must call."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's value, by rank, on every rank. Collective: every rank must call."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Give every rank the buffers (BatchNorm statistics) of rank 0. Collective: every rank."""
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def check_agreement(facts: Mapping[str, object]) -> None:
+    """Compare what must be equal on every rank. Collective: every rank must call.
+
+    Raises:
+        UserError: on every rank, naming the first key that differs, its values and their ranks.
+    """
+    by_rank = gather_objects(dict(facts))
+    for key in sorted(set().union(*by_rank)):
+        values = [str(one.get(key)) for one in by_rank]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise UserError(
+                f"ranks were launched differently: {key} is {values[0]} on rank 0 and "
+                f"{values[other]} on rank {other}; start every rank with the same command and code"
+            )
+
+
+class StopVote:
+    """Agreement of all ranks on the step at which they stop.
+
+    The vote of one step is counted in the next, so that the collective runs beside the step's
+    computation and costs the loop next to nothing.
+    """
+
+    def __init__(self) -> None:
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._pending: dist.Work | None = None
+
+    def agreed(self, want_stop: bool) -> bool:
+        """Return True on all ranks alike once any wanted it. Collective: every rank, every step."""
+        if dist.get_world_size() == 1:
+            return want_stop
+        if self._pending is not None:
+            self._pending.wait()
+            if self._flag.item():
+                self._pending = None
+                return True
+        self._flag.fill_(want_stop)
+        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
+        return False
+
+    def close(self) -> None:
+        """Count the last vote, so that no collective is left open. Collective: every rank."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None

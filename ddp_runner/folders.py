@@ -1,0 +1,159 @@
+"""Run folders: how they are named, claimed and locked, and the frozen config inside.
+
+Torch-free: the launcher claims a folder before any worker exists. Under torchrun rank 0 does.
+"""
+
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from ddp_runner.config import Config
+from ddp_runner.errors import UserError
+from ddp_runner.record import RUN_RECORD, read_run_record
+
+OUTPUTS = Path("outputs")
+MIN_FREE_MIB = 100
+MAX_NAME_LENGTH = 200  # file systems end at 255
+
+
+def run_folder(config: Config) -> Path:
+    """Return the path of a single run, not yet claimed; `config` is resolved."""
+    model, dataset, mode = (
+        group.get("name", "custom") for group in (config.model, config.dataset, config.parallelism)
+    )
+    name = config.name or f"{model}-{dataset}-{mode}-ws{config.world_size}"
+    return OUTPUTS / safe_name(name) / timestamp()
+
+
+def sweep_folder(name: str | None) -> Path:
+    """Return the path of a sweep, not yet claimed."""
+    return OUTPUTS / f"{safe_name(name or 'sweep')}-{timestamp()}"
+
+
+def job_name(overrides: Sequence[str], *, fixed: Sequence[str]) -> str:
+    """Return a sweep job's folder: the overrides that the sweep varies, in their order."""
+    varied = [override for override in overrides if override not in fixed]
+    return safe_name(",".join(varied or overrides) or "job")
+
+
+def safe_name(text: str) -> str:
+    """Return the text as one folder name: no separators, no control characters, not too long."""
+    return re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))[:MAX_NAME_LENGTH]
+
+
+def timestamp() -> str:
+    """Return the local time as a folder name that sorts."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def claim(path: Path) -> Path:
+    """Create the folder and return it; one that exists already is left alone for `path-2`, ….
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is nearly full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 1000):
+            candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
+            try:
+                candidate.mkdir()
+            except FileExistsError:
+                continue
+            check_writable(candidate)
+            return candidate
+    except OSError as error:
+        raise UserError(
+            f"the run folder {path} cannot be created ({error.strerror}); "
+            "start in a folder that you may write to, or give hydra.run.dir=FOLDER"
+        ) from error
+    raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a folder where a run would fail later.
+
+    Raises:
+        UserError: the folder is not writable, or its disk is nearly full.
+    """
+    if not os.access(path, os.W_OK):
+        raise UserError(f"the run folder {path} is not writable; give hydra.run.dir=FOLDER")
+    free_mib = shutil.disk_usage(path).free // 2**20
+    if free_mib < MIN_FREE_MIB:
+        raise UserError(
+            f"{free_mib} MiB are free for the run folder {path} and a run needs {MIN_FREE_MIB}; "
+            "free some, or give hydra.run.dir=FOLDER on another disk"
+        )
+
+
+def previous_attempt(path: Path, config_hash: str) -> Path | None:
+    """Return the newest run beside `path` with this config that has not been completed.
+
+    A gang that another launcher restarts finds the folder of its earlier attempt so.
+    """
+    for run_dir in sorted(path.parent.glob("*"), reverse=True):
+        if (run_dir / RUN_RECORD).exists():
+            record = read_run_record(run_dir)
+            if record.get("config_hash") == config_hash and record.get("status") != "completed":
+                return run_dir
+    return None
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder for this launcher alone.
+
+    Raises:
+        UserError: another process holds it; the message says which.
+    """
+    holder = run_dir / ".lock.holder"
+    lock = FileLock(run_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = holder.read_text().strip() if holder.exists() else "another process"
+        raise UserError(
+            f"{run_dir} is in use by {who}; wait for it to end, or start a run of its own"
+        ) from None
+    try:
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def freeze_config(run_dir: Path, config: Config, *, overrides: Sequence[str], raw: Any) -> str:
+    """Write .hydra/{config,overrides}.yaml and return the config's text.
+
+    Args:
+        run_dir: the run's folder.
+        config: as resolved.
+        overrides: what was given on the command line.
+        raw: the composed config with its interpolations; values that come from the environment
+            (oc.env) stay as written there, so that no secret reaches the disk.
+    """
+    folder = run_dir / ".hydra"
+    folder.mkdir(exist_ok=True)
+    text = yaml.safe_dump(_hide_secrets(asdict(config), raw), sort_keys=False, allow_unicode=True)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    (folder / "overrides.yaml").write_text(
+        yaml.safe_dump(list(overrides), allow_unicode=True), encoding="utf-8"
+    )
+    return text
+
+
+def _hide_secrets(resolved: Any, raw: Any) -> Any:
+    if isinstance(resolved, dict) and isinstance(raw, dict):
+        return {key: _hide_secrets(value, raw.get(key)) for key, value in resolved.items()}
+    return raw if isinstance(raw, str) and "${oc.env:" in raw else resolved

@@ -1,0 +1,36 @@
+"""What goes into a gang and what comes out: the two ends of ``launch``; torch-free."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.config import Config
+from ddp_runner.failures import Failure
+
+# The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
+EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker is given."""
+
+    config: Config  # resolved
+    started_at: float  # time.time() when the command, or the sweep's job, began
+    code: Mapping[str, Any]  # git_revision and versions
+    run_dir: Path | None = None  # None: rank 0 claims one
+    scratch: Path | None = None  # a folder of this gang alone; None under another launcher
+    overrides: tuple[str, ...] = ()
+    raw_config: Any = None  # as composed, with its interpolations
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: `status` is completed, failed or preempted."""
+
+    status: str
+    exit_code: int
+    run_dir: Path | None = None
+    failure: Failure | None = None

@@ -1,0 +1,199 @@
+"""From a resolved config to a gang of workers on this machine, and to an exit code.
+
+Called by ``__main__`` for each job. Workers are forked from a server that has imported torch
+already, so that a gang is up in a tenth of a second; torch's elastic agent watches and restarts
+them. The server starts before this process imports torch, so that the two imports overlap.
+"""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import forkserver
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ddp_runner.config import Config
+from ddp_runner.failures import Failure, first_failure
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
+from ddp_runner.record import write_run_record
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def start_fork_server() -> None:
+    """Start the process that workers are forked from, once; returns at once.
+
+    It must never start threads or touch CUDA: neither survives a fork.
+    """
+    multiprocessing.set_forkserver_preload(["ddp_runner.worker"])
+    with _environment(OPENBLAS_NUM_THREADS="1"), _ignored(SIGNALS):
+        # What is ignored here stays ignored in the server and, until they say otherwise, in its
+        # workers: Ctrl-C and SIGTERM may reach all of them at once, and only the launcher decides.
+        forkserver.ensure_running()
+
+
+def launch(job: Job) -> Outcome:
+    """Start a gang on this machine, wait for its end, and return how it ended."""
+    start_fork_server()
+    # One shared store for rendezvous and process group would keep the keys of a gang that was
+    # killed, and the restarted gang fails over them now and then.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    from ddp_runner.rendezvous import launch_config
+    from ddp_runner.worker import work
+
+    _quiet_agent()
+    config, oom_kills_before = job.config, _oom_kills()
+    scratch = Path(tempfile.mkdtemp(prefix="ddp_runner-"))
+    try:
+        with _Interrupts(scratch, config.launch.shutdown_timeout_s, job.run_dir) as interrupts:
+            try:
+                agent = elastic_launch(launch_config(config, scratch), work)
+                results = agent(replace(job, scratch=scratch))
+            except ChildFailedError as error:
+                failure = _explain(error, scratch, config, oom=_oom_kills() > oom_kills_before)
+                return _failed(failure, job.run_dir)
+        result = next(iter(results.values()))
+        received = interrupts.received or signal.SIGTERM
+        return Outcome(
+            status=result["status"],
+            exit_code=EXIT_COMPLETED if result["status"] == "completed" else 128 + received,
+            run_dir=Path(result["run_dir"]),
+        )
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
+    if run_dir is not None:
+        write_run_record(
+            run_dir,
+            status="failed",
+            finished_at=time.time(),
+            error={"rank": failure.rank, "kind": failure.kind, "sentence": failure.sentence},
+        )
+        if failure.traceback:
+            (run_dir / "logs").mkdir(exist_ok=True)
+            (run_dir / "logs" / "failure.txt").write_text(failure.traceback, encoding="utf-8")
+    exit_code = EXIT_USER_ERROR if failure.kind == "user" else EXIT_FAILED
+    return Outcome(status="failed", exit_code=exit_code, run_dir=run_dir, failure=failure)
+
+
+def _explain(error: "ChildFailedError", scratch: Path, config: Config, *, oom: bool) -> Failure:
+    """Return the failure that came first: a rank's own words, or the signal that killed it."""
+    rank, seen = error.get_first_failure()
+    told = first_failure(scratch, attempt=config.launch.max_restarts)
+    if told is not None and (told.kind != "peer" or seen.exitcode >= 0):
+        return told
+    sentence = f"rank {rank} ended with exit code {seen.exitcode}"
+    if seen.exitcode < 0:
+        sentence = f"rank {rank} was killed by {signal.Signals(-seen.exitcode).name}"
+    if seen.exitcode == -signal.SIGKILL:
+        sentence += (
+            ": likely out of memory, the kernel says; use a smaller batch.per_rank"
+            if oom
+            else " from outside, or by the kernel for want of memory"
+        )
+    return Failure(rank=rank, kind="signal", sentence=sentence)
+
+
+class _Interrupts:
+    """Turns the first Ctrl-C or SIGTERM into a request to the gang, and the second into its end."""
+
+    def __init__(self, scratch: Path, timeout_s: float, run_dir: Path | None) -> None:
+        self.received: int | None = None
+        self._scratch, self._timeout_s, self._run_dir = scratch, timeout_s, run_dir
+        self._previous: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> "_Interrupts":
+        for signum in SIGNALS:
+            self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            self._end_at_once()
+        self.received = signum
+        (self._scratch / "stop").touch()
+        name = signal.Signals(signum).name
+        print(
+            f"\n{name}: finishing the step and saving a checkpoint; again to end at once",
+            flush=True,
+        )
+        self._timer = threading.Timer(self._timeout_s, self._end_at_once)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end_at_once(self) -> None:
+        # The workers die with this process: see die_with_launcher.
+        if self._run_dir is not None:
+            write_run_record(
+                self._run_dir,
+                status="preempted",
+                finished_at=time.time(),
+                error={"rank": None, "kind": "signal", "sentence": "ended without a checkpoint"},
+            )
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        os._exit(128 + (self.received or signal.SIGTERM))
+
+
+def _quiet_agent() -> None:
+    """Silence the agent's own report of a failure, which ours replaces, unless LOGLEVEL is set."""
+    if "LOGLEVEL" not in os.environ:
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _oom_kills() -> int:
+    """Return how often the kernel has killed a process of this control group for memory."""
+    try:
+        events = Path("/sys/fs/cgroup/memory.events").read_text()
+    except OSError:
+        return 0
+    counts: Mapping[str, str] = dict(line.split() for line in events.splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name, value_before in before.items():
+            if value_before is None:
+                del os.environ[name]
+
+
+@contextmanager
+def _ignored(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    previous = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

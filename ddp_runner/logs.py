@@ -1,0 +1,77 @@
+"""Where a rank's words go: its own file, with its rank in every line; rank 0 speaks aloud as well.
+
+Used by ``worker``.
+"""
+
+import logging
+import os
+import sys
+from io import TextIOBase
+from pathlib import Path
+from types import TracebackType
+
+from ddp_runner.environment import DistEnv
+
+
+class RankLog:
+    """The log file of one rank, open for the length of a ``with`` block.
+
+    Warnings of libraries go to the file alone. What a rank other than 0 prints goes to its file,
+    also what C++ code prints.
+    """
+
+    def __init__(self, run_dir: Path, env: DistEnv) -> None:
+        self._env = env
+        self._path = run_dir / "logs" / f"rank-{env.rank}.log"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._logger = logging.getLogger("ddp_runner")
+        self._handler = logging.FileHandler(self._path, encoding="utf-8")
+        self._handler.setFormatter(
+            logging.Formatter(f"%(asctime)s rank {env.rank} %(levelname)s %(message)s")
+        )
+
+    def __enter__(self) -> "RankLog":
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        self._logger.addHandler(self._handler)
+        logging.captureWarnings(True)
+        logging.getLogger("py.warnings").addHandler(self._handler)
+        logging.getLogger("py.warnings").propagate = False
+        if not self._env.is_rank_zero:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+            sys.stdout = sys.stderr = _Lines(self._logger)  # type: ignore[assignment]
+        return self
+
+    def say(self, text: str) -> None:
+        """Log the text; rank 0 also prints it."""
+        for line in text.splitlines():
+            self._logger.info(line)
+        if self._env.is_rank_zero:
+            print(text, flush=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._logger.error("this rank ends with an error", exc_info=error)
+        self._logger.removeHandler(self._handler)
+        self._handler.close()
+
+
+class _Lines(TextIOBase):
+    """A stream that logs each line written to it."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger, self._rest = logger, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._logger.info(line)
+        return len(text)

@@ -1,0 +1,39 @@
+"""Losses as sums over the samples of a batch; the training loop divides by the global count.
+
+Sums can be added over micro-batches and ranks of different sizes; means of means cannot.
+"""
+
+import math
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddp_runner.errors import UserError
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross-entropy of logits (batch, classes) and classes (batch,)."""
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def nll(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed loss of log-probabilities (batch, classes) and classes (batch,)."""
+    return F.nll_loss(outputs, targets, reduction="sum")
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum over samples of the squared error averaged over a sample's features.
+
+    Args:
+        outputs: Predictions (batch, ...).
+        targets: Values of the same shape.
+
+    Raises:
+        UserError: If the shapes differ; torch would broadcast them.
+    """
+    if outputs.shape != targets.shape:
+        raise UserError(
+            f"mse needs outputs and targets of one shape, not {tuple(outputs.shape)} and "
+            f"{tuple(targets.shape)}; choose a dataset or a loss that fits the model"
+        )
+    return F.mse_loss(outputs, targets, reduction="sum") / math.prod(outputs.shape[1:])

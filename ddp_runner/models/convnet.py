@@ -1,0 +1,82 @@
+"""The ConvNet of the MNIST-under-DDP tutorials, whole or split over two devices.
+
+Batch normalisation counts each rank's own samples, so a run on several ranks takes the steps of
+one process only up to that difference.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
+    """Return a block that maps (batch, in, height, width) to (batch, out, height/2, width/2)."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, kernel_size=5, padding=2),
+        nn.BatchNorm2d(out_channels),
+        # The tutorials apply ReLU before the max-pool. Both orders give equal outputs and
+        # gradients, as both only take maxima; this one applies ReLU to a quarter of the elements.
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+    )
+
+
+class ConvNet(nn.Module):
+    """Two convolution blocks (16 and 32 channels) and a linear classifier for 28x28 images.
+
+    The parameters have the names and the order that the tutorials give them.
+
+    Args:
+        num_classes: Classes to tell apart.
+        in_channels: Channels of an image.
+    """
+
+    def __init__(self, *, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__()
+        self.layer1 = conv_block(in_channels, 16)
+        self.layer2 = conv_block(16, 32)
+        self.fc = nn.Linear(7 * 7 * 32, num_classes)
+
+    def stage0(self, images: Tensor) -> Tensor:
+        """Map images (batch, in_channels, 28, 28) to features (batch, 16, 14, 14)."""
+        features: Tensor = self.layer1(images)
+        return features
+
+    def stage1(self, features: Tensor) -> Tensor:
+        """Map features (batch, 16, 14, 14) to logits (batch, num_classes)."""
+        logits: Tensor = self.fc(self.layer2(features).flatten(1))
+        return logits
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, in_channels, 28, 28) to logits (batch, num_classes)."""
+        return self.stage1(self.stage0(images))
+
+
+class ConvNetMp(ConvNet):
+    """`ConvNet` with the first block on one device, the second and the classifier on another.
+
+    Same parameter names, initial weights and function as `ConvNet`.
+
+    Args:
+        dev0: Device of the first block.
+        dev1: Device of the second block, the classifier and the outputs; targets belong there.
+        num_classes: Classes to tell apart.
+        in_channels: Channels of an image.
+    """
+
+    def __init__(
+        self,
+        *,
+        dev0: torch.device,
+        dev1: torch.device,
+        num_classes: int = 10,
+        in_channels: int = 1,
+    ) -> None:
+        super().__init__(num_classes=num_classes, in_channels=in_channels)
+        self.dev0, self.dev1 = dev0, dev1
+        self.layer1.to(dev0)
+        self.layer2.to(dev1)
+        self.fc.to(dev1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images on any device to logits (batch, num_classes) on ``dev1``."""
+        return self.stage1(self.stage0(images.to(self.dev0)).to(self.dev1))

@@ -1,0 +1,81 @@
+"""The network of PyTorch's MNIST example, whole or split over two devices.
+
+Source: https://github.com/pytorch/examples/blob/main/mnist/main.py; the split is that of
+https://pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    """Two 3x3 convolutions and two linear layers with dropout, for 28x28 images of one channel.
+
+    Args:
+        num_classes: Classes to tell apart.
+        dropout1: Probability of dropping a feature after the convolutions.
+        dropout2: Probability of dropping a feature between the linear layers.
+    """
+
+    def __init__(
+        self, *, num_classes: int = 10, dropout1: float = 0.25, dropout2: float = 0.5
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.dropout1 = nn.Dropout(dropout1)
+        self.dropout2 = nn.Dropout(dropout2)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, num_classes)
+
+    def stage0(self, images: Tensor) -> Tensor:
+        """Map images (batch, 1, 28, 28) to features (batch, 64, 12, 12)."""
+        hidden = F.relu(self.conv1(images))
+        # Max-pool before ReLU: equal to the example's order, on a quarter of the elements.
+        hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
+        features: Tensor = self.dropout1(hidden)
+        return features
+
+    def stage1(self, features: Tensor) -> Tensor:
+        """Map features (batch, 64, 12, 12) to log-probabilities (batch, num_classes)."""
+        hidden = self.dropout2(F.relu(self.fc1(features.flatten(1))))
+        return F.log_softmax(self.fc2(hidden), dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, 1, 28, 28) to log-probabilities (batch, num_classes)."""
+        return self.stage1(self.stage0(images))
+
+
+class MpNet(Net):
+    """`Net` with the convolutions on one device and the linear layers on another.
+
+    Same parameter names, initial weights and function as `Net`.
+
+    Args:
+        dev0: Device of the convolutions.
+        dev1: Device of the linear layers and the outputs; targets belong there.
+        num_classes: Classes to tell apart.
+        dropout1: Probability of dropping a feature after the convolutions.
+        dropout2: Probability of dropping a feature between the linear layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        dev0: torch.device,
+        dev1: torch.device,
+        num_classes: int = 10,
+        dropout1: float = 0.25,
+        dropout2: float = 0.5,
+    ) -> None:
+        super().__init__(num_classes=num_classes, dropout1=dropout1, dropout2=dropout2)
+        self.dev0, self.dev1 = dev0, dev1
+        self.conv1.to(dev0)
+        self.conv2.to(dev0)
+        self.fc1.to(dev1)
+        self.fc2.to(dev1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images on any device to log-probabilities (batch, num_classes) on ``dev1``."""
+        return self.stage1(self.stage0(images.to(self.dev0)).to(self.dev1))

@@ -1,0 +1,52 @@
+"""The two linear layers of PyTorch's DDP tutorial, whole or split over two devices.
+
+Source: https://pytorch.org/tutorials/intermediate/ddp_tutorial.html
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class ToyModel(nn.Module):
+    """Linear(10, 10), ReLU, Linear(10, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(10, 10)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(10, 5)
+
+    def stage0(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to hidden activations (batch, 10)."""
+        hidden: Tensor = self.relu(self.net1(inputs))
+        return hidden
+
+    def stage1(self, hidden: Tensor) -> Tensor:
+        """Map hidden activations (batch, 10) to outputs (batch, 5)."""
+        outputs: Tensor = self.net2(hidden)
+        return outputs
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        return self.stage1(self.stage0(inputs))
+
+
+class ToyMpModel(ToyModel):
+    """`ToyModel` with the first linear layer on one device and the second on another.
+
+    Same parameter names, initial weights and function as `ToyModel`.
+
+    Args:
+        dev0: Device of the first linear layer and the ReLU.
+        dev1: Device of the second linear layer and the outputs; targets belong there.
+    """
+
+    def __init__(self, *, dev0: torch.device, dev1: torch.device) -> None:
+        super().__init__()
+        self.dev0, self.dev1 = dev0, dev1
+        self.net1.to(dev0)
+        self.net2.to(dev1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) on any device to (batch, 5) on ``dev1``."""
+        return self.stage1(self.stage0(inputs.to(self.dev0)).to(self.dev1))

@@ -1,0 +1,137 @@
+"""What rank 0 tells while a run goes on: on the screen, in run.json and in the tracked metrics.
+
+Used by ``worker``; the other ranks hold a ``NullReporter``.
+"""
+
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_runner.config import Config
+from ddp_runner.data.source import Dataset
+from ddp_runner.environment import DistEnv
+from ddp_runner.record import write_run_record
+from ddp_runner.tracking import Progress, Tracker
+from ddp_runner.train import Position
+
+
+class NullReporter:
+    """What the other ranks hold."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Do nothing."""
+
+    def step_done(self, position: Position) -> None:
+        """Do nothing."""
+
+    def finish(self, status: str, position: Position) -> None:
+        """Do nothing."""
+
+
+class Reporter(NullReporter):
+    """Tells TensorBoard, metrics.jsonl, run.json and the terminal of one run. Rank 0 only."""
+
+    def __init__(
+        self, run_dir: Path, *, tracker: Tracker, progress: Progress, started_at: float
+    ) -> None:
+        self._run_dir, self._started_at = run_dir, started_at
+        self._tracker, self._progress = tracker, progress
+        self._first_step_is_done = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Record metrics of a step and show them."""
+        if "perf/step_time_ms" in metrics:
+            metrics = {**metrics, "perf/peak_memory_gib": _peak_memory_gib()}
+        self._tracker.log(metrics, step=step, epoch=epoch)
+        self._progress.update(step, epoch=epoch, metrics=metrics)
+
+    def step_done(self, position: Position) -> None:
+        """Advance the progress bar; after the first step, record the start-up time."""
+        self._progress.update(position.step, epoch=position.epoch + 1, metrics={})
+        if not self._first_step_is_done:
+            self._first_step_is_done = True
+            write_run_record(self._run_dir, startup_s=round(time.time() - self._started_at, 3))
+
+    def finish(self, status: str, position: Position) -> None:
+        """Close the files and write down how the run ended."""
+        self._progress.close()
+        self._tracker.close()
+        finished_at, metrics = time.time(), self._tracker.last_metrics
+        wall_s = finished_at - self._started_at
+        write_run_record(
+            self._run_dir,
+            status=status,
+            finished_at=finished_at,
+            wall_s=round(wall_s, 3),
+            epoch=position.epoch,
+            step=position.step,
+            metrics=metrics,
+        )
+        print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir), flush=True)
+
+
+def start_block(
+    config: Config,
+    env: DistEnv,
+    *,
+    devices: tuple[torch.device, ...],
+    num_threads: int,
+    dataset: Dataset,
+    num_parameters: int,
+    steps_per_epoch: int,
+    max_steps: int,
+    versions: Mapping[str, str | None],
+    run_dir: Path,
+) -> str:
+    """Return the facts of a run, a line each."""
+    batch, train = config.batch, config.train
+    place = ", ".join(str(device) for device in devices)
+    if devices[0].type == "cuda":
+        place += f" ({torch.cuda.get_device_name(devices[0])})"
+    shares = f"{batch.per_rank} a rank x {env.world_size} ranks"
+    if train.grad_accum_steps > 1:
+        shares += f" x {train.grad_accum_steps} micro-steps"
+    rows = {
+        "run": str(run_dir),
+        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, {train.precision}",
+        "dataset": f"{dataset.name}, {len(dataset.train.inputs):,} train, "
+        f"{len(dataset.eval.inputs):,} eval samples",
+        "parallelism": f"{config.parallelism.get('name')}, backend {config.backend.name} "
+        f"(timeout {config.backend.timeout_s:g} s)",
+        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
+        f"{env.local_world_size} a node, {num_threads} CPU thread(s) a rank",
+        "rank 0": f"local rank {env.local_rank} of node {env.node_rank}, on {place}",
+        "batch": f"{batch.global_size} a step = {shares}",
+        "steps": f"{max_steps} in all, {steps_per_epoch} an epoch",
+        "versions": f"torch {versions['torch']}, Python {versions['python']}",
+    }
+    return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
+
+
+def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path) -> str:
+    """Return how a run ended, and how to look at it."""
+    results = "  ".join(
+        f"{name} {value:.4f}"
+        for name, value in metrics.items()
+        if value is not None and (name.startswith("eval/") or name == "train/loss")
+    )
+    folder = shlex.quote(str(run_dir))
+    lines = [f"{status} in {wall_s:.1f} s  {results}"]
+    if status == "preempted":
+        lines.append(f"go on: python -m ddp_runner resume={folder}")
+    lines.append(f"tensorboard --logdir {folder}")
+    return "\n".join(lines)
+
+
+def _peak_memory_gib() -> float:
+    """Return the most memory that rank 0 has held: of its GPU where it has one, else of its RAM."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

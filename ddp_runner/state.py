@@ -1,0 +1,129 @@
+"""What a checkpoint holds and how a run takes it up again; called by ``worker``."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
+from ddp_runner.config import Config
+from ddp_runner.distributed import broadcast_object, gather_objects
+from ddp_runner.errors import UserError
+from ddp_runner.train import Position, Trainee
+
+
+def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, Any]:
+    """Return all that the next step depends on. Collective: every rank must call.
+
+    Raises:
+        UserError: a parameter is NaN or infinite; such a state is never saved.
+    """
+    check_finite(trainee, position)
+    return {
+        "model": trainee.module.state_dict(),
+        "optimizer": trainee.optimizer.state_dict(),
+        "scheduler": trainee.scheduler.state_dict(),
+        "scaler": trainee.scaler.state_dict(),
+        "position": asdict(position),
+        "rng": gather_objects(_rng_state()),
+        "made_of": _made_of(config),
+    }
+
+
+def restore(
+    trainee: Trainee,
+    position: Position,
+    config: Config,
+    folder: Path,
+    *,
+    say: Callable[[str], None],
+) -> int | None:
+    """Load the newest whole checkpoint of `folder` into the trainee and position, if there is one.
+
+    Every rank loads onto its own device. Collective: every rank must call.
+
+    Returns:
+        The step that the run goes on from; None where it begins anew.
+
+    Raises:
+        UserError: the checkpoint belongs to another model, optimizer or dataset.
+    """
+    found = latest_checkpoint(folder, say=say) if trainee.env.is_rank_zero else None
+    path = broadcast_object(found)
+    if path is None:
+        return None
+    state = load_checkpoint(path, map_location=trainee.devices[0])
+    saved, current = Position(**state["position"]), _made_of(config)
+    differing = [key for key, value in current.items() if state["made_of"].get(key) != value]
+    if saved.step_in_epoch == 0 and "batch.global_size" in differing:
+        differing.remove("batch.global_size")  # between two epochs it may change
+    if differing:
+        raise UserError(
+            f"checkpoint {path} was made with "
+            + ", ".join(f"{key}={state['made_of'].get(key)}" for key in differing)
+            + ", this run has "
+            + ", ".join(f"{key}={current[key]}" for key in differing)
+            + "; leave these keys as they were"
+        )
+    try:
+        trainee.module.load_state_dict(state["model"])
+        trainee.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
+    trainee.scheduler.load_state_dict(state["scheduler"])
+    trainee.scaler.load_state_dict(state["scaler"])
+    position.epoch, position.step = saved.epoch, saved.step
+    position.step_in_epoch = saved.step_in_epoch
+    if len(state["rng"]) == trainee.env.world_size:
+        _set_rng_state(state["rng"][trainee.env.rank])
+    else:
+        say("the world size differs from the checkpoint's: dropout draws new random numbers")
+    say(f"resumed from {path}, step {position.step}")
+    return position.step
+
+
+def check_finite(trainee: Trainee, position: Position) -> None:
+    """Refuse to go on with broken parameters; they are equal on all ranks, so all refuse alike.
+
+    Raises:
+        UserError: a parameter is NaN or infinite.
+    """
+    for name, parameter in trainee.module.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(
+                f"parameter {name} became NaN or infinite by step {position.step}; the last "
+                "checkpoint is from before: resume it with a smaller optimizer.lr"
+            )
+
+
+def _made_of(config: Config) -> dict[str, Any]:
+    """Return what a checkpoint cannot be resumed without."""
+    model = {key: value for key, value in config.model.items() if not key.startswith("_")}
+    return {
+        **{
+            f"model.{key}": value
+            for key, value in model.items()
+            if isinstance(value, str | int | float | bool)
+        },
+        "optimizer.name": config.optimizer.get("name"),
+        "scheduler.name": config.scheduler.get("name"),
+        "dataset.name": config.dataset.get("name"),
+        "seed": config.seed,
+        "batch.global_size": config.batch.global_size,
+    }
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

@@ -1,0 +1,79 @@
+"""How a rank learns that it should stop, and how it makes sure not to outlive its launcher."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+# From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its gang has
+# failed, and it may sit in a collective that will never end.
+FAILED_GANG_GRACE_S = 3.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class StopRequest:
+    """True once someone asked this rank to finish its step, save and end.
+
+    Under our launcher the request is a file: Ctrl-C reaches every process of a terminal, SIGTERM
+    may reach every process of a container, and only the launcher knows which it was. Under
+    another launcher (torchrun, Slurm) SIGTERM and SIGINT are the request.
+    """
+
+    def __init__(self, scratch: Path | None) -> None:
+        self._file = scratch / "stop" if scratch else None
+        self._signalled = False
+        if self._file is None:
+            signal.signal(signal.SIGINT, self._on_signal)
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._watch_sigterm()
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def __call__(self) -> bool:
+        """Return whether to stop; cheap enough for every step."""
+        return self._signalled or (self._file is not None and self._file.exists())
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        self._signalled = True
+
+    def _watch_sigterm(self) -> None:
+        # The interpreter writes a signal's number here even while the main thread sits in a
+        # collective, where no Python handler runs.
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+
+        def end_with_the_gang() -> None:
+            while os.read(reader, 1) != bytes([signal.SIGTERM]):
+                continue
+            time.sleep(FAILED_GANG_GRACE_S)
+            if self._file is not None and not self._file.exists():
+                os._exit(128 + signal.SIGTERM)
+
+        threading.Thread(target=end_with_the_gang, name="sigterm-watch", daemon=True).start()
+
+
+def die_with_launcher() -> None:
+    """Make sure that this worker ends when its launcher does, even by SIGKILL.
+
+    The fork server ends with the launcher (it holds the other end of its pipe); the kernel then
+    kills its children. Elsewhere than on Linux a thread waits for the launcher's end.
+    """
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not launcher.is_alive():  # it died before the line above
+            os._exit(128 + signal.SIGKILL)
+        return
+
+    def wait() -> None:
+        launcher.join()
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()

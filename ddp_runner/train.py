@@ -1,0 +1,235 @@
+"""The training loop: ordinary PyTorch, the same for every form of parallelism.
+
+Called by ``worker`` on each rank with everything built. A loss is a sum over samples divided by
+the samples of the whole global batch, so that every world size takes the same steps.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.config import TrainConfig
+from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
+from ddp_runner.data.source import Dataset
+from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism import Mode
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Position:
+    """Where a run stands; a checkpoint holds it, so that a resumed run goes on from there."""
+
+    epoch: int = 0  # epochs that have ended
+    step: int = 0  # optimizer steps since the run began
+    step_in_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What one rank trains, and with what."""
+
+    module: nn.Module  # the bare model: evaluated and saved
+    model: nn.Module  # the same model as its mode wrapped it: trained
+    mode: Mode
+    loss_fn: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum over samples
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    dataset: Dataset
+    batches: GlobalBatches
+    eval_batch_size: int
+    devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
+    config: TrainConfig
+    env: DistEnv
+
+
+@dataclass(frozen=True)
+class Control:
+    """When the loop ends or saves, and whom it tells."""
+
+    max_steps: int
+    save_every_steps: int | None
+    save_every_epochs: int | None
+    save: Callable[[Position, dict[str, float]], None]  # collective: every rank must call
+    stop_requested: Callable[[], bool]
+
+
+class Reporter(Protocol):
+    """Whom the loop tells; only rank 0's passes it on."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Record the metrics of a step."""
+
+    def step_done(self, position: Position) -> None:
+        """Take note that an optimizer step has ended."""
+
+
+def train(
+    trainee: Trainee, *, position: Position, control: Control, reporter: Reporter
+) -> str:
+    """Train from `position` on; return completed or preempted. Collective: every rank must call.
+
+    Raises:
+        UserError: the loss became NaN or infinite; on all ranks at the same step.
+    """
+    config, metrics, vote, pace = trainee.config, dict[str, float](), StopVote(), Pace()
+    while position.step < control.max_steps:
+        epoch = position.epoch + 1
+        trainee.model.train()
+        pace.restart()
+        for batch in trainee.batches.epoch(position.epoch, start_step=position.step_in_epoch):
+            loss = train_step(trainee, batch)
+            position.step += 1
+            position.step_in_epoch += 1
+            pace.add(samples=batch.global_count)
+            reporter.step_done(position)
+            if _due(position.step, config.log_every_steps):
+                line = {
+                    "train/loss": global_loss(loss, step=position.step),
+                    "train/lr": trainee.optimizer.param_groups[0]["lr"],
+                    **pace.lap(),
+                }
+                metrics |= line
+                reporter.log(line, step=position.step, epoch=epoch)
+            if vote.agreed(control.stop_requested()):
+                control.save(position, metrics)
+                return "preempted"
+            if position.step == control.max_steps:
+                break
+            if _due(position.step, control.save_every_steps):
+                control.save(position, metrics)
+                pace.restart()
+        finished = position.step == control.max_steps
+        if position.step_in_epoch == trainee.batches.steps_per_epoch:
+            position.epoch, position.step_in_epoch = epoch, 0
+        if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
+            results = evaluate(trainee)
+            metrics |= results
+            reporter.log(results, step=position.step, epoch=epoch)
+        if finished or _due(epoch, control.save_every_epochs):
+            control.save(position, metrics)
+    vote.close()
+    return "completed"
+
+
+def train_step(trainee: Trainee, batch: StepBatch) -> Tensor:
+    """Take one optimizer step; return this rank's part of the mean loss, a scalar.
+
+    The parts of all ranks add up to the mean over the global batch. Collective: every rank.
+    """
+    optimizer, scaler, config = trainee.optimizer, trainee.scaler, trainee.config
+    optimizer.zero_grad(set_to_none=True)
+    total = torch.zeros((), device=trainee.devices[-1])
+    for index, micro_batch in enumerate(batch.micro_batches, start=1):
+        is_last = index == len(batch.micro_batches)
+        with nullcontext() if is_last else trainee.mode.no_sync(trainee.model):
+            loss_sum, _ = forward(trainee, trainee.model, micro_batch)
+            loss = loss_sum * (micro_batch.weight / batch.global_count)
+            # The reduction divides by the ranks, and global_count has counted them all already.
+            scaler.scale(loss * trainee.env.world_size).backward()
+        total += loss.detach()
+    if config.clip_norm is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(trainee.module.parameters(), config.clip_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    trainee.scheduler.step()
+    return total
+
+
+def forward(trainee: Trainee, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over the batch's samples, and the model's outputs."""
+    inputs = trainee.dataset.normalize(batch.inputs.to(trainee.devices[0], non_blocking=True))
+    targets = batch.targets.to(trainee.devices[-1], non_blocking=True)
+    with torch.autocast(
+        trainee.devices[0].type,
+        dtype=DTYPES[trainee.config.precision],
+        enabled=trainee.config.precision != "fp32",
+    ):
+        outputs = model(inputs)
+        return trainee.loss_fn(outputs, targets), outputs
+
+
+@torch.no_grad()
+def evaluate(trainee: Trainee) -> dict[str, float]:
+    """Return eval/loss and, for classes, eval/accuracy over the whole evaluation set.
+
+    Each sample counts exactly once, whatever the world size. Collective: every rank must call.
+    """
+    # The bare module: DDP's forward is a collective, and ranks may have unequal shares.
+    broadcast_buffers(trainee.module)
+    trainee.module.eval()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=trainee.devices[-1])
+    num_hits = torch.zeros((), dtype=torch.int64, device=trainee.devices[-1])
+    num_samples = 0
+    for batch in eval_batches(
+        trainee.dataset.eval,
+        batch_size=trainee.eval_batch_size,
+        rank=trainee.env.rank,
+        world_size=trainee.env.world_size,
+    ):
+        batch_loss, outputs = forward(trainee, trainee.module, batch)
+        loss_sum += batch_loss
+        num_samples += len(batch.inputs)
+        if trainee.dataset.num_classes is not None:
+            num_hits += (outputs.argmax(dim=1) == batch.targets.to(outputs.device)).sum()
+    totals = sum_over_ranks([loss_sum.item(), num_hits.item(), num_samples])
+    results = {"eval/loss": totals[0] / totals[2]}
+    if trainee.dataset.num_classes is not None:
+        results["eval/accuracy"] = totals[1] / totals[2]
+    return results
+
+
+def global_loss(loss: Tensor, *, step: int) -> float:
+    """Return the loss summed over the ranks' parts. Collective: every rank must call.
+
+    Raises:
+        UserError: it is NaN or infinite.
+    """
+    (total,) = sum_over_ranks([loss.item()])
+    if not math.isfinite(total):
+        raise UserError(
+            f"train/loss became {total} by step {step}; the last checkpoint is from before: "
+            "resume it with a smaller optimizer.lr, or with train.clip_norm=1.0"
+        )
+    return total
+
+
+class Pace:
+    """Throughput between two log lines, on this rank's clock; saving and evaluating excluded."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval."""
+        self._started, self._steps, self._samples = time.perf_counter(), 0, 0
+
+    def add(self, *, samples: int) -> None:
+        """Count one step of the whole gang."""
+        self._steps += 1
+        self._samples += samples
+
+    def lap(self) -> dict[str, float]:
+        """Return the interval's throughput and begin a new one."""
+        elapsed_s = time.perf_counter() - self._started
+        figures = {
+            "perf/samples_per_s": self._samples / elapsed_s,
+            "perf/step_time_ms": 1000 * elapsed_s / self._steps,
+        }
+        self.restart()
+        return figures
+
+
+def _due(count: int, every: int | None) -> bool:
+    return every is not None and count % every == 0

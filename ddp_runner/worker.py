@@ -1,0 +1,319 @@
+"""The composition root of one rank: the only place where config becomes objects.
+
+Called by ``launch`` inside each worker it started, and by ``__main__`` in a worker that torchrun,
+Slurm or mpirun started.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_method, instantiate
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.config import Config, check_targets, config_hash, flatten
+from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.prepared import load_dataset
+from ddp_runner.data.source import Dataset, Split
+from ddp_runner.distributed import broadcast_object, check_agreement, process_group
+from ddp_runner.environment import DistEnv, dist_env
+from ddp_runner.errors import UserError
+from ddp_runner.failures import record_failure
+from ddp_runner.folders import claim, freeze_config, previous_attempt, run_folder
+from ddp_runner.hardware import detect
+from ddp_runner.job import EXIT_COMPLETED, Job, Outcome
+from ddp_runner.logs import RankLog
+from ddp_runner.parallelism import Mode
+from ddp_runner.record import write_run_record
+from ddp_runner.report import NullReporter, Reporter, start_block
+from ddp_runner.state import restore, snapshot
+from ddp_runner.stop import StopRequest, die_with_launcher
+from ddp_runner.tracking import Progress, Tracker
+from ddp_runner.train import Control, Position, Trainee, train
+
+MODEL_KEYS = ("name", "loss", "num_stages", "channels_last")  # the rest is the constructor's
+PEER_GRACE_S = 2.0  # a rank that lost a peer waits: the peer's own end shall be noticed first
+MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Run one rank of a gang that ``launch`` started. The elastic agent's entrypoint."""
+    die_with_launcher()
+    env = dist_env()
+    assert env is not None
+    assert job.scratch is not None
+    try:
+        return run(job, env)
+    except Exception as error:
+        failure = record_failure(job.scratch, rank=env.rank, attempt=env.restart_count, error=error)
+        if failure.kind == "peer":
+            time.sleep(PEER_GRACE_S)
+        raise
+
+
+def run_under_launcher(job: Job, env: DistEnv) -> Outcome:
+    """Run one rank that torchrun, Slurm or mpirun started."""
+    result = record(run)(job, env)
+    status = result["status"] if result else "completed"
+    exit_code = EXIT_COMPLETED if status == "completed" else 128 + signal.SIGTERM
+    return Outcome(status=status, exit_code=exit_code)
+
+
+def run(job: Job, env: DistEnv) -> dict[str, Any]:
+    """Train as one rank of the gang; return status and run_dir. Collective: every rank must call.
+
+    Raises:
+        UserError: the input is at fault: the data, a checkpoint, a loss that became NaN.
+    """
+    config = job.config
+    check_targets(config)  # again: a config may have come with a run that somebody else made
+    stop_requested = StopRequest(job.scratch)
+    num_threads = config.train.num_threads or max(1, detect().num_cores // env.local_world_size)
+    torch.set_num_threads(num_threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    mode: Mode = make("parallelism", config.parallelism)
+    devices = mode.devices(env, kind=config.backend.device)
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+
+    with ExitStack() as stack:
+        stack.enter_context(
+            process_group(env, backend=config.backend, init_method=_init_method(job, env))
+        )
+        check_agreement(flatten(config) | job.code)
+        run_dir = broadcast_object(_open_run(job, env) if env.is_rank_zero else None)
+        assert run_dir is not None
+        log = stack.enter_context(RankLog(run_dir, env))
+        source = make("dataset", config.dataset)
+        dataset = load_dataset(source, data_root=Path(config.data_root), say=log.say)
+        trainee = build_trainee(config, env, mode=mode, devices=devices, dataset=dataset)
+        position = Position()
+        resume_step = restore(trainee, position, config, run_dir / "checkpoints", say=log.say)
+        _check_progress(job, env, position)
+        max_steps = config.train.max_steps or config.train.epochs * trainee.batches.steps_per_epoch
+
+        reporter = NullReporter()
+        if env.is_rank_zero:
+            _record_start(job, env, run_dir, num_threads=num_threads, devices=devices)
+            for warning in job.warnings:
+                log.say(f"warning: {warning}")
+            log.say(
+                start_block(
+                    config,
+                    env,
+                    devices=devices,
+                    num_threads=num_threads,
+                    dataset=dataset,
+                    num_parameters=sum(p.numel() for p in trainee.module.parameters()),
+                    steps_per_epoch=trainee.batches.steps_per_epoch,
+                    max_steps=max_steps,
+                    versions=job.code["versions"],
+                    run_dir=run_dir,
+                )
+            )
+            config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
+            reporter = Reporter(
+                run_dir,
+                tracker=Tracker(run_dir, config_text=config_text, resume_step=resume_step),
+                progress=Progress(
+                    max_steps,
+                    total_epochs=math.ceil(max_steps / trainee.batches.steps_per_epoch),
+                    initial_step=position.step,
+                    stream=sys.stdout,
+                ),
+                started_at=job.started_at,
+            )
+
+        def save(position: Position, metrics: dict[str, float]) -> None:
+            state = snapshot(trainee, position, config)
+            if env.is_rank_zero:
+                save_checkpoint(
+                    run_dir / "checkpoints",
+                    state,
+                    step=position.step,
+                    metrics=metrics,
+                    keep=config.checkpoint.keep,
+                    monitor=config.checkpoint.monitor,
+                    mode=config.checkpoint.mode,
+                    say=log.say,
+                )
+
+        control = Control(
+            max_steps=max_steps,
+            save_every_steps=config.checkpoint.every_steps,
+            save_every_epochs=config.checkpoint.every_epochs,
+            save=save,
+            stop_requested=stop_requested,
+        )
+        status = train(trainee, position=position, control=control, reporter=reporter)
+        reporter.finish(status, position)
+    return {"status": status, "run_dir": str(run_dir)}
+
+
+def build_trainee(
+    config: Config,
+    env: DistEnv,
+    *,
+    mode: Mode,
+    devices: tuple[torch.device, ...],
+    dataset: Dataset,
+) -> Trainee:
+    """Return the model, optimizer and batches of one rank. Collective: every rank must call.
+
+    Raises:
+        UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
+            fit what it names.
+    """
+    if len(dataset.train) < env.world_size:
+        raise UserError(
+            f"dataset={dataset.name} has {len(dataset.train)} training samples and world_size is "
+            f"{env.world_size}; use world_size={len(dataset.train)} or less"
+        )
+    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
+    build = partial(make, "model", {k: v for k, v in config.model.items() if k not in MODEL_KEYS})
+    module = mode.place(build, devices)
+    if config.model.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = mode.wrap(torch.compile(module) if config.train.compile else module, devices)
+    torch.manual_seed(config.seed + env.rank)  # dropout differs between ranks
+
+    batches = GlobalBatches(
+        split=_near(dataset.train, devices[0]),
+        global_size=int(config.batch.global_size or 0),
+        grad_accum_steps=config.train.grad_accum_steps,
+        rank=env.rank,
+        world_size=env.world_size,
+        seed=config.seed,
+    )
+    optimizer = make("optimizer", config.optimizer, partial=True)(module.parameters())
+    steps_per_epoch = batches.steps_per_epoch
+    scheduler = make("scheduler", config.scheduler, partial=True)(
+        optimizer,
+        total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+    )
+    return Trainee(
+        module=module,
+        model=model,
+        mode=mode,
+        loss_fn=get_method(config.model["loss"]),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
+        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
+        batches=batches,
+        eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
+        devices=devices,
+        config=config.train,
+        env=env,
+    )
+
+
+def make(
+    group: str, settings: Mapping[str, Any], *, partial: bool = False, **arguments: Any
+) -> Any:
+    """Build what a group's ``_target_`` names from the group's keys.
+
+    Raises:
+        UserError: the keys do not fit it, or it cannot be imported.
+    """
+    needs_name = group in ("parallelism", "dataset")
+    keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
+    try:
+        return instantiate({**keys, "_partial_": partial, "_convert_": "all"}, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(
+            f"{group}={settings.get('name')} ({settings['_target_']}) cannot be built: {reason}; "
+            f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
+        ) from error
+
+
+def _near(split: Split, device: torch.device) -> Split:
+    """Return the split on a GPU if it is small enough, else as it is, memory-mapped."""
+    size_gib = (split.inputs.nbytes + split.targets.nbytes) / 2**30
+    if device.type != "cuda" or size_gib > MOST_GPU_DATA_GIB:
+        return split
+    return Split(split.inputs.to(device), split.targets.to(device))
+
+
+def _init_method(job: Job, env: DistEnv) -> str | None:
+    if job.config.launch.init_method is not None or job.scratch is None or env.num_nodes > 1:
+        return job.config.launch.init_method
+    # A file needs no port, so that the gangs of parallel sweeps can never meet on one.
+    return (job.scratch / f"store-{env.restart_count}").as_uri()
+
+
+def _open_run(job: Job, env: DistEnv) -> Path:
+    """Return the run folder, on rank 0; claimed here where no launcher of ours has done it."""
+    if job.scratch is not None and job.run_dir is not None:
+        return job.run_dir
+    planned = job.run_dir or run_folder(job.config)
+    if env.restart_count and job.run_dir is None:
+        run_dir = previous_attempt(planned, config_hash(job.config)) or claim(planned)
+    else:
+        run_dir = job.run_dir or claim(planned)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    freeze_config(run_dir, job.config, overrides=job.overrides, raw=job.raw_config)
+    return run_dir
+
+
+def _record_start(
+    job: Job, env: DistEnv, run_dir: Path, *, num_threads: int, devices: tuple[torch.device, ...]
+) -> None:
+    config = job.config
+    write_run_record(
+        run_dir,
+        status="running",
+        error=None,
+        config_hash=config_hash(config),
+        **job.code,
+        host=socket.gethostname(),
+        world_size=env.world_size,
+        num_nodes=env.num_nodes,
+        parallelism=config.parallelism.get("name"),
+        backend=config.backend.name,
+        devices=[str(device) for device in devices],
+        num_threads=num_threads,
+        restarts=env.restart_count,
+        warnings=list(job.warnings),
+        started_at=job.started_at,
+        finished_at=None,
+        wall_s=None,
+        startup_s=None,
+    )
+
+
+def _check_progress(job: Job, env: DistEnv, position: Position) -> None:
+    """Give up when three attempts in a row began at the same step. Collective: every rank.
+
+    Raises:
+        UserError: they did.
+    """
+    if job.scratch is None:
+        return
+    path = job.scratch / f"attempts-{env.rank}.json"
+    steps = [*(json.loads(path.read_text()) if path.exists() else []), position.step]
+    path.write_text(json.dumps(steps))
+    if len(steps) > 3 and len(set(steps[-4:])) == 1:
+        raise UserError(
+            f"three restarts in a row made no progress beyond step {position.step}: the cause is "
+            "not a passing one; see the first failure above, or logs/ in the run folder"
+        )

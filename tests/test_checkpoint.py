@@ -1,0 +1,392 @@
+"""Killed, full, damaged and hostile: whatever happens to one checkpoint, another still loads."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_runner.checkpoint import (
+    MANIFEST,
+    STATE,
+    best_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from ddp_runner.errors import UserError
+
+
+def state_of(step: int, *, run: int = 0) -> dict[str, Any]:
+    """A small model's state, which tells its step and the run that saved it."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # backward is not to be used in a forked child
+    optimizer.step()
+    return {
+        "step": step,
+        "run": run,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2).state_dict(),
+        "rng": torch.get_rng_state(),
+        "name": "toy",
+        "losses": [0.5, None, True],
+    }
+
+
+def save(
+    folder: Path,
+    step: int,
+    *,
+    run: int = 0,
+    metrics: Mapping[str, float] | None = None,
+    keep: int = 9,
+    monitor: str | None = None,
+    mode: str = "max",
+    say: Callable[[str], None] = pytest.fail,
+    **more_state: Any,
+) -> Path:
+    """Saves a small state; a sentence said fails the test unless `say` takes it."""
+    return save_checkpoint(
+        folder,
+        state_of(step, run=run) | more_state,
+        step=step,
+        metrics=metrics or {},
+        keep=keep,
+        monitor=monitor,
+        mode=mode,
+        say=say,
+    )
+
+
+def load_latest(folder: Path) -> dict[str, Any]:
+    """Loads the newest checkpoint, where nothing is to be complained of."""
+    path = latest_checkpoint(folder, say=pytest.fail)
+    assert path is not None
+    return load_checkpoint(path, map_location="cpu")
+
+
+def names(folder: Path) -> list[str]:
+    """Returns what is in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def rewrite_manifest(checkpoint: Path, **changed: Any) -> None:
+    """Replaces fields of a checkpoint's manifest."""
+    path = checkpoint / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def test_a_loaded_state_equals_the_saved_one(tmp_path: Path) -> None:
+    """Every tensor, number and list of model, optimizer, scheduler and RNG comes back."""
+    torch.manual_seed(0)
+    path = save(tmp_path, 600, metrics={"eval/loss": 0.25, "eval/f1": float("nan")})
+    torch.manual_seed(0)
+    expected = state_of(600)
+    loaded = load_checkpoint(path, map_location="cpu")
+    assert path.name == "step-00000600"
+    assert names(path) == [MANIFEST, STATE]
+    torch.testing.assert_close(loaded["optimizer"]["state"], expected["optimizer"]["state"])
+    torch.testing.assert_close(dict(loaded["model"]), dict(expected["model"]))
+    assert loaded["scheduler"] == expected["scheduler"]
+    assert (loaded["losses"], loaded["name"]) == (expected["losses"], "toy")
+    assert read_manifest(path).step == 600
+    assert read_manifest(path).metrics == {"eval/loss": 0.25, "eval/f1": None}
+
+
+def test_a_folder_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
+    """Neither a missing folder nor foreign files are an error."""
+    assert latest_checkpoint(tmp_path / "none", say=pytest.fail) is None
+    (tmp_path / "step-notes.txt").touch()
+    assert latest_checkpoint(tmp_path, say=pytest.fail) is None
+
+
+def run_until_killed(set_trap: Callable[[], None], work: Callable[[], object]) -> bool:
+    """Runs the work in a child after setting the trap; True when the trap killed it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            set_trap()
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or status == 0, "the child failed by itself"
+    return os.WIFSIGNALED(status)
+
+
+def kill_at_call(number: int) -> None:
+    """Sets a trap: this process dies at the n-th call that changes the file system."""
+    calls = 0
+
+    def trap(name: str) -> None:
+        original = getattr(os, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(os, name, counted)
+
+    for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
+        trap(name)
+
+
+@pytest.mark.parametrize("step", [600, 700], ids=["same_step", "next_step"])
+def test_killed_between_any_two_calls_a_whole_checkpoint_is_left(tmp_path: Path, step: int) -> None:
+    """The latest is the old or the new one, whole and without complaint; the next save tidies."""
+    for number in range(100):
+        folder = tmp_path / str(number)
+        save(folder, 500)
+        save(folder, 600)
+        killed = run_until_killed(
+            partial(kill_at_call, number), partial(save, folder, step, run=1, keep=1)
+        )
+        state = load_latest(folder)
+        assert (state["step"], state["run"]) in [(600, 0), (step, 1)]
+        for path in folder.glob("step-*"):
+            load_checkpoint(path, map_location="cpu")  # none is half-deleted either
+        save(folder, 800, keep=9)
+        assert all(name in {f"step-00000{n}00" for n in (5, 6, 7, 8)} for name in names(folder))
+        assert "step-00000600" in names(folder) or state["step"] == 700
+        if not killed:
+            assert number > 8
+            break
+    else:
+        pytest.fail("the save never ran to its end")
+
+
+def kill_at_byte(num_bytes: int) -> None:
+    """Sets a trap: the kernel kills this process when a file grows beyond this size."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def test_killed_at_any_byte_the_previous_checkpoint_loads(tmp_path: Path) -> None:
+    """Wherever the state's file ends, it is not taken for a checkpoint."""
+    size = read_manifest(save(tmp_path, 600)).size
+    for num_bytes in (0, 1, size // 3, size // 2, size - 1):
+        assert run_until_killed(partial(kill_at_byte, num_bytes), partial(save, tmp_path, 700))
+        assert names(tmp_path) == [".tmp-step-00000700", "step-00000600"]
+        assert (tmp_path / ".tmp-step-00000700" / STATE).stat().st_size <= num_bytes
+        assert load_latest(tmp_path)["step"] == 600
+    save(tmp_path, 800)
+    assert names(tmp_path) == ["step-00000600", "step-00000800"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["mkdir", "fsync", "rename", "replace"])
+def test_a_save_that_fails_names_path_and_reason_and_leaves_the_previous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """Full and read-only disks answer in any of the calls of a save."""
+    save(tmp_path, 600)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(UserError) as caught:
+            save(tmp_path, 700)
+    assert str(tmp_path / "step-00000700") in str(caught.value)
+    assert os.strerror(number) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == ["step-00000600"]
+    assert load_latest(tmp_path)["step"] == 600
+
+
+def test_a_disk_that_fills_amid_the_state_is_named(tmp_path: Path) -> None:
+    """The reason is the system's, which torch hides behind an error of its own."""
+    save(tmp_path, 600)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=os.strerror(errno.EFBIG)):
+            save(tmp_path, 700, weights=torch.zeros(300_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == ["step-00000600"]
+
+
+def truncate(checkpoint: Path) -> str:
+    """The last byte of the state is lost."""
+    size = (checkpoint / STATE).stat().st_size
+    os.truncate(checkpoint / STATE, size - 1)
+    return f"{size} bytes.*found {size - 1} bytes"
+
+
+def flip_bit(checkpoint: Path) -> str:
+    """One bit amid the state is another."""
+    content = bytearray((checkpoint / STATE).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / STATE).write_bytes(content)
+    return f"SHA-256 {read_manifest(checkpoint).sha256}, found "
+
+
+def change_checksum(checkpoint: Path) -> str:
+    """The manifest tells another checksum."""
+    size = read_manifest(checkpoint).size
+    rewrite_manifest(checkpoint, files={STATE: {"size": size, "sha256": "0" * 64}})
+    return f"SHA-256 {'0' * 64}, found {size} bytes with [1-9a-f]"
+
+
+def drop_manifest(checkpoint: Path) -> str:
+    """The manifest is lost."""
+    (checkpoint / MANIFEST).unlink()
+    return f"expected a manifest in {MANIFEST}, found FileNotFoundError"
+
+
+def break_manifest(checkpoint: Path) -> str:
+    """The manifest is truncated."""
+    os.truncate(checkpoint / MANIFEST, 40)
+    return f"expected a manifest in {MANIFEST}, found JSONDecodeError"
+
+
+def drop_state(checkpoint: Path) -> str:
+    """The state is lost."""
+    (checkpoint / STATE).unlink()
+    return f"{STATE}: No such file"
+
+
+def change_format(checkpoint: Path) -> str:
+    """The manifest is of a format to come."""
+    rewrite_manifest(checkpoint, format_version=99)
+    return "format version 99, this program reads 1"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        flip_bit,
+        change_checksum,
+        drop_manifest,
+        break_manifest,
+        drop_state,
+        change_format,
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
+    tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    """Both sentences are said, with what was expected and found; loading it is refused."""
+    previous, newest = save(tmp_path, 500), save(tmp_path, 600)
+    fault = f"{newest}.*{damage(newest)}"
+    said: list[str] = []
+    assert latest_checkpoint(tmp_path, say=said.append) == previous
+    assert len(said) == 2
+    with pytest.raises(UserError, match=fault):
+        load_checkpoint(newest, map_location="cpu")
+    assert said[0].startswith(f"checkpoint {newest}")
+    assert said[1] == f"the previous checkpoint is used: {previous}"
+
+
+def test_without_a_whole_checkpoint_there_is_no_latest(tmp_path: Path) -> None:
+    """The only one is damaged: it is named, and none is claimed to be used."""
+    truncate(save(tmp_path, 600))
+    said: list[str] = []
+    assert latest_checkpoint(tmp_path, say=said.append) is None
+    assert len(said) == 1
+
+
+class Hostile:
+    """Pickles as a call that leaves a file behind."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_hostile_checkpoint_is_refused_and_its_code_does_not_run(tmp_path: Path) -> None:
+    """Its checksum is right, since whoever wrote the state wrote the manifest too."""
+    path, proof = save(tmp_path, 600), tmp_path / "the code ran"
+    torch.save({"model": Hostile(proof)}, path / STATE)
+    content = (path / STATE).read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    rewrite_manifest(path, files={STATE: {"size": len(content), "sha256": sha256}})
+    with pytest.raises(
+        UserError, match=r"refused: it names posix\.mkdir, .*none was run"
+    ) as caught:
+        load_checkpoint(path, map_location="cpu")
+    assert "\n" not in str(caught.value)
+    assert not proof.exists()
+    torch.load(path / STATE, weights_only=False)
+    assert proof.exists(), "the test's pickle is harmless: it proves nothing"
+
+
+def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+    """Better to fail at the first save than at the resume."""
+    with pytest.raises(TypeError, match="PosixPath"):
+        save_checkpoint(
+            tmp_path,
+            {"path": tmp_path},
+            step=1,
+            metrics={},
+            keep=1,
+            monitor=None,
+            mode="max",
+            say=pytest.fail,
+        )
+    assert latest_checkpoint(tmp_path, say=pytest.fail) is None
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 200), ("min", 300)])
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, mode: str, best: int) -> None:
+    """Checkpoints that do not have the monitored metric, or have NaN, are never the best."""
+    scores = {100: 0.5, 200: 0.9, 300: 0.1, 400: 0.9, 500: float("nan"), 600: 0.3}
+    for step, score in scores.items():
+        save(tmp_path, step, metrics={"eval/f1": score}, keep=2, monitor="eval/f1", mode=mode)
+    save(tmp_path, 700, keep=2, monitor="eval/f1", mode=mode)
+    expected = tmp_path / f"step-00000{best}"
+    assert names(tmp_path) == [expected.name, "step-00000600", "step-00000700"]
+    assert best_checkpoint(tmp_path, monitor="eval/f1", mode=mode) == expected
+    assert best_checkpoint(tmp_path, monitor="eval/missing", mode=mode) is None
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save deletes it."""
+    save(tmp_path, 100)
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fail)
+        save(tmp_path, 200, keep=1, say=said.append)
+    assert len(said) == 1
+    assert str(tmp_path / "step-00000100") in said[0]
+    assert os.strerror(errno.EBUSY) in said[0]
+    assert load_latest(tmp_path)["step"] == 200
+    save(tmp_path, 300, keep=1)
+    assert names(tmp_path) == ["step-00000300"]
+
+
+def test_saving_an_earlier_step_again_leaves_later_ones_alone(tmp_path: Path) -> None:
+    """A run that resumed from before a damaged checkpoint must not lose what it saves."""
+    save(tmp_path, 100)
+    save(tmp_path, 600)
+    save(tmp_path, 500, keep=1)
+    assert names(tmp_path) == ["step-00000500", "step-00000600"]

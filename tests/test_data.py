@@ -1,0 +1,419 @@
+"""The same global batch at every world size; each sample once; sources; caches."""
+
+import json
+import os
+import struct
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from urllib.error import URLError
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
+from ddp_runner.data.fake_images import FakeImages
+from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
+from ddp_runner.data.prepared import FORMAT_VERSION, load_dataset
+from ddp_runner.data.source import Dataset, Split
+from ddp_runner.errors import UserError
+
+CONF = Path(__file__).parents[1] / "conf" / "dataset"
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset cache of the test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DDP_RUNNER_CACHE", str(folder))
+    return folder
+
+
+def numbered(num_samples: int) -> Split:
+    """A split whose inputs and targets are the samples' positions."""
+    return Split(torch.arange(num_samples).unsqueeze(1), torch.arange(num_samples))
+
+
+def batches(num_samples: int, *, rank: int, world_size: int, **kwargs: int) -> GlobalBatches:
+    """One rank's batches of a numbered split."""
+    options = {"global_size": 8, "grad_accum_steps": 1, "seed": 3} | kwargs
+    return GlobalBatches(numbered(num_samples), rank=rank, world_size=world_size, **options)
+
+
+def samples(step: StepBatch) -> list[int]:
+    """The real samples of one rank's step, in order."""
+    real = [batch for batch in step.micro_batches if batch.weight]
+    assert all(torch.equal(batch.inputs[:, 0], batch.targets) for batch in real)
+    return [int(target) for batch in real for target in batch.targets]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("num_samples", [5, 24, 27, 41])  # last batch of 5, 8, 3, 1
+def test_global_batch_is_the_same_set_at_every_world_size(
+    world_size: int, num_samples: int
+) -> None:
+    """The ranks' shares are disjoint and make up one process's global batch, remainder included."""
+    reference = batches(num_samples, rank=0, world_size=1)
+    ranks = [batches(num_samples, rank=r, world_size=world_size) for r in range(world_size)]
+    seen: list[int] = []
+    steps = list(zip(reference.epoch(2), *(r.epoch(2) for r in ranks), strict=True))
+    for whole, *shares in steps:
+        union = [sample for share in shares for sample in samples(share)]
+        assert sorted(union) == sorted(samples(whole))
+        assert {share.global_count for share in shares} == {len(union)}
+        seen += union
+    assert sorted(seen) == list(range(num_samples))
+    assert len(steps) == reference.steps_per_epoch
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_order_is_that_of_distributed_sampler(world_size: int) -> None:
+    """A rank meets its samples in the order that a plain PyTorch loop would."""
+    for rank in range(world_size):
+        sampler: DistributedSampler[int] = DistributedSampler(
+            TensorDataset(torch.arange(40)), world_size, rank, shuffle=True, seed=3
+        )
+        for epoch in (0, 1):
+            sampler.set_epoch(epoch)
+            steps = batches(40, rank=rank, world_size=world_size).epoch(epoch)
+            assert [sample for step in steps for sample in samples(step)] == list(sampler)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    """Another epoch or another seed is another order."""
+    orders = {
+        tuple(samples(next(batches(64, rank=0, world_size=1, seed=seed).epoch(epoch))))
+        for seed, epoch in ((0, 0), (0, 1), (7, 0))
+    }
+    assert len(orders) == 3
+
+
+def test_start_step_goes_on_where_the_epoch_stopped() -> None:
+    """Starting at step k gives the rest of the epoch, and nothing past its end."""
+    ours = batches(41, rank=1, world_size=3)
+    whole = [samples(step) for step in ours.epoch(1)]
+    assert [samples(step) for step in ours.epoch(1, start_step=2)] == whole[2:]
+    assert list(ours.epoch(1, start_step=ours.steps_per_epoch)) == []
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("grad_accum_steps", [1, 2, 3, 8])
+def test_accumulation_splits_a_share_evenly(world_size: int, grad_accum_steps: int) -> None:
+    """Micro-batches keep the share's order, none is empty, and every rank has as many."""
+    for num_samples in (32, 29, 25):
+        counts = set()
+        for rank in range(world_size):
+            plain = batches(num_samples, rank=rank, world_size=world_size)
+            split = batches(
+                num_samples, rank=rank, world_size=world_size, grad_accum_steps=grad_accum_steps
+            )
+            for index, (one, many) in enumerate(zip(plain.epoch(0), split.epoch(0), strict=True)):
+                assert samples(many) == samples(one)
+                sizes = [len(batch.inputs) for batch in many.micro_batches]
+                assert len(sizes) <= grad_accum_steps
+                assert max(sizes) - min(sizes) <= 1
+                assert min(sizes) >= 1
+                # Rank 0 has the largest share: it sets the number, and needs no placeholder.
+                assert rank > 0 or all(batch.weight for batch in many.micro_batches)
+                counts.add((index, len(sizes)))
+        assert len(counts) == plain.steps_per_epoch
+
+
+def test_rank_without_samples_gets_one_placeholder() -> None:
+    """DDP needs every rank in backward: weight 0 keeps the placeholder out of the gradient."""
+    steps = [list(batches(9, rank=rank, world_size=4).epoch(0))[-1] for rank in range(4)]
+    assert [[batch.weight for batch in step.micro_batches] for step in steps] == [
+        [1.0],
+        [0.0],
+        [0.0],
+        [0.0],
+    ]
+    assert {step.global_count for step in steps} == {1}
+    assert all(len(step.micro_batches[0].inputs) == 1 for step in steps)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("num_samples", [2, 12, 13])
+def test_evaluation_counts_each_sample_once(world_size: int, num_samples: int) -> None:
+    """No padding: the ranks' evaluation batches together are the split."""
+    seen: list[MicroBatch] = []
+    for rank in range(world_size):
+        ours = numbered(num_samples)
+        seen += eval_batches(ours, batch_size=4, rank=rank, world_size=world_size)
+    assert torch.cat([batch.targets for batch in seen]).tolist() == list(range(num_samples))
+    assert all(1 <= len(batch.inputs) <= 4 and batch.weight == 1.0 for batch in seen)
+
+
+def test_normalize_scales_images_and_leaves_floats() -> None:
+    """uint8 pixels get mean 0 and std 1; the original is not touched."""
+    split = numbered(1)
+    dataset = Dataset("x", split, split, num_classes=None, mean=0.5, std=0.25)
+    pixels = torch.tensor([0, 255], dtype=torch.uint8)
+    torch.testing.assert_close(dataset.normalize(pixels), torch.tensor([-2.0, 2.0]))
+    assert pixels.tolist() == [0, 255]
+    floats = torch.randn(3)
+    assert dataset.normalize(floats) is floats
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "evaluation", "shape"),
+    [
+        ("random", 200, 40, (10,)),
+        ("digits", 1437, 360, (1, 28, 28)),
+        ("fake_images", 1000, 200, (1, 28, 28)),
+    ],
+)
+def test_offline_yaml_builds_the_same_data_each_time(
+    name: str, train: int, evaluation: int, shape: tuple[int, ...], tmp_path: Path, cache: Path
+) -> None:
+    """Sizes and types are right, statistics match the pixels, a second load is equal."""
+    source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+    said: list[str] = []
+    first, second = (load_dataset(source, data_root=tmp_path, say=said.append) for _ in range(2))
+    assert first.train.inputs.shape == (train, *shape)
+    assert first.eval.inputs.shape == (evaluation, *shape)
+    assert len(first.train) == len(first.train.targets) == train
+    for one, other in ((first.train, second.train), (first.eval, second.eval)):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.targets, other.targets)
+    normal = first.normalize(first.train.inputs)
+    assert normal.dtype == torch.float32
+    assert abs(float(normal.mean())) < 0.05
+    assert abs(float(normal.std()) - 1) < 0.05
+    if first.num_classes is None:  # cheap to draw: leaves nothing on disk
+        assert (said, cache.exists()) == ([], False)
+    else:
+        assert first.train.targets.dtype == torch.int64
+        assert set(first.train.targets.tolist()) == set(range(first.num_classes))
+        assert len(said) == 1
+
+
+def test_fake_images_can_be_learnt() -> None:
+    """The nearest class mean of the train split tells most of the eval split."""
+    data = FakeImages("f", 200, 100, 3, 8, 8, 4, seed=0).build(Path())
+    train, rest = data["train_inputs"].float(), data["eval_inputs"].float()
+    means = torch.stack([train[data["train_targets"] == label].mean(0) for label in range(4)])
+    nearest = torch.cdist(rest.flatten(1), means.flatten(1)).argmin(1)
+    assert (nearest == data["eval_targets"]).float().mean() > 0.9
+
+
+def test_size_below_one_is_refused(tmp_path: Path) -> None:
+    """The message names the key and the value."""
+    source = FakeImages("f", 0, 1, 1, 8, 8, 2, seed=0)
+    with pytest.raises(UserError, match=r"dataset\.num_samples \(0\)"):
+        load_dataset(source, data_root=tmp_path, say=print)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A source that counts its builds in a file, slowly enough for others to queue."""
+
+    name: str
+    mean: ClassVar[float] = 0.0
+    std: ClassVar[float] = 1.0
+    num_classes: ClassVar[int] = 2
+
+    def fingerprint(self, data_root: Path) -> dict[str, object]:
+        """Nothing varies."""
+        return {}
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Note the build, then take some time."""
+        with (data_root / "builds").open("a") as file:
+            file.write("x")
+        threading.Event().wait(0.3)
+        keys = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
+        return {key: torch.arange(1000) for key in keys}
+
+
+def num_builds(data_root: Path) -> int:
+    """Times that the counting source was built."""
+    return len((data_root / "builds").read_text())
+
+
+def test_processes_prepare_a_cache_once(tmp_path: Path) -> None:
+    """Three processes at once: one builds, the others wait and load the same."""
+    children = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:  # leave by os._exit alone: pytest must not go on twice
+            try:
+                data = load_dataset(Counting("c"), data_root=tmp_path, say=lambda line: None)
+                os._exit(0 if data.train.targets.tolist() == list(range(1000)) else 1)
+            finally:
+                os._exit(2)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert num_builds(tmp_path) == 1
+
+
+def flip_a_byte(folder: Path) -> None:
+    """Damage the tensors without a change of size."""
+    data = bytearray((folder / "tensors.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "tensors.pt").write_bytes(data)
+
+
+def truncate(folder: Path) -> None:
+    """Cut the tensors in half."""
+    data = (folder / "tensors.pt").read_bytes()
+    (folder / "tensors.pt").write_bytes(data[: len(data) // 2])
+
+
+def forget_manifest(folder: Path) -> None:
+    """As if killed before the manifest was written."""
+    (folder / "manifest.json").unlink()
+
+
+def halve_manifest(folder: Path) -> None:
+    """As if killed while the manifest was written."""
+    (folder / "manifest.json").write_text('{"format_ver')
+
+
+def age(folder: Path) -> None:
+    """As another version of the program would have left it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["format_version"] = FORMAT_VERSION - 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_a_byte, "sha256"),
+        (truncate, "size"),
+        (forget_manifest, "manifest.json"),
+        (halve_manifest, "not JSON"),
+        (age, f"format_version is {FORMAT_VERSION}, manifest.json has {FORMAT_VERSION - 1}"),
+    ],
+)
+def test_damaged_cache_is_rebuilt_and_said(
+    damage: object, reason: str, tmp_path: Path, cache: Path
+) -> None:
+    """Whatever is wrong with a cache, it is replaced, in one line that says why."""
+    assert callable(damage)
+    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    damage(folder)
+    said: list[str] = []
+    data = load_dataset(Counting("c"), data_root=tmp_path, say=said.append)
+    assert data.train.targets.tolist() == list(range(1000))
+    (line,) = said
+    assert "rebuilding" in line
+    assert reason in line
+    load_dataset(Counting("c"), data_root=tmp_path, say=said.append)
+    assert (len(said), num_builds(tmp_path)) == (1, 2)
+
+
+def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, cache: Path) -> None:
+    """The way out is another folder; root ignores permissions, hence a file in the way."""
+    cache.write_text("a file")
+    with pytest.raises(UserError, match="DDP_RUNNER_CACHE"):
+        load_dataset(Counting("c"), data_root=tmp_path, say=print)
+
+
+TINY = IdxImages("tiny", folder="MNIST", mean=0.5, std=0.5)
+
+
+def idx_folder(data_root: Path) -> Path:
+    """Write a tiny MNIST: 6 train and 3 eval images, labels counting up from 0."""
+    raw = data_root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 6), ("t10k", 3)):
+        header = struct.pack(">4I", IMAGES_MAGIC, count, 28, 28)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + bytes(range(count)) * 784)
+        header = struct.pack(">2I", LABELS_MAGIC, count)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
+    return raw
+
+
+def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:
+    """Images are uint8 NCHW; a changed file gets a new cache."""
+    raw = idx_folder(tmp_path)
+    data = load_dataset(TINY, data_root=tmp_path, say=print)
+    assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
+    assert data.train.inputs.flatten()[:7].tolist() == [0, 1, 2, 3, 4, 5, 0]
+    assert (data.eval.targets.dtype, data.eval.targets.tolist()) == (torch.int64, [0, 1, 2])
+    labels = raw / "t10k-labels-idx1-ubyte"
+    labels.write_bytes(struct.pack(">2I", LABELS_MAGIC, 3) + bytes([9, 8, 7]))
+    os.utime(labels, (1, 1))
+    again = load_dataset(TINY, data_root=tmp_path, say=print)
+    assert again.eval.targets.tolist() == [9, 8, 7]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "train-images-idx3-ubyte",
+            struct.pack(">4I", IMAGES_MAGIC, 6, 28, 28) + bytes(4000),
+            "has 4016 bytes, expected 4720",
+        ),
+        ("t10k-images-idx3-ubyte", b"\0\0\x08\x03", "has 4 bytes, expected at least 16"),
+        ("t10k-images-idx3-ubyte", b"\x1f\x8b\x08\x08" * 9, "0x1f8b0808, expected 0x00000803"),
+        (
+            "train-labels-idx1-ubyte",
+            struct.pack(">2I", LABELS_MAGIC, 6) + b"\0\1\2\3\x0a\5",
+            "label 10 for sample 4, expected 0 to 9",
+        ),
+        (
+            "train-labels-idx1-ubyte",
+            struct.pack(">2I", LABELS_MAGIC, 5) + bytes(5),
+            "has 5 labels, expected 6",
+        ),
+    ],
+)
+def test_damaged_idx_file_is_named(file: str, content: bytes, message: str, tmp_path: Path) -> None:
+    """One line with the file, what was expected and what was found."""
+    path = idx_folder(tmp_path) / file
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_dataset(TINY, data_root=tmp_path, say=print)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_without_network_say_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line: the folder, the missing file, the ways to get it, the bundled dataset."""
+
+    def no_network(*args: object, **kwargs: object) -> None:
+        print("Downloading")  # as some releases of torchvision do
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr("torchvision.datasets.mnist.download_and_extract_archive", no_network)
+    raw = idx_folder(tmp_path)
+    (raw / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(UserError) as caught:
+        load_dataset(TINY, data_root=tmp_path, say=print)
+    message = str(caught.value)
+    for part in (str(raw), "t10k-labels-idx1-ubyte", "service not known", "dataset=digits"):
+        assert part in message
+    assert "train-labels-idx1-ubyte" not in message.split(" not found")[0]
+    assert "\n" not in message
+    assert "Downloading" not in capsys.readouterr().out
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_real_images_have_the_yamls_statistics(name: str) -> None:
+    """The real files load, and the mean and std in the YAML are theirs."""
+    if "DDP_RUNNER_DATA_ROOT" not in os.environ:
+        pytest.skip("DDP_RUNNER_DATA_ROOT names no folder with real data")
+    data_root = Path(os.environ["DDP_RUNNER_DATA_ROOT"])
+    source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+    if not (data_root / source.folder).is_dir():
+        pytest.skip(f"{data_root} has no {source.folder}")
+    data = load_dataset(source, data_root=data_root, say=print)
+    assert (len(data.train), len(data.eval)) == (60000, 10000)
+    pixels = data.train.inputs.float() / 255
+    assert float(pixels.mean()) == pytest.approx(source.mean, abs=1e-4)
+    assert float(pixels.std()) == pytest.approx(source.std, abs=1e-4)

@@ -1,0 +1,298 @@
+"""TensorBoard and metrics.jsonl agree, also after a resume; run.json is never half-written."""
+
+import errno
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from ddp_runner import record
+from ddp_runner.errors import UserError
+from ddp_runner.record import git_revision, read_run_record, versions, write_run_record
+from ddp_runner.tracking import METRICS_FILE, NullProgress, NullTracker, Progress, Tracker
+
+CONFIG = "model:\n  name: convnet\n"
+
+
+def read_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl; NaN and Infinity, which are not JSON, fail the test."""
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    text = (run_dir / METRICS_FILE).read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def read_events(run_dir: Path) -> EventAccumulator:
+    """Reads a run's event files as TensorBoard does."""
+    return EventAccumulator(str(run_dir)).Reload()
+
+
+def curve(events: EventAccumulator, name: str) -> list[tuple[int, Any]]:
+    """Returns the (step, value) points of a metric."""
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def num_event_files(run_dir: Path) -> int:
+    """Returns how many event files a run has."""
+    return len(list(run_dir.glob("events.out.tfevents.*")))
+
+
+def log_steps(tracker: Tracker, steps: range, *, scale: float = 1.0) -> None:
+    """Logs a loss of scale / step at each step, and closes."""
+    for step in steps:
+        tracker.log({"train/loss": scale / step}, step=step, epoch=step // 4)
+    tracker.close()
+
+
+def test_metrics_and_event_file_hold_the_same_numbers(tmp_path: Path) -> None:
+    """Each metric of each line is a point in TensorBoard, to float32, and nothing else is."""
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    tracker.log({"train/loss": 0.1, "perf/samples_per_s": 1234.5}, step=1, epoch=0)
+    tracker.log({"train/loss": 0.05}, step=2, epoch=0)
+    tracker.log({"eval/accuracy": 0.9}, step=2, epoch=1)
+    assert len(read_lines(tmp_path)) == 3, "each line is there as soon as it is logged"
+    tracker.close()
+    lines, events = read_lines(tmp_path), read_events(tmp_path)
+    assert [(line["step"], line["epoch"]) for line in lines] == [(1, 0), (2, 0), (2, 1)]
+    tags = events.Tags()["scalars"]
+    assert sorted(tags) == ["eval/accuracy", "perf/samples_per_s", "train/loss"]
+    for tag in tags:
+        expected = [(line["step"], pytest.approx(line[tag])) for line in lines if tag in line]
+        assert curve(events, tag) == expected
+    assert num_event_files(tmp_path) == 1
+    assert tracker.last_metrics == {
+        "train/loss": 0.05,
+        "perf/samples_per_s": 1234.5,
+        "eval/accuracy": 0.9,
+    }
+
+
+def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
+    """What was logged after the checkpoint, and a line cut by the kill, are gone from both."""
+    log_steps(Tracker(tmp_path, config_text=CONFIG), range(1, 9))
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 9, "epoch": 2, "ti')
+    tracker = Tracker(tmp_path, config_text=CONFIG, resume_step=4)
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4]
+    assert tracker.last_metrics == {"train/loss": 0.25}
+    log_steps(tracker, range(5, 7), scale=10.0)
+    lines, events = read_lines(tmp_path), read_events(tmp_path)
+    expected = [(step, (1 if step < 5 else 10) / step) for step in range(1, 7)]
+    assert [(line["step"], line["train/loss"]) for line in lines] == expected
+    assert curve(events, "train/loss") == [(step, pytest.approx(y)) for step, y in expected]
+    assert num_event_files(tmp_path) == 2
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_time_continues_after_a_resume(tmp_path: Path) -> None:
+    """The time that the run lay still does not count, the time that it ran before does."""
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "epoch": 0, "time_s": 1000.0}\n')
+    log_steps(Tracker(tmp_path, config_text=CONFIG, resume_step=1), range(2, 4))
+    times = [line["time_s"] for line in read_lines(tmp_path)]
+    assert times == sorted(times)
+    assert 1000.0 <= times[-1] < 1060.0
+
+
+def test_a_restart_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    """Without a step to resume from, what the failed attempt logged is cut away."""
+    log_steps(Tracker(tmp_path, config_text=CONFIG), range(1, 9))
+    log_steps(Tracker(tmp_path, config_text=CONFIG), range(1, 3))
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
+    assert [step for step, _ in curve(read_events(tmp_path), "train/loss")] == [1, 2]
+
+
+def test_the_config_is_in_tensorboard_once(tmp_path: Path) -> None:
+    """A resume does not repeat it."""
+    log_steps(Tracker(tmp_path, config_text=CONFIG), range(1, 3))
+    log_steps(Tracker(tmp_path, config_text=CONFIG, resume_step=2), range(3, 5))
+    (event,) = read_events(tmp_path).Tensors("config/text_summary")
+    assert event.tensor_proto.string_val[0].decode() == f"```yaml\n{CONFIG}\n```"
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    """A reader that knows only JSON can read every line."""
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    tracker.log({"a": math.nan, "b": math.inf, "c": 1.0}, step=1, epoch=0)
+    tracker.close()
+    (line,) = read_lines(tmp_path)
+    assert (line["a"], line["b"], line["c"]) == (None, None, 1.0)
+    assert tracker.last_metrics == {"a": None, "b": None, "c": 1.0}
+    assert math.isnan(curve(read_events(tmp_path), "a")[0][1])
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder and the reason, in place of a traceback."""
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "add_scalar", fail)
+        with pytest.raises(UserError, match=f"{tmp_path} .No space left on device") as caught:
+            tracker.log({"a": 1.0}, step=1, epoch=0)
+    assert "\n" not in str(caught.value)
+    tracker.close()
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Null tracker and null progress take the same calls."""
+    monkeypatch.chdir(tmp_path)
+    tracker, progress = NullTracker(), NullProgress()
+    tracker.log({"train/loss": 1.0}, step=1, epoch=0)
+    progress.update(1, epoch=1, metrics={"train/loss": 1.0})
+    tracker.close()
+    progress.close()
+    assert not tracker.last_metrics
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    """One line for each step that has metrics, none for the others."""
+    stream = io.StringIO()
+    progress = Progress(600, total_epochs=10, initial_step=100, stream=stream)
+    progress.update(119, epoch=2, metrics={})
+    progress.update(120, epoch=2, metrics={"train/loss": 0.12341, "perf/samples_per_s": 1234.4})
+    progress.update(120, epoch=2, metrics={"eval/accuracy": 0.97})
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "epoch 2/10  step 120/600  loss 0.1234  1234 samples/s",
+        "epoch 2/10  step 120/600  eval/accuracy 0.9700",
+    ]
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts at the resumed step and shows loss and throughput."""
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    progress = Progress(600, total_epochs=10, initial_step=100, stream=stream)
+    progress.update(600, epoch=10, metrics={"train/loss": 0.12341, "perf/samples_per_s": 1234.4})
+    progress.close()
+    shown = stream.getvalue()
+    assert "100/600" in shown
+    assert "600/600" in shown
+    assert "epoch 10/10" in shown
+    assert "loss 0.1234  1234 samples/s" in shown
+
+
+def test_run_record_merges_fields(tmp_path: Path) -> None:
+    """Later writers add and replace fields; NaN is null; no temporary file stays."""
+    write_run_record(tmp_path / "run", status="running", world_size=2)
+    write_run_record(tmp_path / "run", status="completed", metrics={"a": math.nan, "b": (1, 2.5)})
+    assert read_run_record(tmp_path / "run") == {
+        "status": "completed",
+        "world_size": 2,
+        "metrics": {"a": None, "b": [1, 2.5]},
+    }
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+def test_run_record_survives_a_write_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old fields are still there when the disk was full."""
+    write_run_record(tmp_path, status="running")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(UserError, match=r"run\.json cannot be written \(No space left"):
+            write_run_record(tmp_path, status="completed")
+    assert read_run_record(tmp_path) == {"status": "running"}
+
+
+def test_run_record_keeps_the_fields_of_all_who_write_at_once(tmp_path: Path) -> None:
+    """Launcher and rank 0 write their fields at the same time; a reader sees whole files only."""
+    write_run_record(tmp_path, first=1)
+
+    def write(writer: int) -> None:
+        for number in range(10):
+            write_run_record(tmp_path, **{f"writer_{writer}_{number}": number})
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert read_run_record(tmp_path)["first"] == 1
+    assert len(read_run_record(tmp_path)) == 41
+
+
+@pytest.mark.parametrize("content", [None, "", '{"status": "runn', "[1]"])
+def test_a_missing_or_damaged_run_record_is_named(tmp_path: Path, content: str | None) -> None:
+    """One line with the path, never a traceback."""
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UserError, match=str(tmp_path / "run.json")):
+        read_run_record(tmp_path)
+
+
+def test_git_revision_tells_commit_and_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None outside a repository, the full hash in a clean tree, +dirty after an edit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_revision() is None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "file").write_text("old")
+    git("add", "file")
+    git("commit", "-m", "first")
+    git("tag", "v1")
+    assert git_revision() == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("edited")
+    assert git_revision() == git("rev-parse", "HEAD") + "+dirty"
+
+
+def no_git(folder: Path) -> None:
+    """A PATH without git."""
+
+
+def slow_git(folder: Path) -> None:
+    """A git that hangs, as on a stuck network disk."""
+    (folder / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (folder / "git").chmod(0o755)
+
+
+@pytest.mark.parametrize("prepare", [no_git, slow_git])
+def test_git_revision_never_fails_or_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], None]
+) -> None:
+    """A run does not depend on git."""
+    prepare(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(record, "GIT_TIMEOUT_S", 0.2)
+    assert git_revision() is None
+
+
+def test_versions_name_each_package() -> None:
+    """Those of the packages that decide about results."""
+    found = versions()
+    assert str(torch.__version__).startswith(str(found["torch"]))
+    assert found["python"]
+    assert set(found) == {"python", *record.PACKAGES}
+
+
+def test_the_record_needs_no_torch() -> None:
+    """The launcher reads and writes run.json before torch is imported."""
+    code = "import sys, ddp_runner.record as r; r.versions(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
