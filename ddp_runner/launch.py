@@ -37,7 +37,7 @@ def start_fork_server() -> None:
 
     It must never start threads or touch CUDA: neither survives a fork.
     """
-    multiprocessing.set_forkserver_preload(["ddp_runner.worker"])
+    multiprocessing.set_forkserver_preload(["ddp_runner.preload"])
     with _environment(OPENBLAS_NUM_THREADS="1"), _ignored(SIGNALS):
         # What is ignored here stays ignored in the server and, until they say otherwise, in its
         # workers: Ctrl-C and SIGTERM may reach all of them at once, and only the launcher decides.
