@@ -52,6 +52,7 @@ def record_failure(scratch: Path, *, rank: int, attempt: int, error: BaseExcepti
 def first_failure(scratch: Path, *, attempt: int) -> Failure | None:
     """Return the earliest failure of an attempt, one that is not the loss of a peer if any is."""
     failures = [
-        Failure(**json.loads(path.read_text())) for path in scratch.glob(f"failure-{attempt}-*.json")
+        Failure(**json.loads(path.read_text()))
+        for path in scratch.glob(f"failure-{attempt}-*.json")
     ]
     return min(failures, key=lambda one: (one.kind == "peer", one.time_ns), default=None)

@@ -162,7 +162,7 @@ def _quiet_agent() -> None:
     """Silence the agent's own report of a failure, which ours replaces, unless LOGLEVEL is set."""
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
-            if name.startswith("torch.distributed.elastic"):
+            if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
 
 

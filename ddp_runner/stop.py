@@ -1,10 +1,8 @@
 """How a rank learns that it should stop, and how it makes sure not to outlive its launcher."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its gang has
 # failed, and it may sit in a collective that will never end.
 FAILED_GANG_GRACE_S = 3.0
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
@@ -60,17 +57,10 @@ class StopRequest:
 def die_with_launcher() -> None:
     """Make sure that this worker ends when its launcher does, even by SIGKILL.
 
-    The fork server ends with the launcher (it holds the other end of its pipe); the kernel then
-    kills its children. Elsewhere than on Linux a thread waits for the launcher's end.
+    A worker's parent is the fork server, which lives on as long as any worker does.
     """
     launcher = multiprocessing.parent_process()
-    if launcher is None:
-        return
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if not launcher.is_alive():  # it died before the line above
-            os._exit(128 + signal.SIGKILL)
-        return
+    assert launcher is not None
 
     def wait() -> None:
         launcher.join()

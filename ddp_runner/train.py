@@ -74,9 +74,7 @@ class Reporter(Protocol):
         """Take note that an optimizer step has ended."""
 
 
-def train(
-    trainee: Trainee, *, position: Position, control: Control, reporter: Reporter
-) -> str:
+def train(trainee: Trainee, *, position: Position, control: Control, reporter: Reporter) -> str:
     """Train from `position` on; return completed or preempted. Collective: every rank must call.
 
     Raises:

@@ -31,7 +31,7 @@ from ddp_runner.data.source import Dataset, Split
 from ddp_runner.distributed import broadcast_object, check_agreement, process_group
 from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.errors import UserError
-from ddp_runner.failures import record_failure
+from ddp_runner.failures import first_failure, record_failure
 from ddp_runner.folders import claim, freeze_config, previous_attempt, run_folder
 from ddp_runner.hardware import detect
 from ddp_runner.job import EXIT_COMPLETED, Job, Outcome
@@ -104,7 +104,11 @@ def run(job: Job, env: DistEnv) -> dict[str, Any]:
         trainee = build_trainee(config, env, mode=mode, devices=devices, dataset=dataset)
         position = Position()
         resume_step = restore(trainee, position, config, run_dir / "checkpoints", say=log.say)
-        _check_progress(job, env, position)
+        if env.restart_count and job.scratch is not None:
+            before = first_failure(job.scratch, attempt=env.restart_count - 1)
+            reason = before.sentence if before else "a rank was killed"
+            log.say(f"restart {env.restart_count} of {config.launch.max_restarts}: {reason}")
+            _check_progress(job.scratch, env, position)
         max_steps = config.train.max_steps or config.train.epochs * trainee.batches.steps_per_epoch
 
         reporter = NullReporter()
@@ -301,18 +305,16 @@ def _record_start(
     )
 
 
-def _check_progress(job: Job, env: DistEnv, position: Position) -> None:
+def _check_progress(scratch: Path, env: DistEnv, position: Position) -> None:
     """Give up when three attempts in a row began at the same step. Collective: every rank.
 
     Raises:
         UserError: they did.
     """
-    if job.scratch is None:
-        return
-    path = job.scratch / f"attempts-{env.rank}.json"
+    path = scratch / f"attempts-{env.rank}.json"
     steps = [*(json.loads(path.read_text()) if path.exists() else []), position.step]
     path.write_text(json.dumps(steps))
-    if len(steps) > 3 and len(set(steps[-4:])) == 1:
+    if len(steps) >= 3 and len(set(steps[-3:])) == 1:
         raise UserError(
             f"three restarts in a row made no progress beyond step {position.step}: the cause is "
             "not a passing one; see the first failure above, or logs/ in the run folder"
