@@ -7,7 +7,6 @@ Composes the config with Hydra and validates it, without importing torch; then h
 import os
 import sys
 import time
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.compose import CONFIG_DIR, chosen_keys, register, to_config
-from ddp_runner.config import resolve
 from ddp_runner.environment import dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.explain import user_error
@@ -27,6 +25,7 @@ from ddp_runner.hardware import detect
 from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome
 from ddp_runner.launch import launch, start_fork_server
 from ddp_runner.record import RUN_RECORD, git_revision, versions, write_run_record
+from ddp_runner.rules import resolve
 from ddp_runner.sweep import sweep_table
 
 

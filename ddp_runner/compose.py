@@ -12,11 +12,12 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.config import Config, resolve
+from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.folders import claim, job_name, run_folder, sweep_folder
 from ddp_runner.hardware import detect
+from ddp_runner.rules import resolve
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel conf/ lies inside the package, in a checkout beside it.
@@ -39,7 +40,7 @@ def register(env: DistEnv | None) -> None:
 
     def new_run_dir(root: DictConfig) -> str:
         # Validates too, before Hydra creates anything: a mistake leaves no folder behind.
-        raw = OmegaConf.masked_copy(root, [key for key in root if key != "hydra"])
+        raw = OmegaConf.masked_copy(root, [str(key) for key in root if key != "hydra"])
         overrides = root.hydra.overrides.task
         config, _ = resolve(
             to_config(raw, overrides), hardware=detect(), chosen=chosen_keys(overrides), env=env
@@ -73,7 +74,7 @@ def to_config(raw: DictConfig, overrides: Sequence[str]) -> Config:
     Raises:
         UserError: a key is not in the schema, or the run to resume does not exist.
     """
-    for key in raw:
+    for key in map(str, raw):
         if key not in {field.name for field in fields(Config)}:
             raise UserError(f"{key} is not a key of the config; see --help for all keys")
     source = raw if raw.resume is None else _resumed(raw, overrides)

@@ -61,7 +61,7 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Return each value summed over all ranks, in float64. Collective: every rank must call."""
     totals = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(totals)
-    return totals.tolist()  # type: ignore[no-any-return]
+    return [float(total) for total in totals]
 
 
 def broadcast_object(value: T) -> T:

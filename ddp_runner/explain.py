@@ -69,7 +69,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterable[str]:
-    for key in config:
+    for key in map(str, config):
         yield f"{prefix}{key}"
         if OmegaConf.is_dict(config._get_node(key)):
             yield from _keys(config[key], f"{prefix}{key}.")

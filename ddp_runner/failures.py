@@ -5,7 +5,6 @@ to notice first, often one that only lost its peer.
 """
 
 import json
-import os
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -45,14 +44,12 @@ def record_failure(scratch: Path, *, rank: int, attempt: int, error: BaseExcepti
     )
     path = scratch / f"failure-{attempt}-{rank}.json"
     path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
-    os.replace(path.with_suffix(".tmp"), path)
+    path.with_suffix(".tmp").replace(path)
     return failure
 
 
 def first_failure(scratch: Path, *, attempt: int) -> Failure | None:
     """Return the earliest failure of an attempt, one that is not the loss of a peer if any is."""
-    failures = [
-        Failure(**json.loads(path.read_text()))
-        for path in scratch.glob(f"failure-{attempt}-*.json")
-    ]
+    paths = scratch.glob(f"failure-{attempt}-*.json")
+    failures = [Failure(**json.loads(path.read_text())) for path in paths]
     return min(failures, key=lambda one: (one.kind == "peer", one.time_ns), default=None)

@@ -34,3 +34,9 @@ class Outcome:
     exit_code: int
     run_dir: Path | None = None
     failure: Failure | None = None
+
+    @classmethod
+    def refused(cls, run_dir: Path, sentence: str) -> "Outcome":
+        """Return the outcome of a job that was never started, for what the user can mend."""
+        failure = Failure(rank=0, kind="user", sentence=sentence)
+        return cls("failed", EXIT_USER_ERROR, run_dir, failure)

@@ -42,7 +42,7 @@ class RankLog:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             os.close(descriptor)
-            sys.stdout = sys.stderr = _Lines(self._logger)  # type: ignore[assignment]
+            sys.stdout = sys.stderr = _Lines(self._logger)
         return self
 
     def say(self, text: str) -> None:

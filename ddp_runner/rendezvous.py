@@ -23,12 +23,13 @@ MONITOR_INTERVAL_S = 0.05
 def launch_config(config: Config, scratch: Path) -> LaunchConfig:
     """Return how the agent starts this machine's share of the gang."""
     launch = config.launch
+    rdzv_configs: dict[str, int] = {}
     if launch.nnodes == 1:
-        backend, rdzv_configs = ONE_MACHINE, {}
+        backend = ONE_MACHINE
         if ONE_MACHINE not in rendezvous_handler_registry._registry:
             rendezvous_handler_registry.register(ONE_MACHINE, OneMachine)
     elif launch.node_rank is None:
-        backend, rdzv_configs = "c10d", {}
+        backend = "c10d"
     else:
         backend, rdzv_configs = "static", {"rank": launch.node_rank}
     return LaunchConfig(
@@ -64,7 +65,8 @@ class OneMachine(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return rank 0 of 1, with a store inside this process."""
         # Workers meet through a file and never use the address.
-        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
+        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in torch's stubs
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def is_closed(self) -> bool:
         """Return False: it lives as long as its agent."""

@@ -86,15 +86,17 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
         trainee.model.train()
         pace.restart()
         for batch in trainee.batches.epoch(position.epoch, start_step=position.step_in_epoch):
+            lr = trainee.optimizer.param_groups[0]["lr"]
             loss = train_step(trainee, batch)
             position.step += 1
             position.step_in_epoch += 1
             pace.add(samples=batch.global_count)
             reporter.step_done(position)
-            if _due(position.step, config.log_every_steps):
+            finished = position.step == control.max_steps
+            if finished or _due(position.step, config.log_every_steps):
                 line = {
                     "train/loss": global_loss(loss, step=position.step),
-                    "train/lr": trainee.optimizer.param_groups[0]["lr"],
+                    "train/lr": lr,
                     **pace.lap(),
                 }
                 metrics |= line
@@ -102,7 +104,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             if vote.agreed(control.stop_requested()):
                 control.save(position, metrics)
                 return "preempted"
-            if position.step == control.max_steps:
+            if finished:
                 break
             if _due(position.step, control.save_every_steps):
                 control.save(position, metrics)

@@ -11,23 +11,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_method, instantiate
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ddp_runner.build import build_trainee, make
 from ddp_runner.checkpoint import save_checkpoint
-from ddp_runner.config import Config, check_targets, config_hash, flatten
-from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.config import check_targets, config_hash, flatten
 from ddp_runner.data.prepared import load_dataset
-from ddp_runner.data.source import Dataset, Split
 from ddp_runner.distributed import broadcast_object, check_agreement, process_group
 from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.errors import UserError
@@ -42,11 +36,9 @@ from ddp_runner.report import NullReporter, Reporter, start_block
 from ddp_runner.state import restore, snapshot
 from ddp_runner.stop import StopRequest, die_with_launcher
 from ddp_runner.tracking import Progress, Tracker
-from ddp_runner.train import Control, Position, Trainee, train
+from ddp_runner.train import Control, Position, train
 
-MODEL_KEYS = ("name", "loss", "num_stages", "channels_last")  # the rest is the constructor's
 PEER_GRACE_S = 2.0  # a rank that lost a peer waits: the peer's own end shall be noticed first
-MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
 def work(job: Job) -> dict[str, Any]:
@@ -95,7 +87,7 @@ def run(job: Job, env: DistEnv) -> dict[str, Any]:
         stack.enter_context(
             process_group(env, backend=config.backend, init_method=_init_method(job, env))
         )
-        check_agreement(flatten(config) | job.code)
+        check_agreement({**flatten(config), **job.code})
         run_dir = broadcast_object(_open_run(job, env) if env.is_rank_zero else None)
         assert run_dir is not None
         log = stack.enter_context(RankLog(run_dir, env))
@@ -167,95 +159,6 @@ def run(job: Job, env: DistEnv) -> dict[str, Any]:
         status = train(trainee, position=position, control=control, reporter=reporter)
         reporter.finish(status, position)
     return {"status": status, "run_dir": str(run_dir)}
-
-
-def build_trainee(
-    config: Config,
-    env: DistEnv,
-    *,
-    mode: Mode,
-    devices: tuple[torch.device, ...],
-    dataset: Dataset,
-) -> Trainee:
-    """Return the model, optimizer and batches of one rank. Collective: every rank must call.
-
-    Raises:
-        UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
-            fit what it names.
-    """
-    if len(dataset.train) < env.world_size:
-        raise UserError(
-            f"dataset={dataset.name} has {len(dataset.train)} training samples and world_size is "
-            f"{env.world_size}; use world_size={len(dataset.train)} or less"
-        )
-    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
-    build = partial(make, "model", {k: v for k, v in config.model.items() if k not in MODEL_KEYS})
-    module = mode.place(build, devices)
-    if config.model.get("channels_last"):
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model = mode.wrap(torch.compile(module) if config.train.compile else module, devices)
-    torch.manual_seed(config.seed + env.rank)  # dropout differs between ranks
-
-    batches = GlobalBatches(
-        split=_near(dataset.train, devices[0]),
-        global_size=int(config.batch.global_size or 0),
-        grad_accum_steps=config.train.grad_accum_steps,
-        rank=env.rank,
-        world_size=env.world_size,
-        seed=config.seed,
-    )
-    optimizer = make("optimizer", config.optimizer, partial=True)(module.parameters())
-    steps_per_epoch = batches.steps_per_epoch
-    scheduler = make("scheduler", config.scheduler, partial=True)(
-        optimizer,
-        total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
-        steps_per_epoch=steps_per_epoch,
-    )
-    return Trainee(
-        module=module,
-        model=model,
-        mode=mode,
-        loss_fn=get_method(config.model["loss"]),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
-        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
-        batches=batches,
-        eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
-        devices=devices,
-        config=config.train,
-        env=env,
-    )
-
-
-def make(
-    group: str, settings: Mapping[str, Any], *, partial: bool = False, **arguments: Any
-) -> Any:
-    """Build what a group's ``_target_`` names from the group's keys.
-
-    Raises:
-        UserError: the keys do not fit it, or it cannot be imported.
-    """
-    needs_name = group in ("parallelism", "dataset")
-    keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
-    try:
-        return instantiate({**keys, "_partial_": partial, "_convert_": "all"}, **arguments)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise UserError(
-            f"{group}={settings.get('name')} ({settings['_target_']}) cannot be built: {reason}; "
-            f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
-        ) from error
-
-
-def _near(split: Split, device: torch.device) -> Split:
-    """Return the split on a GPU if it is small enough, else as it is, memory-mapped."""
-    size_gib = (split.inputs.nbytes + split.targets.nbytes) / 2**30
-    if device.type != "cuda" or size_gib > MOST_GPU_DATA_GIB:
-        return split
-    return Split(split.inputs.to(device), split.targets.to(device))
 
 
 def _init_method(job: Job, env: DistEnv) -> str | None:

@@ -1,0 +1,112 @@
+"""Turns a resolved config's groups into objects; called by ``worker`` on each rank."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_method, instantiate
+from torch import nn
+
+from ddp_runner.config import Config
+from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.source import Dataset, Split
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism import Mode
+from ddp_runner.train import Trainee
+
+MODEL_KEYS = ("name", "loss", "num_stages", "channels_last")  # the rest is the constructor's
+MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
+
+
+def build_trainee(
+    config: Config,
+    env: DistEnv,
+    *,
+    mode: Mode,
+    devices: tuple[torch.device, ...],
+    dataset: Dataset,
+) -> Trainee:
+    """Return the model, optimizer and batches of one rank. Collective: every rank must call.
+
+    Raises:
+        UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
+            fit what it names.
+    """
+    if len(dataset.train) < env.world_size:
+        raise UserError(
+            f"dataset={dataset.name} has {len(dataset.train)} training samples and world_size is "
+            f"{env.world_size}; use world_size={len(dataset.train)} or less"
+        )
+    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
+    build = partial(make, "model", {k: v for k, v in config.model.items() if k not in MODEL_KEYS})
+    module = mode.place(build, devices)
+    if config.model.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)
+    compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
+    model = mode.wrap(compiled, devices)
+    torch.manual_seed(config.seed + env.rank)  # dropout differs between ranks
+
+    batches = GlobalBatches(
+        split=_near(dataset.train, devices[0]),
+        global_size=int(config.batch.global_size or 0),
+        grad_accum_steps=config.train.grad_accum_steps,
+        rank=env.rank,
+        world_size=env.world_size,
+        seed=config.seed,
+    )
+    optimizer = make("optimizer", config.optimizer, partial=True)(module.parameters())
+    steps_per_epoch = batches.steps_per_epoch
+    scheduler = make("scheduler", config.scheduler, partial=True)(
+        optimizer,
+        total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+    )
+    return Trainee(
+        module=module,
+        model=model,
+        mode=mode,
+        loss_fn=get_method(config.model["loss"]),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
+        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
+        batches=batches,
+        eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
+        devices=devices,
+        config=config.train,
+        env=env,
+    )
+
+
+def make(
+    group: str, settings: Mapping[str, Any], *, partial: bool = False, **arguments: Any
+) -> Any:
+    """Build what a group's ``_target_`` names from the group's keys.
+
+    Raises:
+        UserError: the keys do not fit it, or it cannot be imported.
+    """
+    needs_name = group in ("parallelism", "dataset")
+    keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
+    try:
+        return instantiate({**keys, "_partial_": partial, "_convert_": "all"}, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(
+            f"{group}={settings.get('name')} ({settings['_target_']}) cannot be built: {reason}; "
+            f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
+        ) from error
+
+
+def _near(split: Split, device: torch.device) -> Split:
+    """Return the split on a GPU if it is small enough, else as it is, memory-mapped."""
+    size_gib = (split.inputs.nbytes + split.targets.nbytes) / 2**30
+    if device.type != "cuda" or size_gib > MOST_GPU_DATA_GIB:
+        return split
+    return Split(split.inputs.to(device), split.targets.to(device))

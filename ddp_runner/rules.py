@@ -1,0 +1,234 @@
+"""What must hold between the keys of a config, and the values that follow from others.
+
+Called by ``__main__`` on the composed config, before torch is imported: a mistake is answered in
+one line that names the key, the value and the fix.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_runner.config import BackendConfig, BatchConfig, Config, check_targets
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.hardware import Hardware
+
+BACKENDS = ("auto", "gloo", "nccl", "mpi")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def resolve(
+    config: Config,
+    *,
+    hardware: Hardware,
+    chosen: Collection[str] = (),
+    env: DistEnv | None = None,
+) -> tuple[Config, list[str]]:
+    """Return the config with every derived value filled in, and the warnings to print once.
+
+    Args:
+        config: as composed.
+        hardware: what this machine has.
+        chosen: the keys given on the command line; they win over a group's own choice when two
+            keys exclude each other.
+        env: this rank's facts where the ranks run already (torchrun, srun, mpirun).
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    check_targets(config)
+    _check_values(config)
+    ranks = _world_size(config, hardware, env.world_size if env else None)
+    nproc = env.local_world_size if env else _nproc_per_node(config, ranks)
+    backend = _backend(config, hardware, ranks, nproc)
+    _check_mode(config, ranks, backend)
+    batch = _batch(config, ranks, chosen)
+    warnings = []
+    if backend.device == "cpu" and nproc > hardware.num_cores:
+        warnings.append(
+            f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
+        )
+    if config.parallelism.get("data_parallel") and hardware.num_gpus < 2:
+        warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
+    return replace(config, world_size=ranks, backend=backend, batch=batch), warnings
+
+
+def _check_values(config: Config) -> None:
+    train, checkpoint, launch = config.train, config.checkpoint, config.launch
+    positive = {
+        "train.epochs": train.epochs,
+        "train.max_steps": train.max_steps,
+        "train.log_every_steps": train.log_every_steps,
+        "train.grad_accum_steps": train.grad_accum_steps,
+        "train.clip_norm": train.clip_norm,
+        "train.num_threads": train.num_threads,
+        "batch.global_size": config.batch.global_size,
+        "batch.per_rank": config.batch.per_rank,
+        "batch.eval_per_rank": config.batch.eval_per_rank,
+        "checkpoint.every_epochs": checkpoint.every_epochs,
+        "checkpoint.every_steps": checkpoint.every_steps,
+        "checkpoint.keep": checkpoint.keep,
+        "launch.nnodes": launch.nnodes,
+        "launch.nproc_per_node": launch.nproc_per_node,
+        "launch.shutdown_timeout_s": launch.shutdown_timeout_s,
+        "backend.timeout_s": config.backend.timeout_s,
+        "optimizer.lr": _number("optimizer.lr", config.optimizer.get("lr", 1.0)),
+        "dataset.num_samples": _number("dataset.num_samples", config.dataset.get("num_samples", 1)),
+    }
+    for key, value in positive.items():
+        if value is not None and not value > 0:
+            raise UserError(f"{key} ({value}) must be greater than 0")
+    not_negative = {
+        "seed": config.seed,
+        "train.eval_every_epochs": train.eval_every_epochs,
+        "launch.max_restarts": launch.max_restarts,
+        "optimizer.weight_decay": _number(
+            "optimizer.weight_decay", config.optimizer.get("weight_decay", 0.0)
+        ),
+        "optimizer.momentum": _number("optimizer.momentum", config.optimizer.get("momentum", 0.0)),
+    }
+    for key, value in not_negative.items():
+        if value < 0:
+            raise UserError(f"{key} ({value}) must be 0 or greater")
+    for key, choice, options in (
+        ("task", config.task, ("train",)),
+        ("train.precision", train.precision, PRECISIONS),
+        ("backend.name", config.backend.name, BACKENDS),
+        ("backend.device", config.backend.device, ("auto", "cpu", "cuda")),
+        ("checkpoint.mode", checkpoint.mode, ("max", "min")),
+    ):
+        if choice not in options:
+            raise UserError(f"{key} ({choice}) must be one of {', '.join(options)}")
+    if config.data_root != "data" and not Path(config.data_root).is_dir():
+        raise UserError(
+            f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
+            "or dataset=digits, which needs none"
+        )
+
+
+def _number(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{key} ({value}) must be a number")
+    return value
+
+
+def _world_size(config: Config, hardware: Hardware, running: int | None) -> int:
+    asked, launch = config.world_size, config.launch
+    if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+        raise UserError(f"world_size ({asked}) must be a whole number of ranks from 1 up, or auto")
+    if running is not None:
+        if asked not in ("auto", running):
+            raise UserError(
+                f"world_size ({asked}) differs from the {running} ranks that were launched; "
+                "leave it out, or launch as many"
+            )
+        return running
+    if asked != "auto":
+        return int(asked)
+    if launch.nproc_per_node is not None:
+        return launch.nproc_per_node * launch.nnodes
+    if config.parallelism.get("max_ranks"):
+        return int(config.parallelism["max_ranks"])
+    gpus = 0 if config.backend.device == "cpu" else hardware.num_gpus
+    per_node = gpus // config.parallelism.get("devices_per_rank", 1)
+    return (per_node or min(2, hardware.num_cores)) * launch.nnodes
+
+
+def _nproc_per_node(config: Config, ranks: int) -> int:
+    launch = config.launch
+    if launch.nnodes > 1 and launch.rdzv_endpoint is None:
+        raise UserError(
+            f"launch.nnodes ({launch.nnodes}) needs launch.rdzv_endpoint=HOST:PORT, "
+            "the same on every machine"
+        )
+    nproc = launch.nproc_per_node or ranks // launch.nnodes
+    if nproc * launch.nnodes != ranks:
+        raise UserError(
+            f"launch.nnodes ({launch.nnodes}) times launch.nproc_per_node ({nproc}) is not "
+            f"world_size ({ranks}); leave world_size out, or make them agree"
+        )
+    return nproc
+
+
+def _backend(config: Config, hardware: Hardware, ranks: int, nproc: int) -> BackendConfig:
+    backend, gpus = config.backend, hardware.num_gpus
+    needed = nproc * config.parallelism.get("devices_per_rank", 1)
+    if backend.name == "nccl" and gpus == 0:
+        raise UserError(
+            "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"
+        )
+    wants_cuda = backend.device == "cuda" or backend.name == "nccl"
+    if wants_cuda and backend.device == "cpu":
+        raise UserError("backend=nccl moves only CUDA tensors; backend.device=cpu needs gloo")
+    if wants_cuda and needed > gpus:
+        raise UserError(
+            f"{nproc} ranks of {needed // nproc} devices need {needed} GPUs and this machine shows "
+            f"{gpus}; write world_size={max(1, gpus * nproc // needed)}, or backend=gloo "
+            "backend.device=cpu"
+        )
+    device = backend.device
+    if device == "auto":
+        device = "cuda" if gpus and needed <= gpus and backend.name != "mpi" else "cpu"
+    name = backend.name
+    if name == "auto":
+        name = "nccl" if device == "cuda" else "gloo"
+    if config.train.precision == "fp16" and device == "cpu":
+        raise UserError("train.precision=fp16 needs a CUDA device; on a CPU write bf16")
+    return replace(backend, name=name, device=device)
+
+
+def _check_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
+    mode, name = config.parallelism, config.parallelism.get("name")
+    if mode.get("max_ranks") and ranks > mode["max_ranks"]:
+        raise UserError(
+            f"parallelism={name} runs {mode['max_ranks']} process, world_size is {ranks}; "
+            "leave world_size out, or write parallelism=ddp"
+        )
+    stages, wanted = config.model.get("num_stages", 1), mode.get("devices_per_rank", 1)
+    if stages > wanted:
+        raise UserError(
+            f"model={config.model.get('name')} is cut into {stages} stages and parallelism={name} "
+            f"gives a replica {wanted} device; write parallelism=ddp_mp"
+        )
+    if stages < wanted:
+        raise UserError(
+            f"parallelism={name} spreads a replica over {wanted} devices and "
+            f"model={config.model.get('name')} has {stages} stage; "
+            "take a model cut in two (toy_mp, convnet_mp, mnist_net_mp)"
+        )
+    if mode.get("static_graph") and config.train.grad_accum_steps > 1:
+        raise UserError(
+            "parallelism.static_graph=true cannot skip gradient syncs, which "
+            f"train.grad_accum_steps ({config.train.grad_accum_steps}) does; turn one of them off"
+        )
+    if mode.get("sync_batchnorm") and backend.device == "cpu":
+        raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")
+
+
+def _batch(config: Config, ranks: int, chosen: Collection[str]) -> BatchConfig:
+    total, per_rank = config.batch.global_size, config.batch.per_rank
+    if total is not None and per_rank is not None:
+        # A default or an experiment's choice gives way to the key that the user wrote.
+        explicit = {"batch.global_size", "batch.per_rank"} & set(chosen)
+        if len(explicit) == 2:
+            raise UserError(
+                f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
+                "give one, the other follows"
+            )
+        if explicit == {"batch.per_rank"}:
+            total = None
+        else:
+            per_rank = None
+    parts = ranks * config.train.grad_accum_steps
+    if total is None:
+        if per_rank is None:
+            raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
+        return replace(config.batch, global_size=per_rank * parts, per_rank=per_rank)
+    if total % parts:
+        below, above = total // parts * parts, (total // parts + 1) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        divisor = f"world_size ({ranks})"
+        if config.train.grad_accum_steps > 1:
+            divisor += f" x train.grad_accum_steps ({config.train.grad_accum_steps})"
+        raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
+    return replace(config.batch, global_size=total, per_rank=total // parts)
