@@ -58,7 +58,8 @@ def main() -> None:
             )
         print(
             f"{num_ranks} rank(s), median (min to max): throughput {spread(speedups)}, "
-            f"whole process {spread(wall_ratios)}; largest relative difference of a loss {worst:.1e}"
+            f"whole process {spread(wall_ratios)}; "
+            f"largest relative difference of a loss {worst:.1e}"
         )
 
 

@@ -6,37 +6,23 @@ a rename, so a folder with a checkpoint's name was once whole; the checksum tell
 is. train.py calls this module: rank 0 saves, every rank loads.
 """
 
-import hashlib
 import json
 import os
 import pickle
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_runner.errors import UserError
+from ddp_runner.manifest import FORMAT_VERSION, MANIFEST, STATE, measure, read_manifest, verify
 from ddp_runner.record import json_safe, replace_file
 
-FORMAT_VERSION = 1
-STATE = "state.pt"
-MANIFEST = "manifest.json"
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says about itself."""
-
-    step: int
-    metrics: dict[str, float | None]  # None: was not finite
-    size: int  # of state.pt, bytes
-    sha256: str  # of state.pt, hexadecimal
 
 
 def save_checkpoint(
@@ -105,7 +91,7 @@ def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | Non
     damaged = False
     for path in reversed(_checkpoints(folder).values()):
         try:
-            _verify(path)
+            verify(path)
         except UserError as error:
             say(f"{error}; it is skipped")
             damaged = True
@@ -141,7 +127,7 @@ def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str
             refused, and none of its code runs.
     """
     try:
-        _verify(path)
+        verify(path)
     except UserError as error:
         raise UserError(f"{error}; use another checkpoint") from error
     try:
@@ -156,49 +142,6 @@ def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str
             "use a checkpoint that this program wrote"
         ) from error
     return state
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint folder.
-
-    Raises:
-        UserError: It is missing, damaged or of another format.
-    """
-    try:
-        fields = json.loads((path / MANIFEST).read_bytes())
-        version, files = fields["format_version"], fields["files"]
-        manifest = Manifest(
-            step=int(fields["step"]),
-            metrics={
-                name: None if value is None else float(value)
-                for name, value in dict(fields["metrics"]).items()
-            },
-            size=int(files[STATE]["size"]),
-            sha256=str(files[STATE]["sha256"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"checkpoint {path} is damaged: expected a manifest in {MANIFEST}, found {error!r}"
-        ) from error
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}"
-        )
-    return manifest
-
-
-def _verify(path: Path) -> None:
-    """Raises UserError with what was expected and found, unless the state is as it was saved."""
-    manifest = read_manifest(path)
-    try:
-        size, sha256 = _measure(path / STATE)
-    except OSError as error:
-        raise UserError(f"checkpoint {path} is damaged: {STATE}: {error.strerror}") from error
-    if (size, sha256) != (manifest.size, manifest.sha256):
-        raise UserError(
-            f"checkpoint {path} is damaged: expected {STATE} of {manifest.size} bytes with SHA-256 "
-            f"{manifest.sha256}, found {size} bytes with {sha256}"
-        )
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
@@ -229,7 +172,7 @@ def _write_files(
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(folder / STATE)
     if unsafe:
         raise TypeError(f"the state holds what cannot be loaded safely again: {', '.join(unsafe)}")
-    size, sha256 = _measure(folder / STATE)
+    size, sha256 = measure(folder / STATE)
     manifest = {
         "format_version": FORMAT_VERSION,
         "step": step,
@@ -238,12 +181,6 @@ def _write_files(
     }
     replace_file(folder / MANIFEST, json.dumps(manifest, indent=2, allow_nan=False))
     _sync_folder(folder)
-
-
-def _measure(path: Path) -> tuple[int, str]:
-    """Returns a file's size in bytes and its SHA-256."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -16,15 +16,13 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint import (
-    MANIFEST,
-    STATE,
     best_checkpoint,
     latest_checkpoint,
     load_checkpoint,
-    read_manifest,
     save_checkpoint,
 )
 from ddp_runner.errors import UserError
+from ddp_runner.manifest import MANIFEST, STATE, read_manifest
 
 
 def state_of(step: int, *, run: int = 0) -> dict[str, Any]:
