@@ -5,6 +5,7 @@ Composes the config with Hydra and validates it, without importing torch; then h
 """
 
 import os
+import shutil
 import sys
 import time
 from functools import cached_property
@@ -55,10 +56,15 @@ class Command:
 
     def run(self) -> int:
         """Let Hydra compose and call back; return the exit code."""
-        register(self._env)
+        claimed = register(self._env)
         entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
         try:
             entry(self._run_job)()
+        except Exception:
+            for path in claimed.values():
+                if not any(Path(path).rglob(RUN_RECORD)):  # refused before anything ran in it
+                    shutil.rmtree(path, ignore_errors=True)
+            raise
         finally:
             if self._in_sweep:
                 print(sweep_table(self._outcomes), flush=True)

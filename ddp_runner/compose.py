@@ -24,32 +24,35 @@ _PACKAGE = Path(__file__).resolve().parent
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 
-def register(env: DistEnv | None) -> None:
+def register(env: DistEnv | None) -> dict[str, str]:
     """Tell Hydra the schema, and OmegaConf the resolvers that conf/config.yaml uses.
 
     Args:
         env: this process's rank facts if it is a worker already; such a process creates no folder.
+
+    Returns:
+        The folders that Hydra's questions will have made this command claim: run, or sweep.
     """
     ConfigStore.instance().store(name="schema", node=Config)
     claimed: dict[str, str] = {}  # one command has one folder, however often Hydra asks for it
 
     def run_dir(*, _root_: DictConfig) -> str:
-        if "run" not in claimed:
-            claimed["run"] = new_run_dir(_root_)
-        return claimed["run"]
-
-    def new_run_dir(root: DictConfig) -> str:
-        # Validates too, before Hydra creates anything: a mistake leaves no folder behind.
-        raw = OmegaConf.masked_copy(root, [str(key) for key in root if key != "hydra"])
-        overrides = root.hydra.overrides.task
-        config, _ = resolve(
-            to_config(raw, overrides), hardware=detect(), chosen=chosen_keys(overrides), env=env
-        )
+        config = validated(_root_)
         if config.resume is not None:
             return config.resume
         if env is not None or config.launch.nnodes > 1:
             return "."  # rank 0 of the whole gang claims the folder
-        return str(claim(run_folder(config)))
+        if "run" not in claimed:
+            claimed["run"] = str(claim(run_folder(config)))
+        return claimed["run"]
+
+    def validated(root: DictConfig) -> Config:
+        # Before Hydra creates anything: a mistake leaves no folder behind.
+        raw = OmegaConf.masked_copy(root, [str(key) for key in root if key != "hydra"])
+        overrides = root.hydra.overrides.task
+        return resolve(
+            to_config(raw, overrides), hardware=detect(), chosen=chosen_keys(overrides), env=env
+        )[0]
 
     def sweep_dir(*, _root_: DictConfig) -> str:
         if "sweep" not in claimed:
@@ -66,6 +69,7 @@ def register(env: DistEnv | None) -> None:
         ("data_root", lambda: os.environ.get("DDP_RUNNER_DATA_ROOT", "data")),
     ):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
+    return claimed
 
 
 def to_config(raw: DictConfig, overrides: Sequence[str]) -> Config:

@@ -1,8 +1,12 @@
-"""Hydra's many ways to refuse a command line, each as one plain line with the nearest valid key."""
+"""Hydra's many ways to refuse a command line, each as one plain line with the nearest valid key.
+
+Called by ``__main__`` when composing has failed; torch-free.
+"""
 
 import difflib
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterator, Sequence
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -13,32 +17,44 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_runner.compose import CONFIG_DIR
 from ddp_runner.errors import UserError
 
+TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+
 
 def user_error(error: BaseException) -> UserError | None:
     """Return the one line that says what is wrong, or None for what the user did not cause."""
-    chain = []
-    link: BaseException | None = error
-    while link is not None:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
     for link in chain:
         if isinstance(link, UserError):
             return link
-    # The innermost knows the key: "full_key: train.epochs".
-    text = "\n".join(str(link) for link in chain)
     if isinstance(error, OverrideParseException):
-        first = " ".join(str(error).split("\nSee ")[0].split())
-        return UserError(f"{first}; write key=value, and quote what the shell would change")
+        reason = " ".join(str(error).split("\nSee ")[0].split())
+        return UserError(f"{reason}; write key=value, and quote what the shell would change")
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
-    if not isinstance(error, HydraException | OmegaConfBaseException):
-        return None
+    if isinstance(error, OSError):
+        return UserError(
+            f"{error.filename}: {error.strerror}; give folders that exist or can be made"
+        )
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _refused_override(chain)
+    return None
+
+
+def _refused_override(chain: Sequence[BaseException]) -> UserError:
+    text = "\n".join(str(link) for link in chain)
     if match := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         return _unknown_key(match[1].partition("@")[0])
+    value = re.search(r"Error merging override ([^=\s]+)=(.*)", text)
+    kind = re.search(r"could not be converted to (\w+)", text)
+    if value and kind:
+        wanted = TYPES.get(kind[1], kind[1])
+        return UserError(f"{value[1].lstrip('+')} ({value[2]}) must be {wanted}")
     key = re.search(r"full_key: (\S+)", text)
-    reason = next((str(link) for link in reversed(chain) if str(link)), str(error))
-    reason = reason.splitlines()[0].rstrip(".")
-    return UserError(f"{key[1]}: {reason}" if key and key[1] else " ".join(reason.split()))
+    reasons = [str(link) for link in chain if isinstance(link, OmegaConfBaseException)]
+    reason = (reasons or [text])[0].splitlines()[0]
+    return UserError(f"{key[1]}: {reason}" if key else reason)
 
 
 def _missing_option(error: MissingConfigException) -> UserError:
@@ -46,29 +62,39 @@ def _missing_option(error: MissingConfigException) -> UserError:
     options = list(error.options or [])
     if not group:
         return UserError(" ".join(str(error).split()))
-    nearest = _nearest(option, options)
-    return UserError(f"{group}={option} does not exist{nearest}; options: {', '.join(options)}")
+    hint = _nearest(option, options) or ";"
+    return UserError(f"{group}={option} does not exist{hint} options: {', '.join(options)}")
 
 
 def _unknown_key(key: str) -> UserError:
+    known = list(_keys(_compose_groups()))
+    parent, _, last = key.rpartition(".")
+    siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
+    same_name = [one for one in known if one.rpartition(".")[2] == last]
+    prefix = f"{parent}." if parent else ""
+    hint = _nearest(last, siblings, prefix=prefix) or _nearest(key, known, cutoff=0.8)
+    if not hint and same_name:
+        hint = f"; did you mean {' or '.join(same_name)}?"
+    if not hint and parent and siblings:
+        hint = f"; the keys of {parent} are {', '.join(siblings)}"
+    return UserError(f"{key} is not a key of the config{hint or '; see --help for all keys'}")
+
+
+def _compose_groups() -> DictConfig:
+    """Return the config with this command line's groups alone, whose keys the user meant."""
+    groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
+    chosen = [one for one in sys.argv[1:] if one.partition("=")[0] in groups and "," not in one]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        known = list(_keys(compose("config")))
-    nearest = _nearest(key, known)
-    if not nearest:
-        # A right last part under a wrong group: learning rates are often looked for under train.
-        last = key.rpartition(".")[2]
-        same = [one for one in known if one.rpartition(".")[2] == last]
-        nearest = f"; did you mean {' or '.join(same)}?" if same else "; see --help for all keys"
-    return UserError(f"{key} is not a key of the config{nearest}")
+        return compose("config", chosen)
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def _nearest(word: str, known: Sequence[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"; did you mean {prefix}{matches[0]}?" if matches else ""
 
 
-def _keys(config: DictConfig, prefix: str = "") -> Iterable[str]:
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in map(str, config):
         yield f"{prefix}{key}"
         if OmegaConf.is_dict(config._get_node(key)):
