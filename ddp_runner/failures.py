@@ -5,6 +5,8 @@ to notice first, often one that only lost its peer.
 """
 
 import json
+import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -15,7 +17,7 @@ from ddp_runner.errors import UserError
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: `kind` is user, crash, peer or signal."""
+    """How one rank failed: `kind` is user, crash, peer, late or signal."""
 
     rank: int
     kind: str
@@ -53,3 +55,29 @@ def first_failure(scratch: Path, *, attempt: int) -> Failure | None:
     paths = scratch.glob(f"failure-{attempt}-*.json")
     failures = [Failure(**json.loads(path.read_text())) for path in paths]
     return min(failures, key=lambda one: (one.kind == "peer", one.time_ns), default=None)
+
+
+def record_stack(scratch: Path, *, rank: int, attempt: int) -> None:
+    """Write down where this rank's main thread stands; the gang has failed and it may be late."""
+    main_thread = threading.main_thread().ident
+    frame = sys._current_frames().get(main_thread or 0)
+    if frame is not None:
+        text = "".join(traceback.format_stack(frame))
+        (scratch / f"stack-{attempt}-{rank}.txt").write_text(text, encoding="utf-8")
+
+
+def late_rank(scratch: Path, *, attempt: int, timeout_s: float) -> Failure | None:
+    """Return the rank that the others waited for: the lowest that stood still and never failed."""
+    failed = {path.stem for path in scratch.glob(f"failure-{attempt}-*.json")}
+    for path in sorted(scratch.glob(f"stack-{attempt}-*.txt")):
+        _, _, rank = path.stem.split("-")
+        if f"failure-{attempt}-{rank}" in failed:
+            continue
+        stack = path.read_text(encoding="utf-8")
+        where = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
+        sentence = (
+            f"rank {rank} did not reach the collective in which the others waited for "
+            f"backend.timeout_s ({timeout_s:g} s); it stood at {(where or ['?'])[-1]}"
+        )
+        return Failure(rank=int(rank), kind="late", sentence=sentence, traceback=stack)
+    return None

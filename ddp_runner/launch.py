@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config import Config
-from ddp_runner.failures import Failure, first_failure
+from ddp_runner.failures import Failure, first_failure, late_rank
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
 from ddp_runner.record import write_run_record
 
@@ -96,7 +96,10 @@ def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
 def _explain(error: "ChildFailedError", scratch: Path, config: Config, *, oom: bool) -> Failure:
     """Return the failure that came first: a rank's own words, or the signal that killed it."""
     rank, seen = error.get_first_failure()
-    told = first_failure(scratch, attempt=config.launch.max_restarts)
+    attempt, timeout_s = config.launch.max_restarts, config.backend.timeout_s
+    told = first_failure(scratch, attempt=attempt)
+    if told is not None and told.kind == "peer" and "imed out" in told.sentence:
+        return late_rank(scratch, attempt=attempt, timeout_s=timeout_s) or told
     if told is not None and (told.kind != "peer" or seen.exitcode >= 0):
         return told
     sentence = f"rank {rank} ended with exit code {seen.exitcode}"

@@ -5,7 +5,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from ddp_runner.failures import record_stack
 
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its gang has
 # failed, and it may sit in a collective that will never end.
@@ -20,14 +24,14 @@ class StopRequest:
     another launcher (torchrun, Slurm) SIGTERM and SIGINT are the request.
     """
 
-    def __init__(self, scratch: Path | None) -> None:
+    def __init__(self, scratch: Path | None, *, rank: int, attempt: int) -> None:
         self._file = scratch / "stop" if scratch else None
         self._signalled = False
-        if self._file is None:
+        if scratch is None:
             signal.signal(signal.SIGINT, self._on_signal)
         else:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            self._watch_sigterm()
+            self._watch_sigterm(partial(record_stack, scratch, rank=rank, attempt=attempt))
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def __call__(self) -> bool:
@@ -37,7 +41,7 @@ class StopRequest:
     def _on_signal(self, signum: int, frame: object) -> None:
         self._signalled = True
 
-    def _watch_sigterm(self) -> None:
+    def _watch_sigterm(self, record_stack: Callable[[], None]) -> None:
         # The interpreter writes a signal's number here even while the main thread sits in a
         # collective, where no Python handler runs.
         reader, writer = os.pipe()
@@ -47,6 +51,7 @@ class StopRequest:
         def end_with_the_gang() -> None:
             while os.read(reader, 1) != bytes([signal.SIGTERM]):
                 continue
+            record_stack()
             time.sleep(FAILED_GANG_GRACE_S)
             if self._file is not None and not self._file.exists():
                 os._exit(128 + signal.SIGTERM)

@@ -72,7 +72,7 @@ def run(job: Job, env: DistEnv) -> dict[str, Any]:
     """
     config = job.config
     check_targets(config)  # again: a config may have come with a run that somebody else made
-    stop_requested = StopRequest(job.scratch)
+    stop_requested = StopRequest(job.scratch, rank=env.rank, attempt=env.restart_count)
     num_threads = config.train.num_threads or max(1, detect().num_cores // env.local_world_size)
     torch.set_num_threads(num_threads)
     if config.train.deterministic:
