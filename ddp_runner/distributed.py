@@ -17,6 +17,8 @@ from ddp_runner.errors import UserError
 
 T = TypeVar("T")
 
+_outliving_groups: list[dist.ProcessGroup | None] = []
+
 
 @contextmanager
 def process_group(
@@ -52,6 +54,10 @@ def process_group(
         world_size=env.world_size,
         timeout=timedelta(seconds=backend.timeout_s),
     )
+    # The group's threads take the GIL to let go of the last collective's tensors. Were the group to
+    # end with DDP's reducer, which joins these threads while it holds the GIL, both would wait for
+    # ever. So the group outlives the model, to the end of the process.
+    _outliving_groups.append(dist.group.WORLD)
     yield
     # On success only: a rank that fails while its peers sit in a collective must die, not wait.
     dist.destroy_process_group()
