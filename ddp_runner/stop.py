@@ -1,19 +1,24 @@
 """How a rank learns that it should stop, and how it makes sure not to outlive its launcher."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.failures import record_stack
 
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its gang has
 # failed, and it may sit in a collective that will never end.
 FAILED_GANG_GRACE_S = 3.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
@@ -62,7 +67,9 @@ class StopRequest:
 def die_with_launcher() -> None:
     """Make sure that this worker ends when its launcher does, even by SIGKILL.
 
-    A worker's parent is the fork server, which lives on as long as any worker does.
+    The fork server ends when nobody holds the other end of its pipe; on Linux the kernel then
+    kills its children, also one that is stopped or sits in a deadlock. Elsewhere a thread waits
+    for the launcher's end.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -72,3 +79,11 @@ def die_with_launcher() -> None:
         os._exit(128 + signal.SIGKILL)
 
     threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Each worker inherits that end of the pipe, to start processes of its own, and would keep
+        # the server alive.
+        server: Any = forkserver._forkserver
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_alive_fd = None
