@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.compose import CONFIG_DIR, chosen_keys, register, to_config
+from ddp_runner.compose import CONFIG_DIR, chosen_keys, register, to_config, with_resumed
 from ddp_runner.environment import dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.explain import user_error
@@ -91,11 +91,9 @@ class Command:
             sys.exit(outcome.exit_code)
 
     def _run_config(self, raw: DictConfig, run_dir: Path, overrides: tuple[str, ...]) -> Outcome:
+        raw = with_resumed(raw, overrides)
         config, warnings = resolve(
-            to_config(raw, overrides),
-            hardware=detect(),
-            chosen=chosen_keys(overrides),
-            env=self._env,
+            to_config(raw), hardware=detect(), chosen=chosen_keys(overrides), env=self._env
         )
         if self._env is None:
             start_fork_server()  # as early as can be: it imports torch while we go on
@@ -115,7 +113,7 @@ class Command:
         if self._env is not None:
             from ddp_runner.worker import run_under_launcher
 
-            return run_under_launcher(job, self._env)
+            run_under_launcher(job, self._env)
         if not is_ours:
             return launch(job)
         check_writable(run_dir)

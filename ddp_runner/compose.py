@@ -50,9 +50,8 @@ def register(env: DistEnv | None) -> dict[str, str]:
         # Before Hydra creates anything: a mistake leaves no folder behind.
         raw = OmegaConf.masked_copy(root, [str(key) for key in root if key != "hydra"])
         overrides = root.hydra.overrides.task
-        return resolve(
-            to_config(raw, overrides), hardware=detect(), chosen=chosen_keys(overrides), env=env
-        )[0]
+        config = to_config(with_resumed(raw, overrides))
+        return resolve(config, hardware=detect(), chosen=chosen_keys(overrides), env=env)[0]
 
     def sweep_dir(*, _root_: DictConfig) -> str:
         if "sweep" not in claimed:
@@ -72,17 +71,16 @@ def register(env: DistEnv | None) -> dict[str, str]:
     return claimed
 
 
-def to_config(raw: DictConfig, overrides: Sequence[str]) -> Config:
-    """Return the composed config as the schema's object; of a resumed run, with what it had.
+def to_config(raw: DictConfig) -> Config:
+    """Return a composed config as the schema's object, its interpolations resolved.
 
     Raises:
-        UserError: a key is not in the schema, or the run to resume does not exist.
+        UserError: a key is not in the schema.
     """
     for key in map(str, raw):
         if key not in {field.name for field in fields(Config)}:
             raise UserError(f"{key} is not a key of the config; see --help for all keys")
-    source = raw if raw.resume is None else _resumed(raw, overrides)
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), source))
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), raw))
     assert isinstance(config, Config)
     return config
 
@@ -92,8 +90,14 @@ def chosen_keys(overrides: Sequence[str]) -> list[str]:
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
 
 
-def _resumed(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the config of the run to resume, with this command line's keys on top of it."""
+def with_resumed(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the composed config; of a resumed run what it had, with this command's keys on top.
+
+    Raises:
+        UserError: the run to resume does not exist, or a key cannot change it.
+    """
+    if raw.resume is None:
+        return raw
     path = Path(raw.resume) / ".hydra" / "config.yaml"
     if not path.exists():
         raise UserError(

@@ -102,9 +102,11 @@ def config_hash(config: Config) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return the config as dotted keys and plain values, without the keys that only say where."""
+    """Return dotted keys and values, without those that only say where and how a gang starts."""
     return {
-        key: value for key, value in _leaves(asdict(config)) if key not in ("resume", "data_root")
+        key: value
+        for key, value in _leaves(asdict(config))
+        if key not in ("resume", "data_root") and not key.startswith("launch.")
     }
 
 

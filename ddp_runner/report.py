@@ -3,6 +3,7 @@
 Used by ``worker``; the other ranks hold a ``NullReporter``.
 """
 
+import math
 import resource
 import shlex
 import sys
@@ -14,11 +15,9 @@ from typing import Any
 import torch
 
 from ddp_runner.config import Config
-from ddp_runner.data.source import Dataset
-from ddp_runner.environment import DistEnv
 from ddp_runner.record import write_run_record
 from ddp_runner.tracking import Progress, Tracker
-from ddp_runner.train import Position
+from ddp_runner.train import Position, Trainee
 
 
 class NullReporter:
@@ -38,11 +37,24 @@ class Reporter(NullReporter):
     """Tells TensorBoard, metrics.jsonl, run.json and the terminal of one run. Rank 0 only."""
 
     def __init__(
-        self, run_dir: Path, *, tracker: Tracker, progress: Progress, started_at: float
+        self,
+        run_dir: Path,
+        *,
+        started_at: float,
+        max_steps: int,
+        steps_per_epoch: int,
+        resume_step: int | None,
     ) -> None:
         self._run_dir, self._started_at = run_dir, started_at
-        self._tracker, self._progress = tracker, progress
         self._first_step_is_done = False
+        config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
+        self._tracker = Tracker(run_dir, config_text=config_text, resume_step=resume_step)
+        self._progress = Progress(
+            max_steps,
+            total_epochs=math.ceil(max_steps / steps_per_epoch),
+            initial_step=resume_step or 0,
+            stream=sys.stdout,
+        )
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Record metrics of a step and show them."""
@@ -77,39 +89,31 @@ class Reporter(NullReporter):
 
 
 def start_block(
-    config: Config,
-    env: DistEnv,
-    *,
-    devices: tuple[torch.device, ...],
-    num_threads: int,
-    dataset: Dataset,
-    num_parameters: int,
-    steps_per_epoch: int,
-    max_steps: int,
-    versions: Mapping[str, str | None],
-    run_dir: Path,
+    config: Config, trainee: Trainee, run_dir: Path, *, max_steps: int, code: Mapping[str, Any]
 ) -> str:
     """Return the facts of a run, a line each."""
-    batch, train = config.batch, config.train
-    place = ", ".join(str(device) for device in devices)
-    if devices[0].type == "cuda":
-        place += f" ({torch.cuda.get_device_name(devices[0])})"
+    batch, env, dataset = config.batch, trainee.env, trainee.dataset
+    place = ", ".join(str(device) for device in trainee.devices)
+    if trainee.devices[0].type == "cuda":
+        place += f" ({torch.cuda.get_device_name(trainee.devices[0])})"
     shares = f"{batch.per_rank} a rank x {env.world_size} ranks"
-    if train.grad_accum_steps > 1:
-        shares += f" x {train.grad_accum_steps} micro-steps"
+    if config.train.grad_accum_steps > 1:
+        shares += f" x {config.train.grad_accum_steps} micro-steps"
+    num_parameters = sum(parameter.numel() for parameter in trainee.module.parameters())
     rows = {
         "run": str(run_dir),
-        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, {train.precision}",
+        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, "
+        f"{config.train.precision}",
         "dataset": f"{dataset.name}, {len(dataset.train.inputs):,} train, "
         f"{len(dataset.eval.inputs):,} eval samples",
         "parallelism": f"{config.parallelism.get('name')}, backend {config.backend.name} "
         f"(timeout {config.backend.timeout_s:g} s)",
         "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
-        f"{env.local_world_size} a node, {num_threads} CPU thread(s) a rank",
+        f"{env.local_world_size} a node, {torch.get_num_threads()} CPU thread(s) a rank",
         "rank 0": f"local rank {env.local_rank} of node {env.node_rank}, on {place}",
         "batch": f"{batch.global_size} a step = {shares}",
-        "steps": f"{max_steps} in all, {steps_per_epoch} an epoch",
-        "versions": f"torch {versions['torch']}, Python {versions['python']}",
+        "steps": f"{max_steps} in all, {trainee.batches.steps_per_epoch} an epoch",
+        "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }
     return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
 

@@ -5,15 +5,15 @@ Slurm or mpirun started.
 """
 
 import json
-import math
 import os
 import signal
 import socket
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -28,14 +28,13 @@ from ddp_runner.errors import UserError
 from ddp_runner.failures import first_failure, record_failure
 from ddp_runner.folders import claim, freeze_config, previous_attempt, run_folder
 from ddp_runner.hardware import detect
-from ddp_runner.job import EXIT_COMPLETED, Job, Outcome
+from ddp_runner.job import EXIT_COMPLETED, Job
 from ddp_runner.logs import RankLog
 from ddp_runner.parallelism import Mode
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, start_block
 from ddp_runner.state import restore, snapshot
 from ddp_runner.stop import StopRequest, die_with_launcher
-from ddp_runner.tracking import Progress, Tracker
 from ddp_runner.train import Control, Position, train
 
 PEER_GRACE_S = 2.0  # a rank that lost a peer waits: the peer's own end shall be noticed first
@@ -56,12 +55,15 @@ def work(job: Job) -> dict[str, Any]:
         raise
 
 
-def run_under_launcher(job: Job, env: DistEnv) -> Outcome:
-    """Run one rank that torchrun, Slurm or mpirun started."""
+def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
+    """Run one rank that torchrun, Slurm or mpirun started, and end the process."""
     result = record(run)(job, env)
     status = result["status"] if result else "completed"
-    exit_code = EXIT_COMPLETED if status == "completed" else 128 + signal.SIGTERM
-    return Outcome(status=status, exit_code=exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's own end, which now and then aborts under gloo's threads while
+    # a peer's connection closes. Forked workers end like this, too.
+    os._exit(EXIT_COMPLETED if status == "completed" else 128 + signal.SIGTERM)
 
 
 def run(job: Job, env: DistEnv) -> dict[str, Any]:
@@ -105,34 +107,16 @@ def run(job: Job, env: DistEnv) -> dict[str, Any]:
 
         reporter = NullReporter()
         if env.is_rank_zero:
+            stack.enter_context(_failure_recorded(run_dir))
             _record_start(job, env, run_dir, num_threads=num_threads, devices=devices)
-            for warning in job.warnings:
-                log.say(f"warning: {warning}")
-            log.say(
-                start_block(
-                    config,
-                    env,
-                    devices=devices,
-                    num_threads=num_threads,
-                    dataset=dataset,
-                    num_parameters=sum(p.numel() for p in trainee.module.parameters()),
-                    steps_per_epoch=trainee.batches.steps_per_epoch,
-                    max_steps=max_steps,
-                    versions=job.code["versions"],
-                    run_dir=run_dir,
-                )
-            )
-            config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
+            block = start_block(config, trainee, run_dir, max_steps=max_steps, code=job.code)
+            log.say("\n".join([*(f"warning: {one}" for one in job.warnings), block]))
             reporter = Reporter(
                 run_dir,
-                tracker=Tracker(run_dir, config_text=config_text, resume_step=resume_step),
-                progress=Progress(
-                    max_steps,
-                    total_epochs=math.ceil(max_steps / trainee.batches.steps_per_epoch),
-                    initial_step=position.step,
-                    stream=sys.stdout,
-                ),
                 started_at=job.started_at,
+                max_steps=max_steps,
+                steps_per_epoch=trainee.batches.steps_per_epoch,
+                resume_step=resume_step,
             )
 
         def save(position: Position, metrics: dict[str, float]) -> None:
@@ -159,6 +143,23 @@ def run(job: Job, env: DistEnv) -> dict[str, Any]:
         status = train(trainee, position=position, control=control, reporter=reporter)
         reporter.finish(status, position)
     return {"status": status, "run_dir": str(run_dir)}
+
+
+@contextmanager
+def _failure_recorded(run_dir: Path) -> Iterator[None]:
+    """Leave run.json saying failed if rank 0 is; a launcher of ours then says it more exactly."""
+    try:
+        yield
+    except Exception as error:
+        kind = "user" if isinstance(error, UserError) else "crash"
+        sentence = " ".join(str(error).split())
+        write_run_record(
+            run_dir,
+            status="failed",
+            finished_at=time.time(),
+            error={"rank": 0, "kind": kind, "sentence": sentence},
+        )
+        raise
 
 
 def _init_method(job: Job, env: DistEnv) -> str | None:
