@@ -1,0 +1,98 @@
+"""Fixtures that keep tests apart: what one leaves behind is undone, and named as its failure."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+import psutil
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+# What libraries set when they are imported, and multiprocessing's own helpers, stay.
+LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+GRACE_S = 2.0  # a thread or process that was told to end may still be on its way
+
+
+def pytest_sessionstart() -> None:
+    """Start the server of run_ranks, which imports torch while pytest does so to collect tests."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork server must not start threads
+    # pytest as well: it is the main module of every rank.
+    multiprocessing.set_forkserver_preload(["ddp_runner.preload", "pytest"])
+    forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A dataset cache that the tests of a session share, and that no other program sees."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("DDP_RUNNER_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def data_root() -> Path:
+    """The folder with the real datasets; without it the test is skipped."""
+    if "DDP_RUNNER_DATA_ROOT" not in os.environ:
+        pytest.skip("DDP_RUNNER_DATA_ROOT names no folder with real data")
+    return Path(os.environ["DDP_RUNNER_DATA_ROOT"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over() -> Iterator[None]:
+    """Fail a test that leaves a variable, a folder change, a group, a thread or a process."""
+    environ, folder = dict(os.environ), Path.cwd()
+    threads, processes = set(threading.enumerate()), _processes()
+    yield
+    leaks = []
+    changed = {
+        name
+        for name in environ.keys() | os.environ.keys()
+        if environ.get(name) != os.environ.get(name) and not name.startswith(LIBRARY_VARIABLES)
+    }
+    if changed:
+        leaks.append(f"environment variables {sorted(changed)}")
+    for name in changed:
+        os.environ.pop(name, None)
+        if name in environ:
+            os.environ[name] = environ[name]
+    if Path.cwd() != folder:
+        leaks.append(f"the current folder {Path.cwd()}")
+        os.chdir(folder)
+    GlobalHydra.instance().clear()
+    if (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
+        leaks.append("a process group")
+        dist.destroy_process_group()
+    deadline = time.monotonic() + GRACE_S
+    while (left := _left(threads, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for process in _processes() - processes:
+        process.kill()
+    if leaks + left:
+        pytest.fail(f"left over: {'; '.join(leaks + left)}", pytrace=False)
+
+
+def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> list[str]:
+    return [f"thread {one.name}" for one in set(threading.enumerate()) - threads] + [
+        f"process {one.pid}" for one in _processes() - processes
+    ]
+
+
+def _processes() -> set[psutil.Process]:
+    """Return the descendants of this process, without multiprocessing's helpers."""
+    return {one for one in psutil.Process().children(recursive=True) if not _is_helper(one)}
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    try:
+        # The fork server's children have its command line as well, but another parent.
+        command = " ".join(process.cmdline())
+        return process.ppid() == os.getpid() and any(helper in command for helper in HELPERS)
+    except psutil.NoSuchProcess:
+        return True  # it ended meanwhile

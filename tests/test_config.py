@@ -1,0 +1,158 @@
+"""Every YAML composes and builds; a mistake is answered at once; a foreign config runs nothing."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import CONFIG_DIR, refusal, resolved, run_command
+from hydra.utils import get_method
+
+from ddp_runner.build import MODEL_KEYS, make
+from ddp_runner.config import config_hash
+from ddp_runner.data.prepared import load_dataset
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.hardware import Hardware
+
+OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")
+# The runner inside a program that tells afterwards whether torch has been imported.
+WATCHED = """
+import runpy, sys
+sys.argv[0] = "ddp_runner"
+try:
+    runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_each_option_composes_by_its_own_command_and_builds(path: Path) -> None:
+    """A YAML opens with a command that chooses it, and all that this command names exists."""
+    lines = path.read_text().splitlines()
+    command = next(line for line in lines[:2] if line.startswith("# python -m ddp_runner"))
+    overrides = command.removeprefix("# python -m ddp_runner").split()
+    assert f"{path.parent.name}={path.stem}" in overrides
+    config, _ = resolved(*overrides, hardware=Hardware(num_gpus=4, num_cores=4))
+    if path.parent.name != "experiment":
+        chosen = getattr(config, path.parent.name)
+        assert (chosen if isinstance(chosen, dict) else vars(chosen))["name"] in (path.stem, "nccl")
+
+    keys = {key: value for key, value in config.model.items() if key not in MODEL_KEYS}
+    devices = make("parallelism", config.parallelism).devices(DistEnv(0, 0, 1, 1), kind="cpu")
+    places = {f"dev{stage}": device for stage, device in enumerate(devices)}
+    model = make("model", keys, **(places if config.model["num_stages"] > 1 else {}))
+    optimizer = make("optimizer", config.optimizer, partial=True)(model.parameters())
+    scheduler = make("scheduler", config.scheduler, partial=True)(
+        optimizer, total_steps=1000, steps_per_epoch=10
+    )
+    source = make("dataset", config.dataset)
+    if "folder" in config.dataset:
+        return  # needs files: see the test with real data
+    dataset = load_dataset(source, data_root=Path("data"), say=print)
+    outputs = model(dataset.normalize(dataset.train.inputs[:4]))
+    get_method(config.model["loss"])(outputs, dataset.train.targets[:4]).backward()
+    optimizer.step()
+    scheduler.step()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("path", [one for one in OPTIONS if "folder:" in one.read_text()])
+def test_each_dataset_of_files_loads(path: Path, data_root: Path) -> None:
+    """A dataset that is read from files has as many classes as its YAML says."""
+    settings = yaml.safe_load(path.read_text())
+    if not (data_root / settings["folder"]).is_dir():
+        pytest.skip(f"no {settings['folder']} in {data_root}")
+    dataset = load_dataset(make("dataset", settings), data_root=data_root, say=print)
+    assert int(dataset.train.targets.max()) + 1 == settings["num_classes"]
+
+
+def test_the_command_line_wins_over_the_experiment_and_that_over_the_model() -> None:
+    """The model asks for clipping, the experiment for none, the user for what they write."""
+    assert resolved()[0].train.clip_norm == 1.0
+    experiment = resolved("experiment=mnist_ddp")[0]
+    assert (experiment.train.clip_norm, experiment.optimizer["lr"]) == (None, 1e-4)
+    assert experiment.dataset["name"] == "mnist"
+    keys = ("experiment=mnist_ddp", "train.clip_norm=3", "optimizer.lr=2", "dataset=fake_images")
+    user = resolved(*keys)[0]
+    assert (user.train.clip_norm, user.optimizer["lr"]) == (3.0, 2)
+    assert user.dataset["name"] == "fake_images"
+
+
+def test_the_hash_tells_runs_of_other_work_apart(tmp_path: Path) -> None:
+    """Equal for the same work, however it is written and wherever its data lie."""
+    same = [(), ("world_size=2",), ("batch.global_size=200",), (f"data_root={tmp_path}",)]
+    assert len({config_hash(resolved(*keys)[0]) for keys in same}) == 1
+    other = [(), ("seed=1",), ("world_size=1",), ("optimizer.lr=0.2",), ("model.num_classes=9",)]
+    assert len({config_hash(resolved(*keys)[0]) for keys in other}) == len(other)
+    config = resolved()[0]
+    assert config_hash(replace(config, seed=0)) == config_hash(config)
+
+
+HOSTILE = {
+    "outside": {"_target_": "os.system", "command": "true"},
+    "inside": {"_target_": "ddp_runner.models.toy.ToyModel", "x": {"_target_": "os.system"}},
+    "listed": {"_target_": "ddp_runner.models.toy.ToyModel", "x": [{"_target_": "os.system"}]},
+    "deep": {"_target_": "ddp_runner.models.toy.ToyModel", "x": [[{"_target_": "os.system"}]]},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_config_that_came_with_a_run_cannot_run_code(kind: str, tmp_path: Path) -> None:
+    """Neither a foreign target nor a frozen config that allows itself one is accepted."""
+    (tmp_path / ".hydra").mkdir()
+    frozen = {"model": HOSTILE[kind] | {"name": "x"}, "allowed_targets": ["os"]}
+    (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(frozen))
+    assert "(os.system) is not under an allowed prefix" in refusal(f"resume={tmp_path}")
+    resolved(f"resume={tmp_path}", "allowed_targets=[os]", "batch.per_rank=2")
+
+
+@pytest.mark.parametrize("target", ["torch.os.system", "ddp_runner.launch.os.system"])
+def test_an_allowed_package_is_no_way_to_a_foreign_one(target: str, tmp_path: Path) -> None:
+    """A module that an allowed one imports is reached by its dots, and is still foreign."""
+    trace = tmp_path / "trace"
+    with pytest.raises(UserError, match=re.escape(target)):
+        make("model", {"name": "x", "_target_": target, "command": f"touch {trace}"})
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("train.epoch=3",), "did you mean train.epochs?"),
+        (("model=toyy",), "did you mean toy?"),
+        (("batch.global_size=100", "world_size=3"), "use 99 or 102"),
+        (("resume=nowhere",), "name the folder that holds run.json"),
+        (("data_root=nowhere",), "is not a folder"),
+        (("key with spaces",), "write key=value"),
+        (("hydra.run.dir=here", "train.epochs=0"), "must be greater than 0"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_a_mistake_is_answered_before_torch_is_imported(
+    args: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    """Exit code 2, one line on stderr, no traceback, no folder, no torch."""
+    end = run_command(*args, folder=tmp_path, program=(sys.executable, "-c", WATCHED))
+    assert (end.exit_code, end.stdout) == (2, "False\n")
+    (line,) = end.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert sentence in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr", "stdout"]
+
+
+def test_help_and_cfg_show_what_can_be_chosen(tmp_path: Path) -> None:
+    """--help: five examples, every group with its options, every key; --cfg job: YAML."""
+    text = run_command("--help", folder=tmp_path).stdout
+    assert sum("-m ddp_runner" in line for line in text.splitlines()) == 5
+    for path in OPTIONS:
+        (line,) = [one for one in text.splitlines() if one.startswith(f"{path.parent.name}: ")]
+        assert path.stem in line.partition(":")[2].replace(",", " ").split()
+    assert "grad_accum_steps: 1" in text
+    config = yaml.safe_load(run_command("--cfg", "job", "seed=7", folder=tmp_path).stdout)
+    assert (config["seed"], config["train"]["epochs"]) == (7, 10)

@@ -1,0 +1,189 @@
+"""Reductions, agreement, the life of a process group, and what the network sees of it."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import GLOO, RankFailedError, run_ranks
+from torch import nn
+
+from ddp_runner.distributed import (
+    StopVote,
+    broadcast_buffers,
+    broadcast_object,
+    check_agreement,
+    gather_objects,
+    process_group,
+    sum_over_ranks,
+)
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+
+
+def reductions(env: DistEnv) -> dict[str, Any]:
+    """Call each collective with a value of this rank's own."""
+    return {
+        "sum": sum_over_ranks([env.rank + 0.5, 2**53 - env.rank]),
+        "broadcast": broadcast_object(f"from {env.rank}"),
+        "gather": gather_objects((env.rank, "ü" * env.rank)),
+    }
+
+
+def test_reductions_give_every_rank_the_same() -> None:
+    """Sums are in float64, broadcasts come from rank 0, gathered values are in order of rank."""
+    for found in run_ranks(reductions, 3):
+        assert found["sum"] == [4.5, 3.0 * 2**53 - 3]
+        assert found["broadcast"] == "from 0"
+        assert found["gather"] == [(0, ""), (1, "ü"), (2, "üü")]
+
+
+def agreement(env: DistEnv, facts: list[dict[str, object]]) -> str:
+    """Compare this rank's facts with the others'."""
+    try:
+        check_agreement(facts[env.rank])
+    except UserError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_disagreement_names_key_values_and_ranks() -> None:
+    """All ranks alike are told which key differs, from a value to a key that one rank lacks."""
+    same = {"train.epochs": 3, "versions": {"torch": "2.15"}}
+    assert run_ranks(agreement, 3, [same] * 3) == ["agreed"] * 3
+    for other, parts in (
+        (same | {"train.epochs": 4}, ("train.epochs is 3 on rank 0", "4 on rank 2")),
+        ({"train.epochs": 3}, ("versions is {'torch': '2.15'} on rank 0", "None on rank 2")),
+    ):
+        first, *others = run_ranks(agreement, 3, [same, same, other])
+        assert others == [first, first]
+        assert all(part in first for part in parts)
+
+
+def stop_steps(env: DistEnv, wishes: dict[int, int]) -> int:
+    """Return the step at which this rank stops; wishes holds each rank's first step of wanting."""
+    vote = StopVote()
+    for step in range(1, 11):
+        time.sleep(0.005 * env.rank)  # ranks do not run in step
+        dist.all_reduce(torch.ones(3))  # as a backward would, beside the vote
+        if vote.agreed(step >= wishes.get(env.rank, 99)):
+            return step
+    vote.close()
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("wishes", "latest"), [({}, 0), ({0: 4}, 5), ({2: 4}, 5), ({1: 7, 2: 3}, 4), ({2: 10}, 0)]
+)
+def test_one_rank_that_wants_to_stop_stops_all_at_one_step(
+    wishes: dict[int, int], latest: int
+) -> None:
+    """Whoever asks first, every rank stops within the next step, and none without being asked."""
+    first, *others = run_ranks(stop_steps, 3, wishes)
+    assert others == [first, first]
+    assert (first > 0) == (latest > 0)
+    assert first <= latest
+
+
+def test_a_single_rank_stops_at_once() -> None:
+    """Nobody else must be asked."""
+    assert run_ranks(stop_steps, 1, {0: 4}) == [4]
+
+
+def buffers(env: DistEnv) -> list[float]:
+    """Return the statistics of a BatchNorm that had a rank's own, after the broadcast."""
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(env.rank + 1)
+    norm.num_batches_tracked.fill_(env.rank + 7)
+    broadcast_buffers(norm)
+    return [*norm.running_mean.tolist(), int(norm.num_batches_tracked)]
+
+
+def test_buffers_become_those_of_rank_zero() -> None:
+    """Floating-point statistics and integer counts alike."""
+    assert run_ranks(buffers, 2) == [[1.0, 1.0, 7]] * 2
+
+
+def group_life(env: DistEnv, store: str, fails: bool) -> tuple[bool, bool]:
+    """Return whether a group was there inside the block, and after it."""
+    inside = False
+    try:
+        with process_group(env, backend=GLOO, init_method=store):
+            inside = dist.is_initialized()
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    return inside, dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_group_is_destroyed_on_success_only(tmp_path: Any, fails: bool) -> None:
+    """A failing rank must not wait for its peers in a last collective."""
+    store = (tmp_path / "store").as_uri()
+    assert run_ranks(group_life, 2, store, fails, backend=None) == [(True, fails)] * 2
+
+
+def group_without_address(env: DistEnv) -> str:
+    """Open a group as a worker whose launcher said nothing about an address."""
+    try:
+        with process_group(env, backend=GLOO):
+            return "opened"
+    except UserError as error:
+        return str(error)
+
+
+def test_missing_address_is_a_users_error() -> None:
+    """The message names the variables and the key to set."""
+    (message,) = run_ranks(group_without_address, 1, backend=None)
+    assert "MASTER_ADDR" in message
+    assert "launch.init_method" in message
+
+
+def listening_hosts(env: DistEnv) -> list[str]:
+    """Return the addresses that this rank listens on while its group is in use."""
+    # Where the host's name stands for 127.0.0.1 gloo would choose it by itself.
+    assert os.environ["GLOO_SOCKET_IFNAME"] in psutil.net_if_addrs()
+    sum_over_ranks([1.0])
+    sockets = psutil.Process().net_connections(kind="inet")
+    hosts = [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN]
+    sum_over_ranks([1.0])  # no rank ends while another looks
+    return hosts
+
+
+def test_single_machine_gang_listens_on_loopback_only() -> None:
+    """Nobody on the network can reach a rank of a run on one machine."""
+    for hosts in run_ranks(listening_hosts, 2):
+        assert hosts
+        assert {host.removeprefix("::ffff:") for host in hosts} <= {"127.0.0.1", "::1"}
+
+
+def misbehave(env: DistEnv, how: str) -> None:
+    """Fail on rank 1 while the others sit in a collective."""
+    if env.rank == 1:
+        if how == "raise":
+            raise LookupError("rank one's own words")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    sum_over_ranks([1.0])
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 1: .*rank one's own words"),
+        ("die", "rank 1: ended with exit code -9|Connection closed by peer"),
+        ("hang", r"no result from ranks \[0, 1, 2\] in time"),
+    ],
+)
+def test_failing_rank_fails_the_test_at_once(how: str, message: str) -> None:
+    """run_ranks itself never waits for peers that are stuck, and leaves none behind."""
+    started = time.monotonic()
+    with pytest.raises(RankFailedError, match=f"(?s){message}"):
+        run_ranks(misbehave, 3, how, timeout_s=2)
+    assert time.monotonic() - started < 5

@@ -1,0 +1,195 @@
+"""Gangs in real processes: what happens when one of them, or their launcher, is hit."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+from commands import (
+    assert_same_state,
+    background,
+    ended,
+    fork_server,
+    gang,
+    last_step,
+    numbers,
+    record,
+    run_dirs,
+    session_pids,
+    steps,
+    wait_for,
+)
+
+# Long enough to be hit in its midst; a step takes some milliseconds.
+LONG = (
+    *("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64", "batch.global_size=8"),
+    *("train.epochs=10000", "train.log_every_steps=1", "train.num_threads=1"),
+)
+FAULTY = '''
+import os, time
+from torch import nn
+
+class Faulty(nn.Linear):
+    """Works for two steps; then rank 1 raises, while rank 0 waits for it in a collective."""
+
+    def __init__(self):
+        super().__init__(10, 5)
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            raise ZeroDivisionError("the third batch is cursed")
+        return super().forward(inputs)
+'''
+
+
+def is_gone(launcher_pid: int) -> bool:
+    """Tell whether no process of a command lives any more."""
+    return not session_pids(launcher_pid)
+
+
+def is_training(process: subprocess.Popen[str], folder: Path, *, step: int = 3) -> bool:
+    """Tell whether a run has come so far; fail if it has ended before."""
+    assert process.poll() is None, (folder / "stderr").read_text()
+    return last_step(folder) >= step
+
+
+def is_importing_torch(launcher_pid: int) -> bool:
+    """Tell whether a launcher has come to what takes it the longest."""
+    return any("libtorch" in one.path for one in psutil.Process(launcher_pid).memory_maps())
+
+
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
+    """SIGKILL, which nobody can handle: workers and fork server are gone within five seconds."""
+    with background(*LONG, folder=tmp_path) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        assert len(gang(process.pid)) == 2
+        process.kill()
+        process.wait()
+        wait_for(lambda: is_gone(process.pid), timeout_s=5)
+    assert record(run_dirs(tmp_path)[0])["status"] == "running"  # nobody was left to change it
+
+
+def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
+    """One machine's gang on loopback, on few threads; SIGTERM saves its step and ends with 143."""
+    with background(*LONG, folder=tmp_path) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        server = fork_server(process.pid)
+        assert server.num_threads() == 1  # a thread would not survive a fork
+        listening = {}
+        for pid in session_pids(process.pid):
+            for socket in psutil.Process(pid).net_connections("inet"):
+                if socket.status == psutil.CONN_LISTEN:
+                    listening[pid, socket.laddr.port] = socket.laddr.ip
+        assert set(gang(process.pid).values()) >= {
+            psutil.Process(pid) for pid, _ in listening if pid != process.pid
+        }
+        assert listening
+        assert {
+            ip for ip in listening.values() if not ip.startswith("127.") and ip != "::1"
+        } == set()
+        process.terminate()
+        end = ended(process, tmp_path)
+        wait_for(lambda: is_gone(process.pid), timeout_s=5)
+    assert (end.exit_code, end.stderr) == (143, "")
+    fields = record(end.run_dir)
+    assert (fields["status"], fields["error"]) == ("preempted", None)
+    assert steps(end.run_dir)[-1] == fields["step"] == numbers(end.run_dir)[-1]["step"]
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """The first waits for the step, here for ever, since a rank is stopped; the second does not."""
+    with background(*LONG, folder=tmp_path) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        gang(process.pid)[1].suspend()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process gets it
+        wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.wait(5)
+        wait_for(lambda: is_gone(process.pid), timeout_s=5)
+        end = ended(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (130, "")
+    fields = record(end.run_dir)
+    assert (fields["status"], fields["error"]["sentence"]) == (
+        "preempted",
+        "ended without a checkpoint",
+    )
+
+
+def test_a_rank_that_raises_is_named_and_ends_the_gang(tmp_path: Path) -> None:
+    """Exit code 1; one sentence, then its traceback, once and last; the peer does not wait."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    with background(
+        *("model=toy", "model._target_=faulty.Faulty", "allowed_targets=[faulty]"),
+        folder=tmp_path,
+        environ={"PYTHONPATH": str(tmp_path)},
+    ) as process:
+        end = ended(process, tmp_path)
+        wait_for(lambda: is_gone(process.pid), timeout_s=5)
+    sentence = "rank 1 raised ZeroDivisionError: the third batch is cursed"
+    assert end.exit_code == 1
+    lines = end.stderr.strip().splitlines()
+    assert lines[0] == f"error: {sentence}"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ZeroDivisionError: the third batch is cursed"
+    assert end.stderr.count("Traceback") == 1
+    fields = record(end.run_dir)
+    assert fields["status"] == "failed"
+    assert fields["error"] == {"rank": 1, "kind": "crash", "sentence": sentence}
+    assert "cursed" in (end.run_dir / "logs" / "failure.txt").read_text()
+    assert "cursed" in (end.run_dir / "logs" / "rank-1.log").read_text()
+
+
+def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
+    """With restarts left the gang goes on from its checkpoint and ends where it would have.
+
+    A sweep: the first job loses a rank and restarts, the second is left alone, and the third
+    loses a rank and may not restart.
+    """
+    short = [one for one in LONG if not one.startswith("train.epochs")]
+    with background(
+        *("-m", "launch.max_restarts=1,2,0", "hydra.sweep.dir=sweep", *short),
+        *("train.epochs=15", "checkpoint.every_epochs=null", "checkpoint.every_steps=10"),
+        folder=tmp_path,
+    ) as process:
+        restarted, undisturbed, lost = (
+            tmp_path / "sweep" / f"launch.max_restarts={number}" for number in (1, 2, 0)
+        )
+        wait_for(lambda: steps(restarted) and last_step(restarted) >= 15)
+        gang(process.pid)[1].kill()
+        wait_for(lambda: last_step(lost) >= 15)
+        gang(process.pid)[0].kill()
+        end = ended(process, tmp_path)
+    assert end.exit_code == 1
+    sentence = "rank 0 was killed by SIGKILL from outside, or by the kernel for want of memory"
+    assert end.stderr.strip() == f"error: {sentence}"
+    fields = record(lost)
+    assert (fields["status"], fields["error"]["rank"], fields["error"]["sentence"]) == (
+        "failed",
+        0,
+        sentence,
+    )
+    assert steps(lost)[-1] >= 10  # every earlier checkpoint is still there
+    assert [record(run)["status"] for run in (restarted, undisturbed)] == ["completed"] * 2
+    assert [record(run)["restarts"] for run in (restarted, undisturbed)] == [1, 0]
+    log = (restarted / "logs" / "rank-0.log").read_text()
+    assert re.search(r"restart 1 of 1: .+", log)
+    assert re.search(r"resumed from .*step-000000[1-9]0", log)
+    assert numbers(restarted) == numbers(undisturbed)
+    assert_same_state(restarted, undisturbed)
+
+
+def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
+    """Before the first step exists: the exit code tells, no traceback, no run that seems to run."""
+    with background(*LONG, folder=tmp_path) as process:
+        wait_for(lambda: run_dirs(tmp_path) and is_importing_torch(process.pid))
+        process.send_signal(signal.SIGINT)
+        end = ended(process, tmp_path)
+        # A fork server that is still importing sees only afterwards that its launcher is gone.
+        wait_for(lambda: is_gone(process.pid), timeout_s=30)
+    assert (end.exit_code, end.stderr) == (130, "")
+    assert [record(run)["status"] for run in end.run_dirs] in ([], ["preempted"])

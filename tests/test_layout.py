@@ -1,0 +1,124 @@
+"""The shape of the source: imports go down only, torch comes late, files stay short."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddp_runner
+
+PACKAGE = Path(ddp_runner.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.parts)
+MOST_LINES = 260
+# From the bottom up: a module imports from lower layers alone. Equals do not know each other.
+LAYERS = (
+    ("errors", "hardware"),
+    ("environment", "config", "record", "failures", "losses", "schedules", "models"),
+    ("rules", "manifest", "folders", "job", "stop", "logs", "parallelism", "data.source"),
+    ("compose", "sweep", "distributed", "checkpoint", "tracking", "data"),
+    ("explain", "train"),
+    ("build", "state", "report"),
+    ("worker",),
+    ("preload", "rendezvous"),
+    ("launch",),
+    ("__main__",),
+)
+TORCH_FREE = (
+    *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
+    *("hardware", "job", "launch", "logs", "manifest", "record", "rules", "stop", "sweep"),
+)
+SLOW = ("torchvision", "sklearn", "transformers")  # seconds at import: inside functions only
+
+
+def name_of(path: Path) -> str:
+    """Return a file's module name below the package."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(path: Path, *, whole: bool) -> Iterator[str]:
+    """Yield the modules that a file imports: at its top, or anywhere where `whole` is true.
+
+    What only the type checker reads does not count.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree) if whole else tree.body:
+        if id(node) in typing:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write absolute imports"
+            assert node.module is not None
+            inside = [PACKAGE.parent / node.module.replace(".", "/") / a.name for a in node.names]
+            if all(one.is_dir() or one.with_suffix(".py").exists() for one in inside):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def layer(module: str) -> tuple[int, str]:
+    """Return the height of a module of the package, and the name that puts it there."""
+    for height, names in reversed(list(enumerate(LAYERS))):
+        for name in sorted(names, key=len, reverse=True):
+            if module == name:
+                return height, name
+    parent = module.rpartition(".")[0]
+    assert parent, f"{module} has no layer yet: give it one"
+    return layer(parent)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_down_only(path: Path) -> None:
+    """A module imports from lower layers, or from its own folder's; never from above."""
+    module = name_of(path)
+    if not module:
+        return
+    height, group = layer(module)
+    for imported in imports(path, whole=True):
+        if imported.startswith("ddp_runner."):
+            other, other_group = layer(imported.removeprefix("ddp_runner."))
+            assert other < height or other_group == group, f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_slow_libraries_are_imported_late(path: Path) -> None:
+    """Torch in no file that a launcher needs at once; what is slower still in no file's head."""
+    module = name_of(path)
+    packages = {name.partition(".")[0] for name in imports(path, whole=False)}
+    assert not packages & set(SLOW)
+    if module in TORCH_FREE:
+        assert "torch" not in packages
+        for name in imports(path, whole=False):
+            if name.startswith("ddp_runner."):
+                assert name.removeprefix("ddp_runner.") in TORCH_FREE
+    if module.startswith("models."):
+        assert packages <= {"torch", *sys.stdlib_module_names}, "models import torch only"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_stay_short_and_say_what_they_are(path: Path) -> None:
+    """A file that grows past its length asks to be split; each opens with its responsibility."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    assert ast.get_docstring(ast.parse(text))
+
+
+def test_modes_are_asked_for_by_name_in_their_own_folder_only() -> None:
+    """No `if mode == "ddp"` outside parallelism/."""
+    modes = {path.stem for path in (PACKAGE / "parallelism").glob("*.py")} - {"__init__"}
+    for path in FILES:
+        if path.parent.name == "parallelism":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                constants = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+                assert not constants & modes, f"{name_of(path)}: {ast.unparse(node)}"

@@ -1,0 +1,139 @@
+"""Every mode of parallelism takes the same steps as one process: proven for each YAML of the group.
+
+Float64 shows that only rounding differs; float32 shows how much that is in a real run.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from ranks import run_ranks
+from torch import Tensor
+from trainees import (
+    MNIST_NET,
+    NO_DROPOUT,
+    STEPS_PER_EPOCH,
+    TOY,
+    Trace,
+    build,
+    compose_config,
+    flat_weights,
+    take_steps,
+)
+
+from ddp_runner.compose import CONFIG_DIR
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.train import forward
+
+MODES = {
+    path.stem: DictConfig(OmegaConf.load(path))
+    for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
+}
+MODELS = {"toy": TOY, "mnist_net": (*MNIST_NET, *NO_DROPOUT)}
+NUM_STEPS = 2 * STEPS_PER_EPOCH + 2
+GANGS = [
+    (mode, world_size)
+    for mode, keys in MODES.items()
+    for world_size in (1, 2, 4)
+    if world_size <= keys.get("max_ranks", 4)
+]
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},  # ten times what was measured
+    torch.float64: {"rtol": 1e-13, "atol": 1e-14},
+}
+GANGS_OF_TWO = [mode for mode, world_size in GANGS if world_size == 2]
+
+
+def overrides(mode: str, model: str) -> tuple[str, ...]:
+    """Return the command line that trains a model under a mode, cut in stages if it wants them."""
+    cut = "_mp" if MODES[mode].get("devices_per_rank", 1) > 1 else ""
+    return (*MODELS[model], f"model={model}{cut}", f"parallelism={mode}", "optimizer.momentum=0.9")
+
+
+def trace(env: DistEnv, config: Config) -> dict[torch.dtype, Trace]:
+    """Take the same steps in both precisions."""
+    traces = {}
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        traces[dtype] = take_steps(env, config, NUM_STEPS)
+    return traces
+
+
+@cache
+def reference(model: str) -> dict[torch.dtype, Trace]:
+    """Return the steps of one process without accumulation."""
+    (traces,) = run_ranks(trace, 1, compose_config(*overrides("single", model)))
+    return traces
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("grad_accum_steps", [1, 2])
+@pytest.mark.parametrize(("mode", "world_size"), GANGS)
+def test_steps_equal_those_of_one_process(
+    mode: str, world_size: int, grad_accum_steps: int, model: str
+) -> None:
+    """Losses and weights agree to rounding, through epochs that end with a batch of three."""
+    keys = (*overrides(mode, model), f"train.grad_accum_steps={grad_accum_steps}")
+    ranks = run_ranks(trace, world_size, compose_config(*keys, world_size=world_size))
+    for dtype, expected in reference(model).items():
+        for found in (traces[dtype] for traces in ranks):
+            torch.testing.assert_close(found.losses, expected.losses, **TOLERANCES[dtype])
+            torch.testing.assert_close(found.weights, expected.weights, **TOLERANCES[dtype])
+            assert torch.equal(found.weights, ranks[0][dtype].weights)
+
+
+def initial_weights(env: DistEnv, config: Config) -> Tensor:
+    """Build with a seed of the rank's own."""
+    return flat_weights(build(env, replace(config, seed=config.seed + env.rank)).module)
+
+
+@pytest.mark.parametrize("mode", GANGS_OF_TWO)
+def test_weights_of_rank_zero_reach_all_ranks(mode: str) -> None:
+    """Even ranks that drew different weights begin with those that a single process begins with."""
+    config = compose_config(*overrides(mode, "toy"), world_size=2)
+    (expected,) = run_ranks(initial_weights, 1, compose_config(*overrides("single", "toy")))
+    for found in run_ranks(initial_weights, 2, config):
+        assert torch.equal(found, expected)
+
+
+def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
+    """Return this rank's own gradient, that of a skipped sync, and that of a sync after it."""
+    trainee = build(env, config)
+    batch = next(trainee.batches.epoch(0)).micro_batches[0]
+    parameters = list(trainee.module.parameters())
+
+    def gradient() -> Tensor:
+        return torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
+
+    loss, _ = forward(trainee, trainee.module, batch)
+    own = torch.autograd.grad(loss, parameters)  # leaves no trace in .grad, and calls no hook
+    with trainee.mode.no_sync(trainee.model):
+        forward(trainee, trainee.model, batch)[0].backward()
+    skipped = gradient().clone()
+    forward(trainee, trainee.model, batch)[0].backward()
+    accumulated = gradient().clone()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    forward(trainee, trainee.model, batch)[0].backward()
+    return {
+        "own": torch.cat([one.flatten() for one in own]),
+        "skipped": skipped,
+        "accumulated": accumulated,
+        "synced": gradient(),
+    }
+
+
+@pytest.mark.parametrize("mode", GANGS_OF_TWO)
+def test_gradients_are_the_mean_over_ranks_unless_the_sync_is_skipped(mode: str) -> None:
+    """Inside no_sync each rank has its own gradient; after it, all have the mean, not the sum."""
+    config = compose_config(*overrides(mode, "toy"), world_size=2)
+    first, second = run_ranks(gradients, 2, config)
+    mean = (first["own"] + second["own"]) / 2
+    assert not torch.allclose(first["skipped"], second["skipped"])
+    assert torch.equal(first["synced"], second["synced"])
+    for found in (first, second):
+        torch.testing.assert_close(found["skipped"], found["own"])
+        torch.testing.assert_close(found["synced"], mean)
+        torch.testing.assert_close(found["accumulated"], 2 * mean)

@@ -1,0 +1,71 @@
+"""The README's commands are ones that the runner accepts."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import CONFIG_DIR, resolved
+
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.hardware import Hardware
+
+ROOT = Path(__file__).resolve().parent.parent
+BIG = Hardware(num_gpus=8, num_cores=64)  # has what any of the commands asks for
+
+
+def commands() -> list[str]:
+    """Return the commands of the README's bash blocks that start the runner."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if re.search(r"-m ddp_runner(\s|$)", line)]
+
+
+def test_the_readme_shows_enough_commands() -> None:
+    """A block that is no longer found would make the tests below pass for nothing."""
+    assert len(commands()) >= 5
+    assert any(line.startswith("torchrun") for line in commands())
+
+
+@pytest.mark.parametrize("line", commands())
+def test_each_command_of_the_readme_is_accepted(line: str, tmp_path: Path) -> None:
+    """Composed and resolved as it stands, each job of a sweep, with folders in place of DIR."""
+    before, _, after = line.partition("-m ddp_runner")
+    words = [_filled(word, tmp_path) for word in shlex.split(after, comments=True)]
+    env = None
+    if "torchrun" in before:
+        flags = dict(re.findall(r"--(nnodes|nproc-per-node)[= ](\d+)", before))
+        local = int(flags["nproc-per-node"])
+        env = DistEnv(0, 0, local * int(flags.get("nnodes", 1)), local)
+    overrides = [word for word in words if not word.startswith("-")]
+    assert all("=" in word for word in overrides)
+    jobs: list[list[str]] = [[]]
+    for word in overrides:
+        key, _, values = word.partition("=")
+        swept = values.split(",") if "-m" in words and "[" not in values else [values]
+        jobs = [[*job, f"{key}={value}"] for job in jobs for value in swept]
+    for job in jobs:
+        assert isinstance(resolved(*job, hardware=BIG, env=env)[0], Config)
+
+
+def _filled(word: str, folder: Path) -> str:
+    key, _, value = word.partition("=")
+    if key == "resume":
+        (folder / ".hydra").mkdir()
+        (folder / ".hydra" / "config.yaml").write_text("batch: {global_size: null, per_rank: 10}\n")
+        return f"resume={folder}"
+    if key == "data_root" or value in ("DIR", "FOLDER"):
+        return f"{key}={folder}"
+    return word
+
+
+def test_every_choice_of_the_readme_is_there() -> None:
+    """The table of choices lists the options of conf/, all of them and no other."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for group in sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()):
+        row = re.search(rf"^\| `{group}` \|([^|]*)\|", text, flags=re.MULTILINE)
+        if row is not None:
+            options = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
+            assert set(re.findall(r"`(\w+)`", row[1])) == options

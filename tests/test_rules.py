@@ -1,0 +1,205 @@
+"""Every rule between the keys answers in one line with key, value and fix."""
+
+import sys
+
+import pytest
+from commands import refusal, resolved
+
+from ddp_runner.config import TARGET_PREFIXES
+from ddp_runner.environment import DistEnv
+from ddp_runner.hardware import Hardware
+
+PREFIXES = ", ".join(TARGET_PREFIXES)
+POSITIVE = (
+    *("train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps"),
+    *("train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank"),
+    *("batch.eval_per_rank", "checkpoint.keep", "checkpoint.every_epochs"),
+    *("checkpoint.every_steps", "launch.nnodes", "launch.nproc_per_node"),
+    *("launch.shutdown_timeout_s", "backend.timeout_s", "optimizer.lr"),
+)
+NOT_NEGATIVE = (
+    *("seed", "train.eval_every_epochs", "launch.max_restarts"),
+    *("optimizer.weight_decay", "optimizer.momentum"),
+)
+
+
+@pytest.mark.parametrize("key", POSITIVE)
+def test_zero_is_refused_where_it_makes_no_sense(key: str) -> None:
+    """Zero epochs, ranks, samples or seconds: key, value and rule."""
+    value = "0.0" if key.endswith(("_s", "norm")) else "0"
+    assert refusal(f"{key}=0") == f"{key} ({value}) must be greater than 0"
+
+
+@pytest.mark.parametrize("key", NOT_NEGATIVE)
+def test_negative_numbers_are_refused(key: str) -> None:
+    """Where zero is a choice, less than zero is none."""
+    assert refusal(f"{key}=-1") == f"{key} (-1) must be 0 or greater"
+
+
+REFUSED = [
+    ("batch.global_size=100 world_size=3",
+     "batch.global_size (100) is not divisible by world_size (3); use 99 or 102"),
+    ("batch.global_size=2 world_size=3",
+     "batch.global_size (2) is not divisible by world_size (3); use 3"),
+    ("batch.global_size=100 world_size=3 train.grad_accum_steps=2",
+     "batch.global_size (100) is not divisible by world_size (3) x train.grad_accum_steps (2); "
+     "use 96 or 102"),
+    ("batch.global_size=64 batch.per_rank=32",
+     "batch.global_size (64) and batch.per_rank (32) exclude each other; give one, the other "
+     "follows"),
+    ("batch.per_rank=null",
+     "batch.global_size and batch.per_rank are both null; give one of them"),
+    *((f"world_size={value}",
+       f"world_size ({value}) must be a whole number of ranks from 1 up, or auto")
+      for value in ("0", "-2", "1.5", "many")),
+    ("train.epochs=ten", "train.epochs (ten) must be a whole number"),
+    ("train.compile=perhaps", "train.compile (perhaps) must be true or false"),
+    ("backend.timeout_s=soon", "backend.timeout_s (soon) must be a number"),
+    ("optimizer.lr=fast", "optimizer.lr (fast) must be a number"),
+    ("optimizer.lr=-0.1", "optimizer.lr (-0.1) must be greater than 0"),
+    ("task=trian", "task (trian) must be one of train"),
+    ("train.precision=int8", "train.precision (int8) must be one of fp32, bf16, fp16"),
+    ("train.precision=fp16", "train.precision=fp16 needs a CUDA device; on a CPU write bf16"),
+    ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
+    ("backend.name=tcp", "backend.name (tcp) must be one of auto, gloo, nccl, mpi"),
+    ("backend.device=tpu", "backend.device (tpu) must be one of auto, cpu, cuda"),
+    ("backend=nccl",
+     "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"),
+    ("launch.nnodes=2",
+     "launch.nnodes (2) needs launch.rdzv_endpoint=HOST:PORT, the same on every machine"),
+    ("launch.nnodes=2 launch.rdzv_endpoint=h:1 launch.nproc_per_node=2 world_size=3",
+     "launch.nnodes (2) times launch.nproc_per_node (2) is not world_size (3); leave world_size "
+     "out, or make them agree"),
+    ("parallelism=single world_size=2",
+     "parallelism=single runs 1 process, world_size is 2; leave world_size out, or write "
+     "parallelism=ddp"),
+    ("model=toy_mp",
+     "model=toy_mp is cut into 2 stages and parallelism=ddp gives a replica 1 device; write "
+     "parallelism=ddp_mp"),
+    ("model=toy parallelism=ddp_mp",
+     "parallelism=ddp_mp spreads a replica over 2 devices and model=toy has 1 stage; take a model "
+     "cut in two (toy_mp, convnet_mp, mnist_net_mp)"),
+    ("parallelism.static_graph=true train.grad_accum_steps=4",
+     "parallelism.static_graph=true cannot skip gradient syncs, which train.grad_accum_steps (4) "
+     "does; turn one of them off"),
+    ("parallelism.sync_batchnorm=true",
+     "parallelism.sync_batchnorm=true exists on CUDA only; set it to false"),
+    ("data_root=/no/such",
+     "data_root (/no/such) is not a folder; give one that holds the datasets, or dataset=digits, "
+     "which needs none"),
+    ("resume=no/such",
+     "resume=no/such is not a run folder: no/such/.hydra/config.yaml does not exist; name the "
+     "folder that holds run.json"),
+    ("model._target_=os.system",
+     f"model._target_ (os.system) is not under an allowed prefix ({PREFIXES}); if you trust it, "
+     "add allowed_targets=[os]"),
+    ("model.loss=mine.loss",
+     f"model.loss (mine.loss) is not under an allowed prefix ({PREFIXES}); if you trust it, add "
+     "allowed_targets=[mine]"),
+    ("train.epoch=3", "train.epoch is not a key of the config; did you mean train.epochs?"),
+    ("modle=toy", "modle is not a key of the config; did you mean model?"),
+    ("+epochs=3", "epochs is not a key of the config; see --help for all keys"),
+    ("lr=3", "lr is not a key of the config; did you mean optimizer.lr?"),
+    ("optimizer.nothing=3",
+     "optimizer.nothing is not a key of the config; the keys of optimizer are name, _target_, lr, "
+     "momentum, weight_decay, nesterov"),
+    ("optimizer=sgdd",
+     "optimizer=sgdd does not exist; did you mean sgd? options: adam, adamw, momentum, sgd"),
+    ("scheduler=x", "scheduler=x does not exist; options: constant, cosine, step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_each_broken_rule_is_one_line(
+    overrides: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule, values and fix, word for word; a number that is proposed works."""
+    monkeypatch.setattr(sys, "argv", ["ddp_runner", *overrides.split()])
+    assert refusal(*overrides.split()) == sentence
+    if overrides.startswith("batch.global_size=100"):
+        for size in sentence.partition("use ")[2].split(" or "):
+            resolved(f"batch.global_size={size}", *overrides.split()[1:])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "cores", "expected"),
+    [
+        ("", 0, 4, (2, "gloo", "cpu")),
+        ("", 0, 1, (1, "gloo", "cpu")),
+        ("", 4, 8, (4, "nccl", "cuda")),
+        ("backend=nccl", 4, 8, (4, "nccl", "cuda")),
+        ("backend=gloo", 4, 8, (4, "gloo", "cuda")),
+        ("backend=mpi", 4, 8, (4, "mpi", "cpu")),
+        ("backend.device=cpu", 4, 8, (2, "gloo", "cpu")),
+        ("world_size=2", 4, 8, (2, "nccl", "cuda")),
+        ("world_size=8", 4, 8, (8, "gloo", "cpu")),
+        ("parallelism=single", 4, 8, (1, "nccl", "cuda")),
+        ("parallelism=dp", 4, 8, (1, "nccl", "cuda")),
+        ("model=toy_mp parallelism=ddp_mp", 4, 8, (2, "nccl", "cuda")),
+        ("model=toy_mp parallelism=ddp_mp", 1, 8, (2, "gloo", "cpu")),
+        ("launch.nproc_per_node=3", 0, 4, (3, "gloo", "cpu")),
+        ("launch.nnodes=2 launch.rdzv_endpoint=h:1", 4, 8, (8, "nccl", "cuda")),
+    ],
+)
+def test_ranks_backend_and_device_follow_the_hardware(
+    overrides: str, gpus: int, cores: int, expected: tuple[int, str, str]
+) -> None:
+    """Each rank gets its GPU, or each block of GPUs, where there are enough; else gloo on CPU."""
+    config, _ = resolved(*overrides.split(), hardware=Hardware(num_gpus=gpus, num_cores=cores))
+    assert (config.world_size, config.backend.name, config.backend.device) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "sentence"),
+    [
+        ("backend=nccl world_size=8", 4,
+         "need 8 GPUs and this machine shows 4; write world_size=4"),
+        ("model=toy_mp parallelism=ddp_mp backend=nccl world_size=4", 4,
+         "4 ranks of 2 devices need 8 GPUs and this machine shows 4; write world_size=2"),
+        ("backend=nccl backend.device=cpu", 4, "backend.device=cpu needs gloo"),
+    ],
+)  # fmt: skip
+def test_more_ranks_than_gpus_is_refused(overrides: str, gpus: int, sentence: str) -> None:
+    """What is there, and a world size that works."""
+    machine = Hardware(num_gpus=gpus, num_cores=8)
+    assert sentence in refusal(*overrides.split(), hardware=machine)
+    if (fix := sentence.rpartition("write ")[2]).startswith("world_size="):
+        kept = [one for one in overrides.split() if not one.startswith("world_size=")]
+        resolved(*kept, fix, hardware=machine)
+
+
+def test_a_proposed_world_size_never_needs_a_gpu_that_is_not_there() -> None:
+    """Without any GPU no number of CUDA ranks works, so none is proposed."""
+    assert "world_size=" not in refusal("backend.device=cuda")
+
+
+def test_crowded_machines_are_warned_about_once() -> None:
+    """More ranks than cores run, with one warning; dp without GPUs says what it is."""
+    _, crowded = resolved("world_size=5")
+    assert [text for text in crowded if "5 ranks on 4 cores" in text] == crowded != []
+    _, alone = resolved("parallelism=dp")
+    assert "dp has fewer than two GPUs" in alone[0]
+    assert resolved()[1] == []
+
+
+def test_a_running_gang_decides_the_world_size() -> None:
+    """Under torchrun auto is what was launched, and another number is a mistake."""
+    env = DistEnv(rank=1, local_rank=1, world_size=3, local_world_size=3)
+    assert resolved(env=env)[0].world_size == 3
+    assert "world_size (2) differs from the 3 ranks" in refusal("world_size=2", env=env)
+
+
+def test_one_batch_size_follows_from_the_other() -> None:
+    """The size that the user writes wins over a default; the other is derived."""
+    sizes = {
+        key: resolved(*key.split())[0].batch
+        for key in (
+            "batch.global_size=48 train.grad_accum_steps=3",
+            "batch.per_rank=7 train.grad_accum_steps=3",
+            "model=toy",
+            "model=toy batch.global_size=8",
+        )
+    }
+    assert [(one.global_size, one.per_rank) for one in sizes.values()] == [
+        (48, 8), (42, 7), (40, 20), (8, 4),
+    ]  # fmt: skip

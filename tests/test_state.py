@@ -1,0 +1,195 @@
+"""A resumed run equals one that was never interrupted, and nothing foreign is resumed."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from trainees import (
+    MNIST_NET,
+    NO_DROPOUT,
+    STEPS_PER_EPOCH,
+    TOY,
+    Trace,
+    build,
+    compose_config,
+    run_loop,
+)
+
+from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.state import restore, snapshot
+from ddp_runner.train import Position
+
+NUM_STEPS = 3 * STEPS_PER_EPOCH
+MID_EPOCH, EPOCH_END = STEPS_PER_EPOCH + 2, STEPS_PER_EPOCH
+KEYS = ("scheduler=cosine", f"train.max_steps={NUM_STEPS}", "train.log_every_steps=1")
+
+
+def config_of(*overrides: str, world_size: int = 2) -> Config:
+    """Return a config whose run takes NUM_STEPS steps and logs each of them."""
+    return compose_config(*KEYS, *overrides, world_size=world_size)
+
+
+def loop(env: DistEnv, config: Config, folder: Path, stop_at: int | None = None) -> Trace:
+    """Go on from what the folder holds, to the end or until the last rank is asked to stop."""
+    # With several ranks a wish is counted in the step after it.
+    stop_after = None if stop_at is None else stop_at - (env.world_size > 1)
+    return run_loop(env, config, max_steps=NUM_STEPS, folder=folder, stop_after=stop_after)
+
+
+def whole(env: DistEnv, config: Config) -> Trace:
+    """Run without an interruption."""
+    return run_loop(env, config, max_steps=NUM_STEPS)
+
+
+@cache
+def uninterrupted(*overrides: str) -> list[Trace]:
+    """Return the traces of two ranks that nobody stopped."""
+    return run_ranks(whole, 2, config_of(*overrides))
+
+
+def figures(*traces: Trace) -> list[dict[str, float]]:
+    """Return what was logged, without the speed, which is never the same."""
+    lines = [line for trace in traces for line in trace.lines]
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
+
+
+@pytest.mark.parametrize("stop_at", [MID_EPOCH, EPOCH_END])
+def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, stop_at: int) -> None:
+    """With dropout, momentum and a schedule, all figures and weights are the same, bit by bit."""
+    first = run_ranks(loop, 2, config_of(*MNIST_NET), tmp_path, stop_at)
+    second = run_ranks(loop, 2, config_of(*MNIST_NET), tmp_path)
+    for stopped, resumed, expected in zip(first, second, uninterrupted(*MNIST_NET), strict=True):
+        assert (stopped.status, stopped.position.step) == ("preempted", stop_at)
+        assert resumed.status == "completed"
+        assert figures(stopped, resumed) == figures(expected)
+        assert torch.equal(resumed.weights, expected.weights)
+
+
+def test_killed_run_resumes_from_any_periodic_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint of any step leads to the same end, and saving them costs no bit."""
+    keys = ("checkpoint.every_steps=1", f"checkpoint.keep={NUM_STEPS}")
+    config = config_of(*MNIST_NET, *keys)
+    expected = uninterrupted(*MNIST_NET)
+    all_saved = run_ranks(loop, 2, config, tmp_path / "all")
+    assert [figures(trace) for trace in all_saved] == [figures(trace) for trace in expected]
+    for step in (1, EPOCH_END, NUM_STEPS - 1):
+        name = f"step-{step:08d}"
+        shutil.copytree(tmp_path / "all" / name, tmp_path / f"from-{step}" / name)
+        found = run_ranks(loop, 2, config, tmp_path / f"from-{step}")
+        for resumed, other in zip(found, expected, strict=True):
+            assert resumed.losses == other.losses[step:]
+            assert torch.equal(resumed.weights, other.weights)
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run of two ranks that was stopped amid an epoch."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run_ranks(loop, 2, config_of(*MNIST_NET, *NO_DROPOUT), folder, MID_EPOCH)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "grad_accum_steps"),
+    [("single", 1, 1), ("ddp", 1, 2), ("ddp", 4, 1), ("ddp", 4, 2)],
+)
+def test_run_resumes_at_another_world_size_and_mode(
+    tmp_path: Path, stopped_run: Path, mode: str, world_size: int, grad_accum_steps: int
+) -> None:
+    """The global batches stay the same, so that losses and weights agree to rounding."""
+    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
+    keys = (f"parallelism={mode}", f"train.grad_accum_steps={grad_accum_steps}")
+    config = config_of(*MNIST_NET, *NO_DROPOUT, *keys, world_size=world_size)
+    found = run_ranks(loop, world_size, config, tmp_path)[0]
+    expected = uninterrupted(*MNIST_NET, *NO_DROPOUT)[0]
+    assert any("world size differs" in sentence for sentence in found.said)
+    tolerances = {"rtol": 1e-5, "atol": 2e-6}
+    torch.testing.assert_close(found.losses, expected.losses[MID_EPOCH:], **tolerances)
+    torch.testing.assert_close(found.weights, expected.weights, **tolerances)
+
+
+def attempts(
+    env: DistEnv, config: Config, others: list[Config], folder: Path, stop_at: int
+) -> list[str]:
+    """Leave a checkpoint, then take it up under each other config; return how that went."""
+    run_loop(env, config, max_steps=NUM_STEPS, folder=folder, stop_after=stop_at)
+    answers = []
+    for other in others:
+        try:
+            step = restore(build(env, other), Position(), other, folder, say=lambda _: None)
+            answers.append(f"resumed at step {step}")
+        except UserError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_foreign_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None:
+    """One line has the key that differs, with the checkpoint's value and the run's."""
+    single = (*TOY, "parallelism=single")
+    foreign = {
+        "model.name=toy model.name=mnist_net": ("model=mnist_net", "dataset=random"),
+        "optimizer.name=sgd optimizer.name=adam": ("optimizer=adam",),
+        "scheduler.name=cosine scheduler.name=constant": ("scheduler=constant",),
+        "dataset.name=random dataset.name=fake_images": ("dataset=fake_images",),
+        "dataset.num_samples=27 dataset.num_samples=28": ("dataset.num_samples=28",),
+        "dataset.seed=0 dataset.seed=1": ("dataset.seed=1",),
+        "seed=0 seed=1": ("seed=1",),
+        "batch.global_size=8 batch.global_size=4": ("batch.global_size=4",),
+    }
+    others = [config_of(*single, *keys, world_size=1) for keys in foreign.values()]
+    config = config_of(*single, world_size=1)
+    (answers,) = run_ranks(attempts, 1, config, [*others, config], tmp_path, MID_EPOCH)
+    assert answers.pop() == f"resumed at step {MID_EPOCH}"
+    for parts, answer in zip(foreign, answers, strict=True):
+        assert str(tmp_path) in answer
+        assert len(answer.splitlines()) == 1
+        for part in parts.split():
+            assert part in answer
+
+
+def test_batch_size_may_change_between_epochs(tmp_path: Path) -> None:
+    """Nothing of the next epoch has been used up then."""
+    config, other = (
+        config_of(*TOY, f"batch.global_size={size}", f"train.max_steps={EPOCH_END}", world_size=1)
+        for size in (8, 4)
+    )
+    (answers,) = run_ranks(attempts, 1, config, [other], tmp_path, None)
+    assert answers == [f"resumed at step {NUM_STEPS}"]
+
+
+def misfit(env: DistEnv, config: Config, folder: Path) -> str:
+    """Resume a checkpoint that claims to be of this model and has another shape."""
+    trainee, position = build(env, config), Position(step=1)
+    state = snapshot(trainee, position, config)
+    state["model"]["net1.weight"] = torch.zeros(3, 3)
+    save_checkpoint(folder, state, step=1, metrics={}, keep=1, monitor=None, mode="max", say=print)
+    with pytest.raises(UserError) as error:
+        restore(trainee, position, config, folder, say=print)
+    return str(error.value)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    """As when a model's code changed since: the answer names the parameter."""
+    (answer,) = run_ranks(misfit, 1, config_of(*TOY, world_size=1), tmp_path)
+    assert "does not fit" in answer
+    assert "net1.weight" in answer
+    assert len(answer.splitlines()) == 1
+
+
+@pytest.mark.parametrize("scheduler", ["constant", "cosine"])
+def test_resumed_run_takes_the_rate_that_it_is_given(tmp_path: Path, scheduler: str) -> None:
+    """A smaller optimizer.lr, the way out of a diverged run, holds from the next step on."""
+    keys = (*TOY, f"scheduler={scheduler}")
+    smaller = config_of(*keys, "optimizer.lr=0.001")
+    run_ranks(loop, 2, config_of(*keys), tmp_path, MID_EPOCH)
+    found, expected = (
+        [line["train/lr"] for line in trace.lines if "train/lr" in line]
+        for trace in (run_ranks(loop, 2, smaller, tmp_path)[0], run_ranks(whole, 2, smaller)[0])
+    )
+    assert found == expected[MID_EPOCH:]

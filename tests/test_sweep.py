@@ -1,0 +1,102 @@
+"""Sweeps by the real command: failed jobs, stopped ones, and two at a time."""
+
+import os
+import re
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+from commands import (
+    background,
+    ended,
+    last_step,
+    record,
+    run_command,
+    run_dirs,
+    session_pids,
+    steps,
+    wait_for,
+    write_experiment,
+)
+
+TOY = ("model=toy", "train.max_steps=3", "train.log_every_steps=1")
+
+
+def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
+    """Refused, diverged and crashed jobs are named in the table; the rest complete."""
+    rows = {
+        "refused": ("parallelism=single", "world_size=2"),
+        "first": (),
+        "too_small": ("dataset.num_samples=1", "batch.global_size=2"),
+        "crashed": (
+            "model._target_=torch.nn.Linear",
+            "model.in_features=3",
+            "model.out_features=5",
+        ),
+        "diverged": ("optimizer.lr=1e30", "checkpoint.every_steps=1", "train.max_steps=9"),
+        "last": ("world_size=1",),
+    }
+    for name, overrides in rows.items():
+        write_experiment(tmp_path / "conf", name, *TOY, *overrides)
+    end = run_command(
+        *("-m", "--config-dir", "conf", f"experiment={','.join(rows)}", "seed=0"),
+        folder=tmp_path,
+    )
+    assert end.exit_code == 2
+    (sweep,) = (tmp_path / "outputs").iterdir()
+    folders = {f"experiment={name}" for name in rows}
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == folders
+    status = {path.name: record(path)["status"] for path in run_dirs(sweep)}
+    for folder in folders:
+        name = folder.removeprefix("experiment=")
+        expected = "completed" if name in ("first", "last") else "failed"
+        assert status.get(folder, "failed") == expected
+        (row,) = [line for line in end.stdout.splitlines() if line.startswith(f"{folder} ")]
+        assert row.split()[1] == expected
+    for name, reason in {
+        "refused": "parallelism=single runs 1 process, world_size is 2",
+        "too_small": "dataset=random has 1 training samples and world_size is 2",
+        "crashed": "RuntimeError",
+        "diverged": "smaller optimizer.lr",
+    }.items():
+        (told,) = [one for one in end.stdout.splitlines() if one.startswith(f"experiment={name}:")]
+        assert reason in told
+    diverged = sweep / "experiment=diverged"
+    assert record(diverged)["error"]["kind"] == "user"
+    broken = int(re.findall(r"became .* by step (\d+)", record(diverged)["error"]["sentence"])[0])
+    assert not [step for step in steps(diverged) if step >= broken]  # never saved
+
+
+def test_two_sweeps_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+    """Started at once: each has a folder and ports of its own, and completes."""
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                background(*("-m", "world_size=1,2", f"seed={seed}", *TOY), folder=tmp_path)
+            )
+            for seed in (1, 2)
+        ]
+        assert [process.wait(120) for process in both] == [0, 0]
+    sweeps = list((tmp_path / "outputs").iterdir())
+    assert len(sweeps) == 2
+    for sweep in sweeps:
+        assert [path.name for path in run_dirs(sweep)] == ["world_size=1", "world_size=2"]
+        assert [record(path)["status"] for path in run_dirs(sweep)] == ["completed"] * 2
+        assert len({record(path)["config_hash"] for path in run_dirs(sweep)}) == 2
+
+
+def test_ctrl_c_stops_the_jobs_that_wait_as_well(tmp_path: Path) -> None:
+    """The job that runs is saved; those after it never start; the table tells of the first."""
+    with background(
+        *("-m", "seed=1,2,3", "model=toy", "train.epochs=10000", "train.log_every_steps=1"),
+        folder=tmp_path,
+    ) as process:
+        wait_for(lambda: last_step(tmp_path) >= 3)
+        os.kill(process.pid, signal.SIGINT)
+        end = ended(process, tmp_path)
+        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+    assert end.exit_code == 130
+    assert end.run_dir.name == "seed=1"
+    assert record(end.run_dir)["status"] == "preempted"
+    assert steps(end.run_dir)[-1] == record(end.run_dir)["step"]
+    assert [line for line in end.stdout.splitlines() if line.startswith("seed=1 ")]

@@ -1,0 +1,216 @@
+"""The loop learns, accumulates, clips, evaluates and stops as its config says."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from trainees import (
+    MNIST_NET,
+    NO_DROPOUT,
+    STEPS_PER_EPOCH,
+    TOY,
+    Trace,
+    build,
+    compose_config,
+    flat_weights,
+    run_loop,
+    take_steps,
+)
+
+from ddp_runner.config import Config
+from ddp_runner.data.source import Split
+from ddp_runner.environment import DistEnv
+from ddp_runner.job import Job
+from ddp_runner.record import versions
+from ddp_runner.schedules import cosine
+from ddp_runner.train import evaluate, train_step
+from ddp_runner.worker import run
+
+EACH_STEP = "train.log_every_steps=1"
+
+
+def loop(env: DistEnv, config: Config, max_steps: int) -> Trace:
+    """Run the training loop of a fresh trainee."""
+    return run_loop(env, config, max_steps=max_steps)
+
+
+def test_loss_falls_and_accuracy_rises() -> None:
+    """Two ranks learn the patterns of ten classes within a few epochs."""
+    keys = ("model=convnet", "dataset=fake_images", "dataset.num_samples=200", EACH_STEP)
+    config = compose_config(*keys, "batch.per_rank=10", "optimizer.lr=0.05", world_size=2)
+    for trace in run_ranks(loop, 2, config, 30):
+        assert trace.status == "completed"
+        assert trace.losses[-1] < 0.5 * trace.losses[0]
+        accuracies = [line["eval/accuracy"] for line in trace.lines if "eval/accuracy" in line]
+        assert len(accuracies) == 3  # one an epoch
+        assert accuracies[-1] > 0.9
+
+
+def test_accumulating_one_of_eight_equals_two_of_four() -> None:
+    """However a batch is cut into micro-batches, the step is the same."""
+    expected, *others = (
+        run_ranks(
+            take_steps,
+            1,
+            compose_config(*TOY, "parallelism=single", f"train.grad_accum_steps={parts}"),
+            STEPS_PER_EPOCH,
+        )[0]
+        for parts in (1, 2, 8)
+    )
+    for found in others:
+        torch.testing.assert_close(found.losses, expected.losses)
+        torch.testing.assert_close(found.weights, expected.weights)
+
+
+def first_update(env: DistEnv, config: Config) -> Tensor:
+    """Return by how much the first step changes the weights."""
+    trainee = build(env, config)
+    before = flat_weights(trainee.module)
+    train_step(trainee, next(trainee.batches.epoch(0)))
+    return flat_weights(trainee.module) - before
+
+
+def test_clipping_scales_the_whole_gradient_to_the_norm() -> None:
+    """It is the reduced, accumulated gradient that is clipped, and only if it is longer."""
+
+    def update(*keys: str) -> Tensor:
+        config = compose_config(*TOY, "optimizer.lr=1.0", *keys, world_size=2)
+        found, other = run_ranks(first_update, 2, config)
+        assert torch.equal(found, other)
+        return found
+
+    free = update("train.grad_accum_steps=2")
+    assert free.norm() > 0.2
+    clipped = update("train.grad_accum_steps=2", "train.clip_norm=0.01")
+    torch.testing.assert_close(clipped, free * (0.01 / free.norm()), rtol=1e-3, atol=1e-6)
+    assert torch.equal(update("train.grad_accum_steps=2", "train.clip_norm=1e6"), free)
+
+
+def test_bf16_stays_near_fp32() -> None:
+    """It computes in bf16, which the losses show, while the weights stay in fp32."""
+    keys = (*MNIST_NET, *NO_DROPOUT)
+    traces = {}
+    for precision in ("fp32", "bf16"):
+        config = compose_config(*keys, f"train.precision={precision}", world_size=2)
+        traces[precision] = run_ranks(take_steps, 2, config, STEPS_PER_EPOCH)[0]
+    exact, found = traces["fp32"], traces["bf16"]
+    assert found.losses != exact.losses
+    assert found.weights.dtype == torch.float32
+    torch.testing.assert_close(found.losses, exact.losses, rtol=0.02, atol=0)
+
+
+def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what evaluate says, and the same figures of the whole set as one batch."""
+    trainee = build(env, config)
+    found = evaluate(trainee)
+    trainee.module.eval()
+    with torch.no_grad():
+        data = trainee.dataset.eval
+        outputs = trainee.module(trainee.dataset.normalize(data.inputs))
+        expected = {"eval/loss": float(trainee.loss_fn(outputs, data.targets)) / len(data)}
+        if trainee.dataset.num_classes is not None:
+            hits = outputs.argmax(dim=1) == data.targets
+            expected["eval/accuracy"] = float(hits.float().mean())
+    return found, expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("model=mnist_net", "dataset=fake_images", "dataset.eval_samples=37"),
+        ("model=toy", "dataset.eval_samples=2"),
+    ],
+    ids=["37 images", "fewer samples than ranks"],
+)
+def test_evaluation_counts_each_sample_once(keys: tuple[str, ...], world_size: int) -> None:
+    """At every world size the figures are those of the whole set, without dropout."""
+    config = compose_config(*keys, "batch.per_rank=5", world_size=world_size)
+    for found, expected in run_ranks(evaluation, world_size, config):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def diverge(env: DistEnv, config: Config, broken_sample: int | None) -> Trace:
+    """Train on a sample that is no number, which one rank alone meets."""
+    trainee = build(env, config)
+    if broken_sample is not None:
+        inputs = trainee.dataset.train.inputs.clone()
+        inputs[broken_sample] = torch.nan
+        split = Split(inputs, trainee.dataset.train.targets)
+        trainee = replace(trainee, batches=replace(trainee.batches, split=split))
+    return run_loop(env, config, max_steps=4 * STEPS_PER_EPOCH, trainee=trainee)
+
+
+@pytest.mark.parametrize(
+    ("keys", "broken_sample"),
+    [
+        ((EACH_STEP, "optimizer.lr=1e30"), None),
+        ((EACH_STEP,), 5),
+        (("train.log_every_steps=1000", "train.eval_every_epochs=0"), 5),
+    ],
+    ids=["rate too high", "bad sample", "bad sample, noticed only at the save"],
+)
+def test_broken_loss_stops_all_ranks_at_the_same_step(
+    keys: tuple[str, ...], broken_sample: int | None
+) -> None:
+    """Every rank raises the one-line error, and nothing broken is ever saved."""
+    config = compose_config(*TOY, "checkpoint.every_epochs=1", *keys, world_size=2)
+    first, second = run_ranks(diverge, 2, config, broken_sample)
+    assert first.error.startswith("UserError: ")
+    assert "optimizer.lr" in first.error
+    assert (first.error, first.position) == (second.error, second.position)
+    assert first.position.step <= STEPS_PER_EPOCH
+    assert first.saved_steps == second.saved_steps == []
+
+
+def test_same_seed_gives_the_same_bits() -> None:
+    """Two runs with dropout and momentum agree in every bit; another seed gives another run."""
+    keys = (*MNIST_NET, "train.deterministic=true")
+    runs = [
+        run_ranks(take_steps, 2, compose_config(*keys, f"seed={seed}", world_size=2), 3)[0]
+        for seed in (7, 7, 8)
+    ]
+    assert runs[0].losses == runs[1].losses
+    assert torch.equal(runs[0].weights, runs[1].weights)
+    assert runs[0].losses != runs[2].losses
+
+
+def test_logged_rate_is_the_one_the_step_was_taken_with() -> None:
+    """A schedule moves each optimizer step, and the line of a step has that step's rate."""
+    num_steps = 2 * STEPS_PER_EPOCH
+    keys = (*TOY, "scheduler=cosine", "scheduler.warmup_steps=2", f"train.max_steps={num_steps}")
+    config = compose_config(*keys, EACH_STEP, world_size=2)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optimizer["lr"])
+    schedule = cosine(optimizer, total_steps=num_steps, steps_per_epoch=0, warmup_steps=2)
+    expected = []
+    for _ in range(num_steps):
+        expected += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    lines = run_ranks(loop, 2, config, num_steps)[0].lines
+    assert [line["train/lr"] for line in lines if "train/lr" in line] == pytest.approx(expected)
+
+
+def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
+    """Run as a worker does, and return how it ended."""
+    job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
+    status: str = run(job, env)["status"]
+    return status
+
+
+@pytest.mark.parametrize(("max_steps", "epochs"), [(5, 3), (9, 1)])
+def test_max_steps_overrides_epochs(tmp_path: Path, max_steps: int, epochs: int) -> None:
+    """A run takes exactly max_steps steps, be they fewer or more than its epochs have."""
+    store = f"launch.init_method='{(tmp_path / 'store').as_uri()}'"
+    keys = (*TOY, f"train.max_steps={max_steps}", f"train.epochs={epochs}", EACH_STEP, store)
+    config = compose_config(*keys, world_size=2)
+    assert run_ranks(whole_run, 2, config, tmp_path / "run", backend=None) == ["completed"] * 2
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line["step"] for line in map(json.loads, lines) if "train/loss" in line]
+    assert steps == list(range(1, max_steps + 1))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["step"] == max_steps
