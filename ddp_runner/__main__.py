@@ -6,8 +6,10 @@ Composes the config with Hydra and validates it, without importing torch; then h
 
 import os
 import shutil
+import signal
 import sys
 import time
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.compose import CONFIG_DIR, chosen_keys, register, to_config, with_resumed
+from ddp_runner.compose import (
+    CONFIG_DIR,
+    as_written,
+    chosen_keys,
+    register,
+    to_config,
+    with_resumed,
+)
 from ddp_runner.environment import dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.explain import user_error
@@ -37,6 +46,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; what the user reads is written here
     try:
         sys.exit(Command(started_at).run())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # before any worker: there is nothing to save
     except Exception as error:
         explained = user_error(error)
         if explained is None or wants_traceback:
@@ -53,6 +64,7 @@ class Command:
         self._env = dist_env()
         self._in_sweep = False
         self._outcomes: list[Outcome] = []
+        self._refused: UserError | None = None
 
     def run(self) -> int:
         """Let Hydra compose and call back; return the exit code."""
@@ -60,7 +72,9 @@ class Command:
         entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
         try:
             entry(self._run_job)()
-        except Exception:
+            if self._refused is not None:
+                raise self._refused
+        except BaseException:
             for path in claimed.values():
                 if not any(Path(path).rglob(RUN_RECORD)):  # refused before anything ran in it
                     shutil.rmtree(path, ignore_errors=True)
@@ -76,10 +90,14 @@ class Command:
         self._in_sweep = hydra_config.mode == RunMode.MULTIRUN
         run_dir = Path(hydra_config.runtime.output_dir)
         try:
-            outcome = self._run_config(raw, run_dir, tuple(hydra_config.overrides.task))
+            outcome = self._run_config(raw, run_dir, tuple(as_written(hydra_config.overrides.task)))
         except UserError as error:
             if not self._in_sweep:
-                raise
+                self._refused = error  # raised here, Hydra would print a line of its own
+                if run_dir.resolve() != Path.cwd():
+                    with suppress(OSError):
+                        run_dir.rmdir()  # one that Hydra made just now is empty
+                return
             outcome = Outcome.refused(run_dir, str(error))
         self._outcomes.append(outcome)
         self._job_started_at = time.time()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -59,7 +60,7 @@ def register(env: DistEnv | None) -> dict[str, str]:
         return claimed["sweep"]
 
     def sweep_job_name(*, _root_: DictConfig) -> str:
-        return job_name(_root_.hydra.overrides.task, fixed=sys.argv)
+        return job_name(as_written(_root_.hydra.overrides.task), fixed=sys.argv)
 
     for name, resolver in (
         ("run_dir", run_dir),
@@ -83,6 +84,13 @@ def to_config(raw: DictConfig) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), raw))
     assert isinstance(config, Config)
     return config
+
+
+def as_written(overrides: Any) -> list[str]:
+    """Return Hydra's overrides with their interpolations, which may be secrets, unresolved."""
+    written = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(written, list)
+    return list(map(str, written))
 
 
 def chosen_keys(overrides: Sequence[str]) -> list[str]:

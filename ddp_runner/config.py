@@ -126,7 +126,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
             yield from _leaves({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_runner.compose import CONFIG_DIR
 from ddp_runner.errors import UserError
 
-TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
 def user_error(error: BaseException) -> UserError | None:
@@ -47,7 +47,7 @@ def _refused_override(chain: Sequence[BaseException]) -> UserError:
     if match := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         return _unknown_key(match[1].partition("@")[0])
     value = re.search(r"Error merging override ([^=\s]+)=(.*)", text)
-    kind = re.search(r"could not be converted to (\w+)", text)
+    kind = re.search(r"(?:could not be converted to|is not a valid) (\w+)", text)
     if value and kind:
         wanted = TYPES.get(kind[1], kind[1])
         return UserError(f"{value[1].lstrip('+')} ({value[2]}) must be {wanted}")

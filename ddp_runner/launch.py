@@ -38,7 +38,9 @@ def start_fork_server() -> None:
     It must never start threads or touch CUDA: neither survives a fork.
     """
     multiprocessing.set_forkserver_preload(["ddp_runner.preload"])
-    with _environment(OPENBLAS_NUM_THREADS="1"), _ignored(SIGNALS):
+    # Ended at once, the agent leaves semaphores, which the tracker removes; no need to tell of it.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    with _environment(OPENBLAS_NUM_THREADS="1", PYTHONWARNINGS=quiet), _ignored(SIGNALS):
         # What is ignored here stays ignored in the server and, until they say otherwise, in its
         # workers: Ctrl-C and SIGTERM may reach all of them at once, and only the launcher decides.
         forkserver.ensure_running()
@@ -50,17 +52,18 @@ def launch(job: Job) -> Outcome:
     # One shared store for rendezvous and process group would keep the keys of a gang that was
     # killed, and the restarted gang fails over them now and then.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    from ddp_runner.rendezvous import launch_config
-    from ddp_runner.worker import work
-
-    _quiet_agent()
     config, oom_kills_before = job.config, _oom_kills()
     scratch = Path(tempfile.mkdtemp(prefix="ddp_runner-"))
     try:
         with _Interrupts(scratch, config.launch.shutdown_timeout_s, job.run_dir) as interrupts:
+            # A signal during these seconds of imports is answered like any other.
+            from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+            from torch.distributed.launcher.api import elastic_launch
+
+            from ddp_runner.rendezvous import launch_config
+            from ddp_runner.worker import work
+
+            _quiet_agent()
             try:
                 agent = elastic_launch(launch_config(config, scratch), work)
                 results = agent(replace(job, scratch=scratch))

@@ -161,10 +161,12 @@ def _backend(config: Config, hardware: Hardware, ranks: int, nproc: int) -> Back
     if wants_cuda and backend.device == "cpu":
         raise UserError("backend=nccl moves only CUDA tensors; backend.device=cpu needs gloo")
     if wants_cuda and needed > gpus:
+        fewer = (
+            f"write world_size={gpus * nproc // needed}, or" if gpus * nproc >= needed else "write"
+        )
         raise UserError(
             f"{nproc} ranks of {needed // nproc} devices need {needed} GPUs and this machine shows "
-            f"{gpus}; write world_size={max(1, gpus * nproc // needed)}, or backend=gloo "
-            "backend.device=cpu"
+            f"{gpus}; {fewer} backend=gloo backend.device=cpu"
         )
     device = backend.device
     if device == "auto":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ddp_runner.job import Outcome
-from ddp_runner.record import read_run_record
+from ddp_runner.record import RUN_RECORD, read_run_record
 
 COLUMNS = ("job", "status", "first step", "wall", "metrics")
 
@@ -14,7 +14,8 @@ def sweep_table(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         assert outcome.run_dir is not None
         name = outcome.run_dir.name
-        record = read_run_record(outcome.run_dir)
+        was_started = (outcome.run_dir / RUN_RECORD).exists()
+        record = read_run_record(outcome.run_dir) if was_started else {}
         metrics = "  ".join(
             f"{key} {value:.4f}"
             for key, value in record.get("metrics", {}).items()
