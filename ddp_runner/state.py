@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
@@ -69,11 +70,10 @@ def restore(
         )
     try:
         trainee.module.load_state_dict(state["model"])
-        trainee.optimizer.load_state_dict(state["optimizer"])
+        _restore_optimizer(trainee, state)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
-    trainee.scheduler.load_state_dict(state["scheduler"])
     trainee.scaler.load_state_dict(state["scaler"])
     position.epoch, position.step = saved.epoch, saved.step
     position.step_in_epoch = saved.step_in_epoch
@@ -83,6 +83,25 @@ def restore(
         say("the world size differs from the checkpoint's: dropout draws new random numbers")
     say(f"resumed from {path}, step {position.step}")
     return position.step
+
+
+def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
+    """Take up the moments and the schedule's step; the rates are those of this run's config.
+
+    So the way out of a diverged run works: resuming it with a smaller optimizer.lr.
+    """
+    optimizer, scheduler = trainee.optimizer, trainee.scheduler
+    chosen = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
+    optimizer.load_state_dict(state["optimizer"])
+    if not isinstance(scheduler, LambdaLR):
+        scheduler.load_state_dict(state["scheduler"])  # it may have changed the rates as it went
+        return
+    scheduler.last_epoch = state["scheduler"]["last_epoch"]
+    for group, keys, factor in zip(
+        optimizer.param_groups, chosen, scheduler.lr_lambdas, strict=True
+    ):
+        group.update(keys)
+        group["lr"] = keys["initial_lr"] * factor(scheduler.last_epoch)
 
 
 def check_finite(trainee: Trainee, position: Position) -> None:
@@ -101,16 +120,16 @@ def check_finite(trainee: Trainee, position: Position) -> None:
 
 def _made_of(config: Config) -> dict[str, Any]:
     """Return what a checkpoint cannot be resumed without."""
-    model = {key: value for key, value in config.model.items() if not key.startswith("_")}
+    groups = {
+        f"{group}.{key}": value
+        for group, keys in (("model", config.model), ("dataset", config.dataset))
+        for key, value in keys.items()
+        if isinstance(value, str | int | float | bool) and not key.startswith("_")
+    }
     return {
-        **{
-            f"model.{key}": value
-            for key, value in model.items()
-            if isinstance(value, str | int | float | bool)
-        },
+        **groups,
         "optimizer.name": config.optimizer.get("name"),
         "scheduler.name": config.scheduler.get("name"),
-        "dataset.name": config.dataset.get("name"),
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
     }

@@ -404,11 +404,8 @@ def test_missing_files_without_network_say_what_to_do(
 
 @pytest.mark.real_data
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_real_images_have_the_yamls_statistics(name: str) -> None:
+def test_real_images_have_the_yamls_statistics(name: str, data_root: Path) -> None:
     """The real files load, and the mean and std in the YAML are theirs."""
-    if "DDP_RUNNER_DATA_ROOT" not in os.environ:
-        pytest.skip("DDP_RUNNER_DATA_ROOT names no folder with real data")
-    data_root = Path(os.environ["DDP_RUNNER_DATA_ROOT"])
     source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
     if not (data_root / source.folder).is_dir():
         pytest.skip(f"{data_root} has no {source.folder}")

@@ -176,6 +176,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts at the resumed step and shows loss and throughput."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its thread outlives the test
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     progress = Progress(600, total_epochs=10, initial_step=100, stream=stream)
