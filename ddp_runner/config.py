@@ -28,7 +28,7 @@ class TrainConfig:
     """The training loop."""
 
     epochs: int = 10  # passes over the training set
-    max_steps: int | None = None  # optimizer steps; ends the run before `epochs` do
+    max_steps: int | None = None  # optimizer steps of the whole run; null: `epochs` decide
     log_every_steps: int = 10  # optimizer steps between two lines of metrics
     eval_every_epochs: int = 1  # 0: never; else also after the last epoch
     precision: str = "fp32"  # fp32, bf16 (autocast), fp16 (autocast, scaled loss, CUDA only)

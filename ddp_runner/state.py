@@ -126,8 +126,11 @@ def _made_of(config: Config) -> dict[str, Any]:
         for key, value in keys.items()
         if isinstance(value, str | int | float | bool) and not key.startswith("_")
     }
+    # A model and its split form share their parameters: one resumes what the other left.
+    groups.pop("model.num_stages", None)
     return {
         **groups,
+        "model.name": str(config.model.get("name")).removesuffix("_mp"),
         "optimizer.name": config.optimizer.get("name"),
         "scheduler.name": config.scheduler.get("name"),
         "seed": config.seed,
