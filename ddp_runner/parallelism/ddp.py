@@ -24,6 +24,7 @@ class DDP:
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool
+    broadcast_buffers: bool
     sync_batchnorm: bool
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
@@ -47,6 +48,7 @@ class DDP:
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
+            broadcast_buffers=self.broadcast_buffers,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
         )
 

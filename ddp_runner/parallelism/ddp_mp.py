@@ -25,6 +25,7 @@ class DDPModelParallel:
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool
+    broadcast_buffers: bool
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return this rank's block of devices, one a stage."""
@@ -44,6 +45,7 @@ class DDPModelParallel:
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
+            broadcast_buffers=self.broadcast_buffers,
             gradient_as_bucket_view=True,
         )
 
