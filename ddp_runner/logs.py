@@ -26,9 +26,7 @@ class RankLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._logger = logging.getLogger("ddp_runner")
         self._handler = logging.FileHandler(self._path, encoding="utf-8")
-        self._handler.setFormatter(
-            logging.Formatter(f"%(asctime)s rank {env.rank} %(levelname)s %(message)s")
-        )
+        self._handler.setFormatter(_EachLine(env.rank))
 
     def __enter__(self) -> "RankLog":
         self._logger.setLevel(logging.INFO)
@@ -62,6 +60,18 @@ class RankLog:
             self._logger.error("this rank ends with an error", exc_info=error)
         self._logger.removeHandler(self._handler)
         self._handler.close()
+
+
+class _EachLine(logging.Formatter):
+    """Time, rank and level before every line, those of warnings and tracebacks included."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = f"{self.formatTime(record)} rank {self._rank} {record.levelname} "
+        return "\n".join(start + line for line in super().format(record).splitlines())
 
 
 class _Lines(TextIOBase):

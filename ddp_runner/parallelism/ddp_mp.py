@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.environment import DistEnv
 from ddp_runner.parallelism import rank_devices
+from ddp_runner.parallelism.ddp import replicate
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class DDPModelParallel:
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool
-    broadcast_buffers: bool
+    forward_sync_buffers: bool
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return this rank's block of devices, one a stage."""
@@ -40,13 +41,12 @@ class DDPModelParallel:
     def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
         """Reduce gradients between replicas. Collective: every rank must call."""
         # Neither device_ids nor output_device: the module moves its own activations.
-        return DistributedDataParallel(
+        return replicate(
             module,
+            forward_sync_buffers=self.forward_sync_buffers,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
-            broadcast_buffers=self.broadcast_buffers,
-            gradient_as_bucket_view=True,
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
