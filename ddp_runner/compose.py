@@ -12,6 +12,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
@@ -112,7 +114,13 @@ def with_resumed(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
             f"resume={raw.resume} is not a run folder: {path} does not exist; "
             "name the folder that holds run.json"
         )
-    frozen = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    try:
+        frozen = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{path} is damaged or of another version ({reason}); restore it, or start anew"
+        ) from error
     assert isinstance(frozen, DictConfig)
     for key in chosen_keys(overrides):
         if key == "experiment":

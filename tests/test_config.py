@@ -112,6 +112,17 @@ def test_a_config_that_came_with_a_run_cannot_run_code(kind: str, tmp_path: Path
     resolved(f"resume={tmp_path}", "allowed_targets=[os]", "batch.per_rank=2")
 
 
+@pytest.mark.parametrize("text", ["a: [b", "garbage", "foo: 1", "train: {epochs: abc}", "\x00"])
+def test_a_damaged_config_of_a_run_is_named(text: str, tmp_path: Path) -> None:
+    """The one line says which file it is, whether it is broken YAML or has a foreign key."""
+    path = tmp_path / ".hydra" / "config.yaml"
+    path.parent.mkdir()
+    path.write_text(text)
+    answer = refusal(f"resume={tmp_path}")
+    assert answer.startswith(f"{path} is damaged or of another version")
+    assert len(answer.splitlines()) == 1
+
+
 @pytest.mark.parametrize("target", ["torch.os.system", "ddp_runner.launch.os.system"])
 def test_an_allowed_package_is_no_way_to_a_foreign_one(target: str, tmp_path: Path) -> None:
     """A module that an allowed one imports is reached by its dots, and is still foreign."""
