@@ -41,6 +41,7 @@ def build_trainee(
             f"dataset={dataset.name} has {len(dataset.train)} training samples and world_size is "
             f"{env.world_size}; use world_size={len(dataset.train)} or less"
         )
+    role = mode.role(env)
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
     build = partial(make, "model", {k: v for k, v in config.model.items() if k not in MODEL_KEYS})
     module = mode.place(build, devices)
@@ -54,9 +55,11 @@ def build_trainee(
         split=_near(dataset.train, devices[0]),
         global_size=int(config.batch.global_size or 0),
         grad_accum_steps=config.train.grad_accum_steps,
-        rank=env.rank,
-        world_size=env.world_size,
+        share=role.share,
+        num_shares=role.num_shares,
         seed=config.seed,
+        num_randoms=dataset.num_randoms,
+        lengths=dataset.lengths() if dataset.group_by_length else None,
     )
     optimizer = make("optimizer", config.optimizer, partial=True)(module.parameters())
     steps_per_epoch = batches.steps_per_epoch

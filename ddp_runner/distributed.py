@@ -63,11 +63,13 @@ def process_group(
     dist.destroy_process_group()
 
 
-def sum_over_ranks(values: Sequence[float]) -> list[float]:
-    """Return each value summed over all ranks, in float64. Collective: every rank must call."""
+def sum_over_ranks(
+    values: Sequence[float], *, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Return each value summed over the group's ranks, in float64; None: all ranks. Collective."""
     totals = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(totals)
-    return [float(total) for total in totals]
+    dist.all_reduce(totals, group=group)
+    return list(map(float, totals))
 
 
 def broadcast_object(value: T) -> T:
@@ -77,17 +79,17 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return every rank's value, by rank, on every rank. Collective: every rank must call."""
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
+def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each of the group's ranks on all of them; None: all ranks. Collective."""
+    box: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(box, value, group=group)
     return box
 
 
-def broadcast_buffers(module: nn.Module) -> None:
-    """Give every rank the buffers (BatchNorm statistics) of rank 0. Collective: every rank."""
+def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Give the group's ranks the buffers (BatchNorm statistics) of rank 0. Collective."""
     for buffer in module.buffers():
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0, group=group)
 
 
 def check_agreement(facts: Mapping[str, object]) -> None:
@@ -114,13 +116,14 @@ class StopVote:
     computation and costs the loop next to nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
 
     def agreed(self, want_stop: bool) -> bool:
         """Return True on all ranks alike once any wanted it. Collective: every rank, every step."""
-        if dist.get_world_size() == 1:
+        if dist.get_world_size(self._group) == 1:
             return want_stop
         if self._pending is not None:
             self._pending.wait()
@@ -128,7 +131,9 @@ class StopVote:
                 self._pending = None
                 return True
         self._flag.fill_(want_stop)
-        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
+        self._pending = dist.all_reduce(
+            self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
         return False
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ddp_runner.errors import UserError
 
+HEADLINES = ("train/loss", "eval/loss", "eval/accuracy", "eval/f1")  # shown on the screen
 RUN_RECORD = "run.json"
 GIT_TIMEOUT_S = 2.0
 PACKAGES = (

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_runner.config import Config
-from ddp_runner.record import write_run_record
+from ddp_runner.record import HEADLINES, write_run_record
 from ddp_runner.tracking import Progress, Tracker
 from ddp_runner.train import Position, Trainee
 
@@ -27,6 +28,9 @@ class NullReporter:
         """Do nothing."""
 
     def step_done(self, position: Position) -> None:
+        """Do nothing."""
+
+    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
         """Do nothing."""
 
     def finish(self, status: str, position: Position) -> None:
@@ -123,7 +127,7 @@ def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_d
     results = "  ".join(
         f"{name} {value:.4f}"
         for name, value in metrics.items()
-        if value is not None and (name.startswith("eval/") or name == "train/loss")
+        if value is not None and name in HEADLINES
     )
     folder = shlex.quote(str(run_dir))
     lines = [f"{status} in {wall_s:.1f} s  {results}"]

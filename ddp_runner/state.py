@@ -28,7 +28,7 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
         "scheduler": trainee.scheduler.state_dict(),
         "scaler": trainee.scaler.state_dict(),
         "position": asdict(position),
-        "rng": gather_objects(_rng_state()),
+        "rng": gather_objects(_rng_state(), group=trainee.group),
         "made_of": _made_of(config),
     }
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ddp_runner.job import Outcome
-from ddp_runner.record import RUN_RECORD, read_run_record
+from ddp_runner.record import HEADLINES, RUN_RECORD, read_run_record
 
 COLUMNS = ("job", "status", "first step", "wall", "metrics")
 
@@ -19,7 +19,7 @@ def sweep_table(outcomes: Sequence[Outcome]) -> str:
         metrics = "  ".join(
             f"{key} {value:.4f}"
             for key, value in record.get("metrics", {}).items()
-            if value is not None and (key.startswith("eval/") or key == "train/loss")
+            if value is not None and key in HEADLINES
         )
         startup, wall = _seconds(record.get("startup_s")), _seconds(record.get("wall_s"))
         rows.append((name, outcome.status, startup, wall, metrics))

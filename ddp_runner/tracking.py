@@ -14,7 +14,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from ddp_runner.errors import UserError
-from ddp_runner.record import json_safe, replace_file
+from ddp_runner.record import HEADLINES, json_safe, replace_file
 
 METRICS_FILE = "metrics.jsonl"
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
@@ -161,7 +161,11 @@ class Progress:
             metrics: What was logged at this step; loss, samples/s and eval/* are shown.
         """
         parts = [f"loss {metrics['train/loss']:.4f}"] if "train/loss" in metrics else []
-        parts += [f"{name} {metrics[name]:.4f}" for name in metrics if name.startswith("eval/")]
+        parts += [
+            f"{name} {metrics[name]:.4f}"
+            for name in metrics
+            if name in HEADLINES and name.startswith("eval/")
+        ]
         if "perf/samples_per_s" in metrics:
             parts.append(f"{metrics['perf/samples_per_s']:.0f} samples/s")
         where = f"epoch {epoch}/{self._total_epochs}"

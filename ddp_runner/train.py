@@ -5,7 +5,6 @@ the samples of the whole global batch, so that every world size takes the same s
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ddp_runner.config import TrainConfig
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
@@ -20,6 +20,8 @@ from ddp_runner.data.source import Dataset
 from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.metrics import classification_metrics, confusion_counts
+from ddp_runner.pace import Pace
 from ddp_runner.parallelism import Mode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,7 +52,10 @@ class Trainee:
     eval_batch_size: int
     devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
     config: TrainConfig
-    env: DistEnv
+    env: DistEnv  # this rank among those of the loop
+    group: ProcessGroup | None = None  # the ranks of the loop; None: all
+    # Where the gradients come from: this rank's own backward, or ranks that serve the loop.
+    gradients: "Gradients | None" = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,16 @@ class Control:
     stop_requested: Callable[[], bool]
 
 
+class Gradients(Protocol):
+    """Ranks that compute gradients for the ones that run the loop."""
+
+    def collect(self, *, step: int) -> Tensor:
+        """Fill the module's gradients for a step; return the mean loss over its samples."""
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics of the steps since the last call."""
+
+
 class Reporter(Protocol):
     """Whom the loop tells; only rank 0's passes it on."""
 
@@ -73,6 +88,9 @@ class Reporter(Protocol):
     def step_done(self, position: Position) -> None:
         """Take note that an optimizer step has ended."""
 
+    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+        """Take note of an evaluation's confusion counts (num_classes, num_classes)."""
+
 
 def train(trainee: Trainee, *, position: Position, control: Control, reporter: Reporter) -> str:
     """Train from `position` on; return completed or preempted. Collective: every rank must call.
@@ -80,7 +98,8 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
     Raises:
         UserError: the loss became NaN or infinite; on all ranks at the same step.
     """
-    config, metrics, vote, pace = trainee.config, dict[str, float](), StopVote(), Pace()
+    config, metrics, pace = trainee.config, dict[str, float](), Pace()
+    vote = StopVote(trainee.group)
     while position.step < control.max_steps:
         epoch = position.epoch + 1
         trainee.model.train()
@@ -95,9 +114,10 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             finished = position.step == control.max_steps
             if finished or _due(position.step, config.log_every_steps):
                 line = {
-                    "train/loss": global_loss(loss, step=position.step),
+                    "train/loss": global_loss(trainee, loss, step=position.step),
                     "train/lr": lr,
                     **pace.lap(),
+                    **(trainee.gradients.figures() if trainee.gradients else {}),
                 }
                 metrics |= line
                 reporter.log(line, step=position.step, epoch=epoch)
@@ -113,9 +133,10 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
         if position.step_in_epoch == trainee.batches.steps_per_epoch:
             position.epoch, position.step_in_epoch = epoch, 0
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
-            results = evaluate(trainee)
+            results, confusion = evaluate(trainee)
             metrics |= results
             reporter.log(results, step=position.step, epoch=epoch)
+            reporter.evaluated(confusion, step=position.step)
         if finished or _due(epoch, control.save_every_epochs):
             control.save(position, metrics)
     vote.close()
@@ -129,15 +150,10 @@ def train_step(trainee: Trainee, batch: StepBatch) -> Tensor:
     """
     optimizer, scaler, config = trainee.optimizer, trainee.scaler, trainee.config
     optimizer.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=trainee.devices[-1])
-    for index, micro_batch in enumerate(batch.micro_batches, start=1):
-        is_last = index == len(batch.micro_batches)
-        with nullcontext() if is_last else trainee.mode.no_sync(trainee.model):
-            loss_sum, _ = forward(trainee, trainee.model, micro_batch)
-            loss = loss_sum * (micro_batch.weight / batch.global_count)
-            # The reduction divides by the ranks, and global_count has counted them all already.
-            scaler.scale(loss * trainee.env.world_size).backward()
-        total += loss.detach()
+    if trainee.gradients is None:
+        total = backward(trainee, batch)
+    else:
+        total = trainee.gradients.collect(step=batch.step)
     if config.clip_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(trainee.module.parameters(), config.clip_norm)
@@ -147,9 +163,23 @@ def train_step(trainee: Trainee, batch: StepBatch) -> Tensor:
     return total
 
 
+def backward(trainee: Trainee, batch: StepBatch) -> Tensor:
+    """Accumulate the gradients of this rank's micro-batches; return its part of the mean loss."""
+    total = torch.zeros((), device=trainee.devices[-1])
+    for index, micro_batch in enumerate(batch.micro_batches, start=1):
+        is_last = index == len(batch.micro_batches)
+        with nullcontext() if is_last else trainee.mode.no_sync(trainee.model):
+            loss_sum, _ = forward(trainee, trainee.model, micro_batch)
+            loss = loss_sum * (micro_batch.weight / batch.global_count)
+            # The reduction divides by the shares, and global_count has counted them all already.
+            trainee.scaler.scale(loss * trainee.batches.num_shares).backward()
+        total += loss.detach()
+    return total
+
+
 def forward(trainee: Trainee, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the loss summed over the batch's samples, and the model's outputs."""
-    inputs = trainee.dataset.normalize(batch.inputs.to(trainee.devices[0], non_blocking=True))
+    inputs = trainee.dataset.prepare(batch.inputs, trainee.devices[0], randoms=batch.randoms)
     targets = batch.targets.to(trainee.devices[-1], non_blocking=True)
     with torch.autocast(
         trainee.devices[0].type,
@@ -161,16 +191,21 @@ def forward(trainee: Trainee, model: nn.Module, batch: MicroBatch) -> tuple[Tens
 
 
 @torch.no_grad()
-def evaluate(trainee: Trainee) -> dict[str, float]:
-    """Return eval/loss and, for classes, eval/accuracy over the whole evaluation set.
+def evaluate(trainee: Trainee) -> tuple[dict[str, float], Tensor | None]:
+    """Return the metrics of the whole evaluation set and, for classes, their confusion counts.
 
     Each sample counts exactly once, whatever the world size. Collective: every rank must call.
+
+    Returns:
+        eval/loss and, for classes, eval/accuracy, eval/precision, eval/recall and eval/f1; the
+        counts as float64 (num_classes, num_classes), a row for each true class.
     """
     # The bare module: DDP's forward is a collective, and ranks may have unequal shares.
-    broadcast_buffers(trainee.module)
+    broadcast_buffers(trainee.module, group=trainee.group)
     trainee.module.eval()
+    num_classes = trainee.dataset.num_classes or 0
     loss_sum = torch.zeros((), dtype=torch.float64, device=trainee.devices[-1])
-    num_hits = torch.zeros((), dtype=torch.int64, device=trainee.devices[-1])
+    counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=trainee.devices[-1])
     num_samples = 0
     for batch in eval_batches(
         trainee.dataset.eval,
@@ -181,54 +216,32 @@ def evaluate(trainee: Trainee) -> dict[str, float]:
         batch_loss, outputs = forward(trainee, trainee.module, batch)
         loss_sum += batch_loss
         num_samples += len(batch.inputs)
-        if trainee.dataset.num_classes is not None:
-            num_hits += (outputs.argmax(dim=1) == batch.targets.to(outputs.device)).sum()
-    totals = sum_over_ranks([loss_sum.item(), num_hits.item(), num_samples])
-    results = {"eval/loss": totals[0] / totals[2]}
-    if trainee.dataset.num_classes is not None:
-        results["eval/accuracy"] = totals[1] / totals[2]
-    return results
+        if num_classes:
+            targets = batch.targets.to(outputs.device)
+            counts += confusion_counts(outputs, targets, num_classes=num_classes)
+    sums = [loss_sum.item(), num_samples, *counts.flatten().tolist()]
+    total_loss, total_samples, *total_counts = sum_over_ranks(sums, group=trainee.group)
+    results = {"eval/loss": total_loss / total_samples}
+    if not num_classes:
+        return results, None
+    confusion = torch.tensor(total_counts, dtype=torch.float64).reshape(num_classes, num_classes)
+    figures = classification_metrics(confusion)
+    return results | {f"eval/{name}": value for name, value in figures.items()}, confusion
 
 
-def global_loss(loss: Tensor, *, step: int) -> float:
+def global_loss(trainee: Trainee, loss: Tensor, *, step: int) -> float:
     """Return the loss summed over the ranks' parts. Collective: every rank must call.
 
     Raises:
         UserError: it is NaN or infinite.
     """
-    (total,) = sum_over_ranks([loss.item()])
+    (total,) = sum_over_ranks([loss.item()], group=trainee.group)
     if not math.isfinite(total):
         raise UserError(
             f"train/loss became {total} by step {step}; the last checkpoint is from before: "
             "resume it with a smaller optimizer.lr, or with train.clip_norm=1.0"
         )
     return total
-
-
-class Pace:
-    """Throughput between two log lines, on this rank's clock; saving and evaluating excluded."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a new interval."""
-        self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-
-    def add(self, *, samples: int) -> None:
-        """Count one step of the whole gang."""
-        self._steps += 1
-        self._samples += samples
-
-    def lap(self) -> dict[str, float]:
-        """Return the interval's throughput and begin a new one."""
-        elapsed_s = time.perf_counter() - self._started
-        figures = {
-            "perf/samples_per_s": self._samples / elapsed_s,
-            "perf/step_time_ms": 1000 * elapsed_s / self._steps,
-        }
-        self.restart()
-        return figures
 
 
 def _due(count: int, every: int | None) -> bool:

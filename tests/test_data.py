@@ -43,7 +43,7 @@ def numbered(num_samples: int) -> Split:
 def batches(num_samples: int, *, rank: int, world_size: int, **kwargs: int) -> GlobalBatches:
     """One rank's batches of a numbered split."""
     options = {"global_size": 8, "grad_accum_steps": 1, "seed": 3} | kwargs
-    return GlobalBatches(numbered(num_samples), rank=rank, world_size=world_size, **options)
+    return GlobalBatches(numbered(num_samples), share=rank, num_shares=world_size, **options)
 
 
 def samples(step: StepBatch) -> list[int]:

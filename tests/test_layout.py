@@ -15,11 +15,22 @@ MOST_LINES = 260
 # From the bottom up: a module imports from lower layers alone. Equals do not know each other.
 LAYERS = (
     ("errors", "hardware"),
-    ("environment", "config", "record", "failures", "losses", "schedules", "models"),
+    (
+        "environment",
+        "config",
+        "record",
+        "failures",
+        "losses",
+        "metrics",
+        "pace",
+        "schedules",
+        "models",
+    ),
     ("rules", "manifest", "folders", "job", "stop", "logs", "parallelism", "data.source"),
     ("compose", "sweep", "distributed", "checkpoint", "tracking", "data"),
     ("explain", "train"),
     ("build", "state", "report"),
+    ("session",),
     ("worker",),
     ("preload", "rendezvous"),
     ("launch",),

@@ -107,15 +107,22 @@ def test_bf16_stays_near_fp32() -> None:
 def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return what evaluate says, and the same figures of the whole set as one batch."""
     trainee = build(env, config)
-    found = evaluate(trainee)
+    found, _ = evaluate(trainee)
     trainee.module.eval()
     with torch.no_grad():
         data = trainee.dataset.eval
         outputs = trainee.module(trainee.dataset.normalize(data.inputs))
         expected = {"eval/loss": float(trainee.loss_fn(outputs, data.targets)) / len(data)}
         if trainee.dataset.num_classes is not None:
-            hits = outputs.argmax(dim=1) == data.targets
-            expected["eval/accuracy"] = float(hits.float().mean())
+            from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+
+            predicted, classes = outputs.argmax(dim=1), range(trainee.dataset.num_classes)
+            expected["eval/accuracy"] = accuracy_score(data.targets, predicted)
+            scores = precision_recall_fscore_support(
+                data.targets, predicted, average="macro", zero_division=0, labels=classes
+            )
+            names = ("eval/precision", "eval/recall", "eval/f1")
+            expected |= dict(zip(names, scores[:3], strict=True))
     return found, expected
 
 

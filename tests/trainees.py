@@ -49,6 +49,9 @@ class Trace:
     def step_done(self, position: Position) -> None:
         """Do nothing."""
 
+    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+        """Do nothing."""
+
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:
     """Return the resolved config of a command line, as for a machine of four cores."""
@@ -94,7 +97,7 @@ def take_steps(env: DistEnv, config: Config, num_steps: int) -> Trace:
     while len(trace.losses) < num_steps:
         for batch in trainee.batches.epoch(len(trace.losses) // trainee.batches.steps_per_epoch):
             step = len(trace.losses) + 1
-            trace.losses.append(global_loss(train_step(trainee, batch), step=step))
+            trace.losses.append(global_loss(trainee, train_step(trainee, batch), step=step))
             if step == num_steps:
                 break
     trace.weights = flat_weights(trainee.module)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ddp_runner.data.source import Split
 
+POOL_BATCHES = 50  # global batches within which sequences are sorted by length
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -17,6 +19,7 @@ class MicroBatch:
     inputs: Tensor  # (batch, ...)
     targets: Tensor  # (batch,) or (batch, ...)
     weight: float = 1.0  # 0.0: a placeholder, whose loss must not count
+    randoms: Tensor | None = None  # (batch, num_randoms) for the augmentation, uniform in 0..1
 
 
 @dataclass(frozen=True)
@@ -25,23 +28,26 @@ class StepBatch:
 
     micro_batches: tuple[MicroBatch, ...]  # as many on every rank, so that collectives match
     global_count: int  # samples of the global batch, over all ranks
+    step: int  # optimizer steps before it, since the run began
 
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """One rank's share of the global batches of a training split.
+    """One share of the global batches of a training split: in most modes a rank's.
 
     Global batch k of an epoch is the k-th slice of a permutation that depends on the seed and the
-    epoch alone; the last one may be smaller. Rank r takes every ``world_size``-th sample from r on,
+    epoch alone; the last one may be smaller. Share r is every ``num_shares``-th sample from r on,
     which is the order of ``torch.utils.data.DistributedSampler(seed=seed)``, without its padding.
     """
 
     split: Split
-    global_size: int  # samples of an optimizer step, over all ranks
+    global_size: int  # samples of an optimizer step, over all shares
     grad_accum_steps: int  # most micro-batches of a step
-    rank: int
-    world_size: int
+    share: int
+    num_shares: int
     seed: int
+    num_randoms: int = 0  # random numbers of a sample, for its augmentation
+    lengths: Tensor | None = None  # (num_samples,): put samples of similar length together
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,24 +56,65 @@ class GlobalBatches:
 
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
         """The steps of an epoch from ``start_step`` on; those before it cost nothing."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(len(self.split), generator=generator).to(self.split.inputs.device)
-        for start in range(start_step * self.global_size, len(order), self.global_size):
-            global_batch = order[start : start + self.global_size]
-            share = global_batch[self.rank :: self.world_size]
-            largest_share = math.ceil(len(global_batch) / self.world_size)
-            pieces = share.tensor_split(min(self.grad_accum_steps, largest_share))
-            micro_batches = tuple(
-                # A rank with one sample less may lack a piece; its peers wait for its backward.
-                self._gather(piece) if len(piece) else self._gather(global_batch[:1], weight=0.0)
-                for piece in pieces
-            )
-            yield StepBatch(micro_batches, global_count=len(global_batch))
+        order = self.order(epoch)
+        for index in range(start_step, self.steps_per_epoch):
+            yield self.step(epoch, index, order=order)
 
-    def _gather(self, indices: Tensor, *, weight: float = 1.0) -> MicroBatch:
+    def order(self, epoch: int) -> Tensor:
+        """The epoch's order of all samples, int64 ``(num_samples,)``."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(self.split), generator=generator)
+        if self.lengths is not None:
+            order = self._by_length(order, self.lengths, generator)
+        return order.to(self.split.inputs.device)
+
+    def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
+        """This share of the epoch's global batch ``index``; ``order`` is the epoch's."""
+        start = index * self.global_size
+        global_batch = order[start : start + self.global_size]
+        step = epoch * self.steps_per_epoch + index
+        randoms = self._randoms(step, len(global_batch))
+        share = slice(self.share, None, self.num_shares)
+        largest_share = math.ceil(len(global_batch) / self.num_shares)
+        num_pieces = min(self.grad_accum_steps, largest_share)
+        pieces = zip(
+            global_batch[share].tensor_split(num_pieces),
+            randoms[share].tensor_split(num_pieces),
+            strict=True,
+        )
+        micro_batches = tuple(
+            # A share with one sample less may lack a piece; its peers wait for its backward.
+            self._gather(piece, numbers)
+            if len(piece)
+            else self._gather(global_batch[:1], randoms[:1], weight=0.0)
+            for piece, numbers in pieces
+        )
+        return StepBatch(micro_batches, global_count=len(global_batch), step=step)
+
+    def _gather(self, indices: Tensor, randoms: Tensor, *, weight: float = 1.0) -> MicroBatch:
         # index_select: on CPU six times as fast as inputs[indices].
         inputs = self.split.inputs.index_select(0, indices)
-        return MicroBatch(inputs, self.split.targets.index_select(0, indices), weight)
+        targets = self.split.targets.index_select(0, indices)
+        return MicroBatch(inputs, targets, weight, randoms if self.num_randoms else None)
+
+    def _randoms(self, step: int, count: int) -> Tensor:
+        """The step's random numbers, drawn for the whole global batch: every world size's alike."""
+        if not self.num_randoms:
+            return torch.empty(count, 0)
+        generator = torch.Generator().manual_seed((self.seed << 32) + step)
+        return torch.rand(count, self.num_randoms, generator=generator)
+
+    def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+        """Sort by length within pools of batches, and shuffle the batches; a last part stays last.
+
+        So a batch is padded little, and what is in it is still left to chance.
+        """
+        pools = order.split(POOL_BATCHES * self.global_size)
+        order = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools])
+        num_whole = len(order) // self.global_size
+        whole = order[: num_whole * self.global_size].reshape(num_whole, self.global_size)
+        shuffled = whole[torch.randperm(num_whole, generator=generator)].flatten()
+        return torch.cat([shuffled, order[num_whole * self.global_size :]])
 
 
 def eval_batches(

@@ -1,6 +1,7 @@
 """What a dataset is to the rest of the program, and what a new source of data must offer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,16 +23,64 @@ class Split:
         return len(self.inputs)
 
 
+class Augmentation(Protocol):
+    """Changes each training sample at random, a whole batch at once."""
+
+    @property
+    def num_randoms(self) -> int:
+        """How many random numbers a sample takes."""
+
+    def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:
+        """Return the changed inputs (batch, ...).
+
+        Args:
+            inputs: normalised, on the device.
+            randoms: uniform in 0..1, (batch, num_randoms), the same at every world size.
+        """
+
+
 @dataclass(frozen=True)
 class Dataset:
-    """Both splits of a dataset, and the statistics that normalise its images."""
+    """Both splits of a dataset, and how a batch of it becomes a model's input."""
 
     name: str
     train: Split
     eval: Split
     num_classes: int | None  # None: a regression
-    mean: float  # of the pixels, scaled to 0..1
-    std: float
+    mean: float | tuple[float, ...]  # of the pixels, scaled to 0..1; of each channel
+    std: float | tuple[float, ...]
+    augmentation: Augmentation | None = None
+    padding: int | None = None  # sequences end with this token; a batch is cut to its longest
+    group_by_length: bool = False  # batches of sequences of similar length
+    files: Mapping[str, bytes] = field(default_factory=dict)  # a vocabulary: kept with the run
+
+    def prepare(
+        self, inputs: Tensor, device: torch.device, *, randoms: Tensor | None = None
+    ) -> Tensor:
+        """Return a batch as the model wants it, on the device.
+
+        Args:
+            inputs: (batch, ...) as stored.
+            device: where the model wants them.
+            randoms: for the augmentation, (batch, num_randoms); None: none, as in evaluation.
+        """
+        if self.padding is not None:
+            is_token = inputs.ne(self.padding).any(dim=0)
+            inputs = inputs[:, : int(is_token.nonzero().max()) + 1 if is_token.any() else 1]
+        inputs = self.normalize(inputs.to(device, non_blocking=True))
+        if self.augmentation is None or randoms is None:
+            return inputs
+        return self.augmentation(inputs, randoms.to(device, non_blocking=True))
+
+    def lengths(self) -> Tensor:
+        """The number of tokens of each training sample, int64 (num_samples,)."""
+        assert self.padding is not None
+        return self.train.inputs.ne(self.padding).sum(dim=1)
+
+    @property
+    def num_randoms(self) -> int:
+        """Random numbers of a training sample."""
+        return 0 if self.augmentation is None else self.augmentation.num_randoms
 
     def normalize(self, inputs: Tensor) -> Tensor:
         """Images of uint8 as float32 ``(x / 255 - mean) / std``; other inputs as they are.
@@ -40,7 +89,13 @@ class Dataset:
         """
         if inputs.dtype != torch.uint8:
             return inputs
-        return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
+        if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
+            return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
+        mean, std = (
+            torch.tensor(one, device=inputs.device).view(1, -1, 1, 1)
+            for one in (self.mean, self.std)
+        )
+        return inputs.float().sub_(255 * mean).mul_(1 / (255 * std))
 
 
 class Source(Protocol):
@@ -51,11 +106,11 @@ class Source(Protocol):
         """Names the dataset in messages and in the cache."""
 
     @property
-    def mean(self) -> float:
-        """Mean of the pixels, scaled to 0..1."""
+    def mean(self) -> float | tuple[float, ...]:
+        """Mean of the pixels, scaled to 0..1; one number, or one for each channel."""
 
     @property
-    def std(self) -> float:
+    def std(self) -> float | tuple[float, ...]:
         """Standard deviation of the pixels, scaled to 0..1."""
 
     @property
@@ -79,7 +134,7 @@ def require_positive(source: Source, *fields: str) -> None:
     Raises:
         UserError: one of the named fields is below 1.
     """
-    for field in fields:
-        value = getattr(source, field)
+    for name in fields:
+        value = getattr(source, name)
         if value < 1:
-            raise UserError(f"dataset.{field} ({value}) must be at least 1; use 1 or more")
+            raise UserError(f"dataset.{name} ({value}) must be at least 1; use 1 or more")

@@ -6,6 +6,7 @@ A mode is a frozen dataclass whose fields are the keys of its YAML and whose met
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,12 +15,29 @@ from torch import nn
 from ddp_runner.environment import DistEnv
 
 
+@dataclass(frozen=True)
+class Role:
+    """What one rank does in the gang."""
+
+    share: int  # which part of each global batch it computes ...
+    num_shares: int  # ... of so many, whose gradients are averaged
+    loop: DistEnv | None  # its place among the ranks of the training loop; None: it serves them
+
+
+def alike(env: DistEnv) -> Role:
+    """Return the role of a rank where all ranks do the same."""
+    return Role(share=env.rank, num_shares=env.world_size, loop=env)
+
+
 class Mode(Protocol):
     """What the worker asks of a mode."""
 
     @property
     def name(self) -> str:
         """The name of the mode's YAML."""
+
+    def role(self, env: DistEnv) -> Role:
+        """Return what this rank does."""
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the devices of this rank's replica, first stage first; kind is cpu or cuda."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import rank_devices
+from ddp_runner.parallelism import Role, alike, rank_devices
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class DDP:
     static_graph: bool
     forward_sync_buffers: bool
     sync_batchnorm: bool
+
+    def role(self, env: DistEnv) -> Role:
+        """Return the same role for every rank."""
+        return alike(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the one device of this rank."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ddp_runner.environment import DistEnv
+from ddp_runner.parallelism import Role, alike
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class DataParallelMode:
     devices_per_rank: int
     max_ranks: int
     data_parallel: bool
+
+    def role(self, env: DistEnv) -> Role:
+        """Return the same role for every rank."""
+        return alike(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return every visible GPU, or the CPU."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import rank_devices
+from ddp_runner.parallelism import Role, alike, rank_devices
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class Single:
     name: str
     devices_per_rank: int
     max_ranks: int
+
+    def role(self, env: DistEnv) -> Role:
+        """Return the same role for every rank."""
+        return alike(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the one device."""

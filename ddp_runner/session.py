@@ -1,0 +1,169 @@
+"""What every task of a rank needs, opened and closed around it; used by ``worker``.
+
+A session is the process group, the run folder and its log, and the record that a run has begun.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ddp_runner.build import make
+from ddp_runner.config import Config, check_targets, config_hash, flatten
+from ddp_runner.distributed import broadcast_object, check_agreement, process_group
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.failures import first_failure
+from ddp_runner.folders import claim, freeze_config, previous_attempt, run_folder
+from ddp_runner.hardware import detect
+from ddp_runner.job import Job
+from ddp_runner.logs import RankLog
+from ddp_runner.parallelism import Mode
+from ddp_runner.record import write_run_record
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's part of an open run."""
+
+    job: Job
+    env: DistEnv
+    mode: Mode
+    devices: tuple[torch.device, ...]  # of this rank, as its mode wants them
+    run_dir: Path
+    say: Callable[[str], None]  # into this rank's log; rank 0 also prints it
+
+    @property
+    def config(self) -> Config:
+        """The resolved config."""
+        return self.job.config
+
+
+@contextmanager
+def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
+    """Set up this rank's process and join the gang. Collective: every rank must call.
+
+    Raises:
+        UserError: the config names what it may not, or the ranks were launched differently.
+    """
+    config = job.config
+    check_targets(config)  # again: a config may have come with a run that somebody else made
+    num_threads = config.train.num_threads or max(1, detect().num_cores // env.local_world_size)
+    torch.set_num_threads(num_threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    mode: Mode = make("parallelism", config.parallelism)
+    devices = mode.devices(env, kind=config.backend.device)
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+
+    with ExitStack() as stack:
+        init_method = _init_method(job, env)
+        stack.enter_context(process_group(env, backend=config.backend, init_method=init_method))
+        check_agreement({**flatten(config), **job.code})
+        run_dir = broadcast_object(_open_run(job, env) if env.is_rank_zero else None)
+        assert run_dir is not None
+        log = stack.enter_context(RankLog(run_dir, env))
+        if env.is_rank_zero:
+            stack.enter_context(_failure_recorded(run_dir))
+            _record_start(job, env, run_dir, num_threads=num_threads, devices=devices)
+        yield Session(job, env, mode, devices, run_dir, log.say)
+
+
+def note_restart(session: Session, *, step: int) -> None:
+    """Say why the gang was restarted, if it was; give up when three attempts got no further.
+
+    Args:
+        session: of this rank.
+        step: the one that this attempt goes on from.
+
+    Raises:
+        UserError: three attempts in a row began at the same step.
+    """
+    env, scratch = session.env, session.job.scratch
+    if not env.restart_count or scratch is None:
+        return
+    before = first_failure(scratch, attempt=env.restart_count - 1)
+    reason = before.sentence if before else "a rank was killed"
+    allowed = session.config.launch.max_restarts
+    session.say(f"restart {env.restart_count} of {allowed}: {reason}")
+    path = scratch / f"attempts-{env.rank}.json"
+    steps = [*(json.loads(path.read_text()) if path.exists() else []), step]
+    path.write_text(json.dumps(steps))
+    if len(steps) >= 3 and len(set(steps[-3:])) == 1:
+        raise UserError(
+            f"three restarts in a row made no progress beyond step {step}: the cause is "
+            "not a passing one; see the first failure above, or logs/ in the run folder"
+        )
+
+
+@contextmanager
+def _failure_recorded(run_dir: Path) -> Iterator[None]:
+    """Leave run.json saying failed if rank 0 is; a launcher of ours then says it more exactly."""
+    try:
+        yield
+    except Exception as error:
+        kind = "user" if isinstance(error, UserError) else "crash"
+        sentence = " ".join(str(error).split())
+        write_run_record(
+            run_dir,
+            status="failed",
+            finished_at=time.time(),
+            error={"rank": 0, "kind": kind, "sentence": sentence},
+        )
+        raise
+
+
+def _init_method(job: Job, env: DistEnv) -> str | None:
+    if job.config.launch.init_method is not None or job.scratch is None or env.num_nodes > 1:
+        return job.config.launch.init_method
+    # A file needs no port, so that the gangs of parallel sweeps can never meet on one.
+    return (job.scratch / f"store-{env.restart_count}").as_uri()
+
+
+def _open_run(job: Job, env: DistEnv) -> Path:
+    """Return the run folder, on rank 0; claimed here where no launcher of ours has done it."""
+    if job.scratch is not None and job.run_dir is not None:
+        return job.run_dir
+    planned = job.run_dir or run_folder(job.config)
+    if env.restart_count and job.run_dir is None:
+        run_dir = previous_attempt(planned, config_hash(job.config)) or claim(planned)
+    else:
+        run_dir = job.run_dir or claim(planned)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    freeze_config(run_dir, job.config, overrides=job.overrides, raw=job.raw_config)
+    return run_dir
+
+
+def _record_start(
+    job: Job, env: DistEnv, run_dir: Path, *, num_threads: int, devices: tuple[torch.device, ...]
+) -> None:
+    config = job.config
+    write_run_record(
+        run_dir,
+        status="running",
+        error=None,
+        task=config.task,
+        config_hash=config_hash(config),
+        **job.code,
+        host=socket.gethostname(),
+        world_size=env.world_size,
+        num_nodes=env.num_nodes,
+        parallelism=config.parallelism.get("name"),
+        backend=config.backend.name,
+        devices=[str(device) for device in devices],
+        num_threads=num_threads,
+        restarts=env.restart_count,
+        warnings=list(job.warnings),
+        started_at=job.started_at,
+        finished_at=None,
+        wall_s=None,
+        startup_s=None,
+    )
