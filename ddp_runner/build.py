@@ -18,7 +18,13 @@ from ddp_runner.errors import UserError
 from ddp_runner.parallelism import Mode
 from ddp_runner.train import Trainee
 
-MODEL_KEYS = ("name", "loss", "num_stages", "channels_last")  # the rest is the constructor's
+MODEL_KEYS = (
+    "name",
+    "loss",
+    "num_stages",
+    "channels_last",
+    "weights",
+)  # the rest is the constructor's
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 

@@ -13,6 +13,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware
 
+TASKS = ("train", "collectives", "check")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -91,7 +92,7 @@ def _check_values(config: Config) -> None:
         if value < 0:
             raise UserError(f"{key} ({value}) must be 0 or greater")
     for key, choice, options in (
-        ("task", config.task, ("train",)),
+        ("task", config.task, TASKS),
         ("train.precision", train.precision, PRECISIONS),
         ("backend.name", config.backend.name, BACKENDS),
         ("backend.device", config.backend.device, ("auto", "cpu", "cuda")),

@@ -4,9 +4,9 @@ import json
 import os
 import struct
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 from urllib.error import URLError
 
 import pytest
@@ -20,7 +20,7 @@ from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_b
 from ddp_runner.data.fake_images import FakeImages
 from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
 from ddp_runner.data.prepared import FORMAT_VERSION, load_dataset
-from ddp_runner.data.source import Dataset, Split
+from ddp_runner.data.source import Dataset, Split, splits
 from ddp_runner.errors import UserError
 
 CONF = Path(__file__).parents[1] / "conf" / "dataset"
@@ -215,9 +215,6 @@ class Counting:
     """A source that counts its builds in a file, slowly enough for others to queue."""
 
     name: str
-    mean: ClassVar[float] = 0.0
-    std: ClassVar[float] = 1.0
-    num_classes: ClassVar[int] = 2
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Nothing varies."""
@@ -230,6 +227,10 @@ class Counting:
         threading.Event().wait(0.3)
         keys = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
         return {key: torch.arange(1000) for key in keys}
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """As they are."""
+        return Dataset(self.name, *splits(tensors), num_classes=2)
 
 
 def num_builds(data_root: Path) -> int:

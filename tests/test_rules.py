@@ -57,7 +57,7 @@ REFUSED = [
     ("backend.timeout_s=soon", "backend.timeout_s (soon) must be a number"),
     ("optimizer.lr=fast", "optimizer.lr (fast) must be a number"),
     ("optimizer.lr=-0.1", "optimizer.lr (-0.1) must be greater than 0"),
-    ("task=trian", "task (trian) must be one of train"),
+    ("task=trian", "task (trian) must be one of train, collectives, check"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, bf16, fp16"),
     ("train.precision=fp16", "train.precision=fp16 needs a CUDA device; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),

@@ -1,11 +1,14 @@
 """Handwritten digits that come with scikit-learn: real data without a download."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
+
+from ddp_runner.data.source import Dataset, splits
 
 TRAIN_SAMPLES = 1437  # of 1797: four fifths
 IMAGE_SIZE = 28  # pixels, as MNIST
@@ -43,3 +46,13 @@ class Digits:
             "eval_inputs": images[rest],
             "eval_targets": targets[rest],
         }
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Images to be normalised."""
+        return Dataset(
+            self.name,
+            *splits(tensors),
+            num_classes=self.num_classes,
+            mean=self.mean,
+            std=self.std,
+        )

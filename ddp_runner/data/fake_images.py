@@ -1,6 +1,7 @@
 """Images of any shape that a model can learn, for tests and speed measurements."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -8,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import require_positive
+from ddp_runner.data.source import Dataset, require_positive, splits
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,13 @@ class FakeImages:
             tensors[f"{split}_inputs"] = patterns[targets].add_(half_range(num_samples))
             tensors[f"{split}_targets"] = targets
         return tensors
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Images to be normalised."""
+        return Dataset(
+            self.name,
+            *splits(tensors),
+            num_classes=self.num_classes,
+            mean=self.mean,
+            std=self.std,
+        )

@@ -8,7 +8,7 @@ import math
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ddp_runner.data.source import Dataset, splits
 from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
@@ -74,6 +75,16 @@ class IdxImages:
             tensors[f"{split}_inputs"] = images.unsqueeze(1)
             tensors[f"{split}_targets"] = labels.long()
         return tensors
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Images to be normalised."""
+        return Dataset(
+            self.name,
+            *splits(tensors),
+            num_classes=self.num_classes,
+            mean=self.mean,
+            std=self.std,
+        )
 
     def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
         raw = data_root / self.folder / "raw"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from ddp_runner.data.source import Dataset, Source, Split
+from ddp_runner.data.source import Dataset, Source
 from ddp_runner.errors import UserError
 
 FORMAT_VERSION = 1  # raise it when what a source builds from the same fingerprint changes
@@ -42,14 +42,7 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
         if _fault(folder, fingerprint) is not None:
             folder = _prepare(source, data_root, say)
         tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
-    return Dataset(
-        name=source.name,
-        train=Split(tensors["train_inputs"], tensors["train_targets"]),
-        eval=Split(tensors["eval_inputs"], tensors["eval_targets"]),
-        num_classes=source.num_classes,
-        mean=source.mean,
-        std=source.std,
-    )
+    return source.dataset(tensors)
 
 
 def _cache_root() -> Path:

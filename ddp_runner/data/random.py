@@ -1,13 +1,13 @@
 """Random regression data for the toy models: nothing to learn, nothing to download."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import require_positive
+from ddp_runner.data.source import Dataset, require_positive, splits
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,6 @@ class RandomRegression:
     input_size: int
     target_size: int
     seed: int  # of the data, not of the run
-    mean: ClassVar[float] = 0.0
-    std: ClassVar[float] = 1.0
-    num_classes: ClassVar[None] = None
 
     def fingerprint(self, data_root: Path) -> None:
         """None: drawing the numbers is cheaper than reading them."""
@@ -40,3 +37,7 @@ class RandomRegression:
             for part, size in (("inputs", self.input_size), ("targets", self.target_size)):
                 tensors[f"{split}_{part}"] = torch.randn(num_samples, size, generator=generator)
         return tensors
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """A regression."""
+        return Dataset(self.name, *splits(tensors), num_classes=None)

@@ -1,6 +1,6 @@
 """What a dataset is to the rest of the program, and what a new source of data must offer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -47,8 +47,8 @@ class Dataset:
     train: Split
     eval: Split
     num_classes: int | None  # None: a regression
-    mean: float | tuple[float, ...]  # of the pixels, scaled to 0..1; of each channel
-    std: float | tuple[float, ...]
+    mean: float | Sequence[float] = 0.0  # of the pixels, scaled to 0..1; or of each channel
+    std: float | Sequence[float] = 1.0
     augmentation: Augmentation | None = None
     padding: int | None = None  # sequences end with this token; a batch is cut to its longest
     group_by_length: bool = False  # batches of sequences of similar length
@@ -105,18 +105,6 @@ class Source(Protocol):
     def name(self) -> str:
         """Names the dataset in messages and in the cache."""
 
-    @property
-    def mean(self) -> float | tuple[float, ...]:
-        """Mean of the pixels, scaled to 0..1; one number, or one for each channel."""
-
-    @property
-    def std(self) -> float | tuple[float, ...]:
-        """Standard deviation of the pixels, scaled to 0..1."""
-
-    @property
-    def num_classes(self) -> int | None:
-        """Number of classes; None for a regression."""
-
     def fingerprint(self, data_root: Path) -> dict[str, object] | None:
         """All that the tensors depend on, as JSON; None where building is cheaper than a cache."""
 
@@ -126,6 +114,17 @@ class Source(Protocol):
         Raises:
             UserError: a field of the source or a file under ``data_root`` is not usable.
         """
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """What ``build`` returned, perhaps read back from the cache, as a dataset."""
+
+
+def splits(tensors: Mapping[str, Tensor]) -> tuple[Split, Split]:
+    """What a source built as train and eval split."""
+    return (
+        Split(tensors["train_inputs"], tensors["train_targets"]),
+        Split(tensors["eval_inputs"], tensors["eval_targets"]),
+    )
 
 
 def require_positive(source: Source, *fields: str) -> None:
