@@ -13,6 +13,7 @@ from torch import nn
 from ddp_runner.config import Config
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.source import Dataset, Split
+from ddp_runner.distributed import loop_group
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism import Mode
@@ -87,7 +88,8 @@ def build_trainee(
         eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
         devices=devices,
         config=config.train,
-        env=env,
+        env=role.loop or env,
+        group=loop_group(takes_part=role.loop is not None),
     )
 
 

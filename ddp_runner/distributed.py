@@ -63,6 +63,19 @@ def process_group(
     dist.destroy_process_group()
 
 
+def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that take part in the loop; None: all. Collective: every rank.
+
+    Args:
+        takes_part: whether this rank does; one that does not gets a group of no use to it.
+    """
+    answers = gather_objects(takes_part)
+    if all(answers):
+        return None
+    group = dist.new_group([rank for rank, yes in enumerate(answers) if yes])
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
 def sum_over_ranks(
     values: Sequence[float], *, group: dist.ProcessGroup | None = None
 ) -> list[float]:

@@ -66,8 +66,12 @@ def record_stack(scratch: Path, *, rank: int, attempt: int) -> None:
         (scratch / f"stack-{attempt}-{rank}.txt").write_text(text, encoding="utf-8")
 
 
-def late_rank(scratch: Path, *, attempt: int, timeout_s: float) -> Failure | None:
+def late_rank(scratch: Path, *, attempt: int, timeout_s: float, world_size: int) -> Failure | None:
     """Return the rank that the others waited for: the lowest that stood still and never failed."""
+    late = (
+        f"did not reach the collective in which the others waited for backend.timeout_s "
+        f"({timeout_s:g} s)"
+    )
     failed = {path.stem for path in scratch.glob(f"failure-{attempt}-*.json")}
     for path in sorted(scratch.glob(f"stack-{attempt}-*.txt")):
         _, _, rank = path.stem.split("-")
@@ -75,9 +79,10 @@ def late_rank(scratch: Path, *, attempt: int, timeout_s: float) -> Failure | Non
             continue
         stack = path.read_text(encoding="utf-8")
         where = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
-        sentence = (
-            f"rank {rank} did not reach the collective in which the others waited for "
-            f"backend.timeout_s ({timeout_s:g} s); it stood at {(where or ['?'])[-1]}"
-        )
+        sentence = f"rank {rank} {late}; it stood at {(where or ['?'])[-1]}"
         return Failure(rank=int(rank), kind="late", sentence=sentence, traceback=stack)
-    return None
+    silent = [r for r in range(world_size) if f"failure-{attempt}-{r}" not in failed]
+    if not silent:
+        return None
+    sentence = f"rank {silent[0]} {late}; it could not even say where it stood: is it stopped?"
+    return Failure(rank=silent[0], kind="late", sentence=sentence)

@@ -10,6 +10,7 @@ from ddp_runner.failures import Failure
 
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
+READY = "ready"  # a file of the scratch folder: the training loop has begun
 
 
 @dataclass(frozen=True)

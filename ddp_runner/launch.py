@@ -19,15 +19,13 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_runner.config import Config
 from ddp_runner.failures import Failure, first_failure, late_rank
+from ddp_runner.gang import RankLostError, run_gang
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
 from ddp_runner.record import write_run_record
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -64,13 +62,22 @@ def launch(job: Job) -> Outcome:
             from ddp_runner.worker import work
 
             _quiet_agent()
+            job = replace(job, scratch=scratch)
             try:
-                agent = elastic_launch(launch_config(config, scratch), work)
-                results = agent(replace(job, scratch=scratch))
-            except ChildFailedError as error:
-                failure = _explain(error, scratch, config, oom=_oom_kills() > oom_kills_before)
+                if _outlives_trainers(config):
+                    result = run_gang(job, work)
+                else:
+                    agent = elastic_launch(launch_config(config, scratch), work)
+                    result = next(iter(agent(job).values()))
+            except (ChildFailedError, RankLostError) as error:
+                if isinstance(error, RankLostError):
+                    rank, exit_code = error.rank, error.exit_code
+                else:
+                    rank, seen = error.get_first_failure()
+                    exit_code = seen.exitcode
+                oom = _oom_kills() > oom_kills_before
+                failure = _explain(rank, exit_code, scratch, config, oom=oom)
                 return _failed(failure, job.run_dir)
-        result = next(iter(results.values()))
         received = interrupts.received or signal.SIGTERM
         return Outcome(
             status=result["status"],
@@ -96,19 +103,26 @@ def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
     return Outcome(status="failed", exit_code=exit_code, run_dir=run_dir, failure=failure)
 
 
-def _explain(error: "ChildFailedError", scratch: Path, config: Config, *, oom: bool) -> Failure:
+def _outlives_trainers(config: Config) -> bool:
+    """Return whether the run goes on when a rank that serves the loop is lost."""
+    return config.parallelism.get("mode") == "async" and config.launch.nnodes == 1
+
+
+def _explain(rank: int, exit_code: int, scratch: Path, config: Config, *, oom: bool) -> Failure:
     """Return the failure that came first: a rank's own words, or the signal that killed it."""
-    rank, seen = error.get_first_failure()
     attempt, timeout_s = config.launch.max_restarts, config.backend.timeout_s
     told = first_failure(scratch, attempt=attempt)
     if told is not None and told.kind == "peer" and "imed out" in told.sentence:
-        return late_rank(scratch, attempt=attempt, timeout_s=timeout_s) or told
-    if told is not None and (told.kind != "peer" or seen.exitcode >= 0):
+        late = late_rank(
+            scratch, attempt=attempt, timeout_s=timeout_s, world_size=config.world_size
+        )
+        return late or told
+    if told is not None and (told.kind != "peer" or exit_code >= 0):
         return told
-    sentence = f"rank {rank} ended with exit code {seen.exitcode}"
-    if seen.exitcode < 0:
-        sentence = f"rank {rank} was killed by {signal.Signals(-seen.exitcode).name}"
-    if seen.exitcode == -signal.SIGKILL:
+    sentence = f"rank {rank} ended with exit code {exit_code}"
+    if exit_code < 0:
+        sentence = f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
+    if exit_code == -signal.SIGKILL:
         sentence += (
             ": likely out of memory, the kernel says; use a smaller batch.per_rank"
             if oom

@@ -4,6 +4,7 @@ Used by ``worker``; the other ranks hold a ``NullReporter``.
 """
 
 import math
+import os
 import resource
 import shlex
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
 from ddp_runner.record import HEADLINES, write_run_record
 from ddp_runner.tracking import Progress, Tracker
 from ddp_runner.train import Position, Trainee
@@ -93,14 +95,22 @@ class Reporter(NullReporter):
 
 
 def start_block(
-    config: Config, trainee: Trainee, run_dir: Path, *, max_steps: int, code: Mapping[str, Any]
+    config: Config,
+    trainee: Trainee,
+    env: DistEnv,
+    run_dir: Path,
+    *,
+    max_steps: int,
+    code: Mapping[str, Any],
 ) -> str:
-    """Return the facts of a run, a line each."""
-    batch, env, dataset = config.batch, trainee.env, trainee.dataset
+    """Return the facts of a run, a line each, among them what the words mean for this very run."""
+    batch, dataset = config.batch, trainee.dataset
     place = ", ".join(str(device) for device in trainee.devices)
     if trainee.devices[0].type == "cuda":
         place += f" ({torch.cuda.get_device_name(trainee.devices[0])})"
-    shares = f"{batch.per_rank} a rank x {env.world_size} ranks"
+    num_shares = trainee.batches.num_shares
+    who = "ranks" if num_shares == env.world_size else "trainer(s)"
+    shares = f"{batch.per_rank} a rank x {num_shares} {who}"
     if config.train.grad_accum_steps > 1:
         shares += f" x {config.train.grad_accum_steps} micro-steps"
     num_parameters = sum(parameter.numel() for parameter in trainee.module.parameters())
@@ -112,14 +122,24 @@ def start_block(
         f"{len(dataset.eval.inputs):,} eval samples",
         "parallelism": f"{config.parallelism.get('name')}, backend {config.backend.name} "
         f"(timeout {config.backend.timeout_s:g} s)",
-        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
-        f"{env.local_world_size} a node, {torch.get_num_threads()} CPU thread(s) a rank",
-        "rank 0": f"local rank {env.local_rank} of node {env.node_rank}, on {place}",
+        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s): "
+        f"{env.num_nodes} x {env.local_world_size} processes, "
+        f"{torch.get_num_threads()} CPU thread(s) each",
+        "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
+        f"{os.getpid()}, which logs and saves",
+        "local rank": f"{_numbers(env.local_world_size)} within a node, where it chooses the "
+        f"device; this is {env.local_rank}, on {place}",
+        "node rank": f"{_numbers(env.num_nodes)}, a number for each machine; this is "
+        f"{env.node_rank}",
         "batch": f"{batch.global_size} a step = {shares}",
         "steps": f"{max_steps} in all, {trainee.batches.steps_per_epoch} an epoch",
         "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }
     return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
+
+
+def _numbers(count: int) -> str:
+    return "0" if count == 1 else f"0 to {count - 1}"
 
 
 def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path) -> str:

@@ -79,7 +79,7 @@ def restore(
     position.step_in_epoch = saved.step_in_epoch
     if len(state["rng"]) == trainee.env.world_size:
         _set_rng_state(state["rng"][trainee.env.rank])
-    else:
+    elif trainee.env.is_rank_zero:
         say("the world size differs from the checkpoint's: dropout draws new random numbers")
     say(f"resumed from {path}, step {position.step}")
     return position.step

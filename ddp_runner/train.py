@@ -22,7 +22,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metrics import classification_metrics, confusion_counts
 from ddp_runner.pace import Pace
-from ddp_runner.parallelism import Mode
+from ddp_runner.parallelism import Gradients, Mode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,7 +55,7 @@ class Trainee:
     env: DistEnv  # this rank among those of the loop
     group: ProcessGroup | None = None  # the ranks of the loop; None: all
     # Where the gradients come from: this rank's own backward, or ranks that serve the loop.
-    gradients: "Gradients | None" = None
+    gradients: Gradients | None = None
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,6 @@ class Control:
     save_every_epochs: int | None
     save: Callable[[Position, dict[str, float]], None]  # collective: every rank must call
     stop_requested: Callable[[], bool]
-
-
-class Gradients(Protocol):
-    """Ranks that compute gradients for the ones that run the loop."""
-
-    def collect(self, *, step: int) -> Tensor:
-        """Fill the module's gradients for a step; return the mean loss over its samples."""
-
-    def figures(self) -> dict[str, float]:
-        """Return metrics of the steps since the last call."""
 
 
 class Reporter(Protocol):

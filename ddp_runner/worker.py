@@ -16,11 +16,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_runner.build import build_trainee, make
 from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.collectives import run_collectives
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.failures import record_failure
-from ddp_runner.job import EXIT_COMPLETED, Job
+from ddp_runner.job import EXIT_COMPLETED, READY, Job
+from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, start_block
+from ddp_runner.serving import take_part
 from ddp_runner.session import Session, note_restart, open_session
 from ddp_runner.state import restore, snapshot
 from ddp_runner.stop import StopRequest, die_with_launcher
@@ -83,10 +86,28 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     note_restart(session, step=position.step)
     max_steps = config.train.max_steps or config.train.epochs * trainee.batches.steps_per_epoch
 
+    if not env.is_rank_zero:  # whose start block says it
+        say(f"rank {env.rank} is process {os.getpid()}")
+    part = take_part(
+        trainee,
+        env,
+        seed=config.seed,
+        num_steps=max_steps - position.step,
+        timeout_s=config.backend.timeout_s,
+        say=say,
+    )
+    if isinstance(part, str):
+        return part
+    trainee = part
+    if session.job.scratch is not None:
+        (session.job.scratch / READY).touch()
+
     reporter = NullReporter()
     if env.is_rank_zero:
         warnings = [f"warning: {one}" for one in session.job.warnings]
-        block = start_block(config, trainee, run_dir, max_steps=max_steps, code=session.job.code)
+        block = start_block(
+            config, trainee, env, run_dir, max_steps=max_steps, code=session.job.code
+        )
         say("\n".join([*warnings, block]))
         reporter = Reporter(
             run_dir,
@@ -118,9 +139,15 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         stop_requested=stop_requested,
     )
     status = train(trainee, position=position, control=control, reporter=reporter)
+    if trainee.gradients is not None:
+        trainee.gradients.close(status)
+        write_run_record(run_dir, lost_ranks=trainee.gradients.lost)
     reporter.finish(status, position)
     return status
 
 
 # Each takes the session and whether to stop, and returns completed or preempted.
-TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {"train": run_training}
+TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
+    "train": run_training,
+    "collectives": run_collectives,
+}

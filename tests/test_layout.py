@@ -20,25 +20,29 @@ LAYERS = (
         "config",
         "record",
         "failures",
+        "collective_ops",
         "losses",
         "metrics",
         "pace",
         "schedules",
         "models",
     ),
+    ("collectives_config",),
     ("rules", "manifest", "folders", "job", "stop", "logs", "parallelism", "data.source"),
-    ("compose", "sweep", "distributed", "checkpoint", "tracking", "data"),
-    ("explain", "train"),
-    ("build", "state", "report"),
+    ("compose", "sweep", "distributed", "checkpoint", "tracking", "data", "gang"),
+    ("explain", "train", "collective_calls"),
+    ("build", "state", "report", "collective_timing", "serving"),
     ("session",),
+    ("collectives",),
     ("worker",),
     ("preload", "rendezvous"),
     ("launch",),
     ("__main__",),
 )
 TORCH_FREE = (
+    "collectives_config",
     *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
-    *("hardware", "job", "launch", "logs", "manifest", "record", "rules", "stop", "sweep"),
+    *("gang", "hardware", "job", "launch", "logs", "manifest", "record", "rules", "stop", "sweep"),
 )
 SLOW = ("torchvision", "sklearn", "transformers")  # seconds at import: inside functions only
 

@@ -17,6 +17,7 @@ from ddp_runner.data.source import Dataset, Split
 from ddp_runner.environment import DistEnv
 from ddp_runner.hardware import Hardware
 from ddp_runner.rules import resolve
+from ddp_runner.serving import take_part
 from ddp_runner.state import restore, snapshot
 from ddp_runner.train import Control, Position, Trainee, global_loss, train, train_step
 
@@ -94,12 +95,21 @@ def flat_weights(module: nn.Module) -> Tensor:
 def take_steps(env: DistEnv, config: Config, num_steps: int) -> Trace:
     """Take steps from the first epoch on. Collective: every rank must call."""
     trainee, trace = build(env, config), Trace()
+    part = take_part(
+        trainee, env, seed=config.seed, num_steps=num_steps, timeout_s=30, say=trace.said.append
+    )
+    if isinstance(part, str):
+        trace.weights = flat_weights(trainee.module)
+        return trace
+    trainee = part
     while len(trace.losses) < num_steps:
         for batch in trainee.batches.epoch(len(trace.losses) // trainee.batches.steps_per_epoch):
             step = len(trace.losses) + 1
             trace.losses.append(global_loss(trainee, train_step(trainee, batch), step=step))
             if step == num_steps:
                 break
+    if trainee.gradients is not None:
+        trainee.gradients.close("completed")
     trace.weights = flat_weights(trainee.module)
     return trace
 

@@ -4,13 +4,14 @@ A mode is a frozen dataclass whose fields are the keys of its YAML and whose met
 ``Mode``. The training loop is the same for all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ddp_runner.environment import DistEnv
 
@@ -22,6 +23,51 @@ class Role:
     share: int  # which part of each global batch it computes ...
     num_shares: int  # ... of so many, whose gradients are averaged
     loop: DistEnv | None  # its place among the ranks of the training loop; None: it serves them
+    serving: "Serving | None" = None  # how, in a mode where some ranks serve the loop
+
+
+class Gradients(Protocol):
+    """The loop's side of ranks that compute gradients for it."""
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks that died while the run went on."""
+
+    def collect(self, *, step: int) -> Tensor:
+        """Leave the gradients of a step in the module; return the mean loss over its samples."""
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics of the steps since the last call."""
+
+    def close(self, status: str) -> None:
+        """Tell those ranks how the run ended."""
+
+
+class Serving(Protocol):
+    """Both sides of a mode in which some ranks serve the loop."""
+
+    def connect(self, env: DistEnv, *, timeout_s: float) -> Sequence[ProcessGroup]:
+        """Return this rank's links between the two sides. Collective: every rank must call."""
+
+    def serve(
+        self,
+        module: nn.Module,
+        links: Sequence[ProcessGroup],
+        *,
+        num_steps: int,
+        say: Callable[[str], None],
+    ) -> Gradients:
+        """Return the loop's side; `num_steps` steps will be taken."""
+
+    def follow(
+        self,
+        module: nn.Module,
+        links: Sequence[ProcessGroup],
+        *,
+        seed: int,
+        compute: Callable[[int], Tensor],
+    ) -> str:
+        """Serve the loop to its end; return the run's status."""
 
 
 def alike(env: DistEnv) -> Role:
