@@ -48,6 +48,7 @@ class CheckpointConfig:
     keep: int = 3  # newest checkpoints that stay on disk
     monitor: str | None = None  # a metric, such as eval/accuracy: its best checkpoint stays as well
     mode: str = "max"  # max or min: which end of `monitor` is the best
+    load_best: bool = False  # after the last step load the best one and evaluate it once more
 
 
 @dataclass
@@ -74,6 +75,20 @@ class BackendConfig:
 
 
 @dataclass
+class CollectivesConfig:
+    """What `task=collectives` measures."""
+
+    ops: list[str] | None = None  # broadcast, all_reduce, send_recv, …; null: all there are
+    reduce_ops: list[str] | None = None  # null: those of sum, mean, max that the backend has
+    dtypes: list[str] = field(default_factory=lambda: ["float32"])  # of the messages
+    min_bytes: int = 1024  # smallest message: the whole of it, over all ranks
+    max_bytes: int = 64 * 2**20  # largest message, in bytes; always measured
+    size_factor: int = 16  # from one size to the next
+    warmup_steps: int = 2  # calls of each size that are not timed
+    steps: int = 10  # timed calls of each size
+
+
+@dataclass
 class Config:
     """One run. The mappings are free-form groups: ``_target_`` and its keyword arguments."""
 
@@ -89,6 +104,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
     backend: BackendConfig = field(default_factory=BackendConfig)
+    collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)
     parallelism: dict[str, Any] = field(default_factory=dict)

@@ -52,6 +52,14 @@ def _refused_override(chain: Sequence[BaseException]) -> UserError:
         wanted = TYPES.get(kind[1], kind[1])
         return UserError(f"{value[1].lstrip('+')} ({value[2]}) must be {wanted}")
     key = re.search(r"full_key: (\S+)", text)
+    lacking = re.search(r"Interpolation key '(dataset\.\w+)' not found", text)
+    if key and lacking:
+        return UserError(
+            f"{key[1]} comes from {lacking[1]}, which this dataset has not; choose another "
+            f"dataset, or give {key[1]} itself"
+        )
+    if key and "is not a ListConfig" in text:
+        return UserError(f"{key[1]} must be a list; write {key[1]}=[ONE,OTHER]")
     reasons = [str(link) for link in chain if isinstance(link, OmegaConfBaseException)]
     reason = (reasons or [text])[0].splitlines()[0]
     return UserError(f"{key[1]}: {reason}" if key else reason)

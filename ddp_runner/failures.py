@@ -57,6 +57,18 @@ def first_failure(scratch: Path, *, attempt: int) -> Failure | None:
     return min(failures, key=lambda one: (one.kind == "peer", one.time_ns), default=None)
 
 
+def note_end(scratch: Path, *, rank: int) -> None:
+    """Let a gang that goes on without this rank know that its process has ended."""
+    (scratch / f"ended-{rank}").touch()
+
+
+def ended_ranks(scratch: Path | None) -> set[int]:
+    """Return the ranks of this gang whose processes are known to have ended."""
+    if scratch is None:
+        return set()
+    return {int(path.name.removeprefix("ended-")) for path in scratch.glob("ended-*")}
+
+
 def record_stack(scratch: Path, *, rank: int, attempt: int) -> None:
     """Write down where this rank's main thread stands; the gang has failed and it may be late."""
     main_thread = threading.main_thread().ident

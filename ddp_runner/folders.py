@@ -31,7 +31,10 @@ def run_folder(config: Config) -> Path:
     model, dataset, mode = (
         group.get("name", "custom") for group in (config.model, config.dataset, config.parallelism)
     )
-    name = config.name or f"{model}-{dataset}-{mode}-ws{config.world_size}"
+    usual = f"{model}-{dataset}-{mode}"
+    if config.task != "train":
+        usual = f"{config.task}-{config.backend.name if config.task == 'collectives' else usual}"
+    name = config.name or f"{usual}-ws{config.world_size}"
     return OUTPUTS / safe_name(name) / timestamp()
 
 

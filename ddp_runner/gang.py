@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+from ddp_runner.failures import note_end
 from ddp_runner.job import READY, Job
 
 LAST_WORDS_S = 10.0  # from the end of rank 0 to the end of the others
@@ -43,7 +44,8 @@ def run_gang(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
     """
     assert job.scratch is not None
     for attempt in range(job.config.launch.max_restarts + 1):
-        (job.scratch / READY).unlink(missing_ok=True)
+        for path in [job.scratch / READY, *job.scratch.glob("ended-*")]:
+            path.unlink(missing_ok=True)
         ranks = [_start(job, work, rank, attempt) for rank in range(job.config.world_size)]
         try:
             return _watch(job, ranks)
@@ -66,6 +68,7 @@ def _watch(job: Job, ranks: list[_Rank]) -> dict[str, Any]:
             if one.process.is_alive():
                 continue
             del running[rank]
+            note_end(job.scratch, rank=rank)
             is_vital = rank == 0 or not (job.scratch / READY).exists()
             if one.process.exitcode and is_vital:
                 raise RankLostError(rank, one.process.exitcode)
@@ -101,4 +104,6 @@ def _run_rank(
     try:
         sender.send(work(job))
     except Exception:
-        sys.exit(1)  # work has written the reason down
+        os._exit(1)  # work has written the reason down
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for threads that still talk to a lost rank

@@ -16,7 +16,14 @@ from typing import Any
 
 from ddp_runner.errors import UserError
 
-HEADLINES = ("train/loss", "eval/loss", "eval/accuracy", "eval/f1")  # shown on the screen
+HEADLINES = (  # shown on the screen
+    *("train/loss", "eval/loss", "eval/accuracy", "eval/f1"),
+    *("best/loss", "best/accuracy", "best/f1"),
+    *(
+        f"collectives/all_reduce_{dtype}_sum/busbw_gb_per_s"  # of the largest message
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
+)
 RUN_RECORD = "run.json"
 GIT_TIMEOUT_S = 2.0
 PACKAGES = (

@@ -8,10 +8,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.config import BackendConfig, BatchConfig, Config, check_targets
+from ddp_runner.batch_rules import num_shares, resolve_batch
+from ddp_runner.checkpoint_rules import check_checkpoints
+from ddp_runner.collectives_config import check_collectives
+from ddp_runner.config import BackendConfig, Config, check_targets
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware
+from ddp_runner.model_rules import check_model
 
 TASKS = ("train", "collectives", "check")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -39,11 +43,15 @@ def resolve(
     """
     check_targets(config)
     _check_values(config)
+    check_checkpoints(config, env=env, chosen=chosen)
+    check_model(config)
     ranks = _world_size(config, hardware, env.world_size if env else None)
+    check_collectives(config, num_ranks=ranks)
+    shares = num_shares(config, ranks)
     nproc = env.local_world_size if env else _nproc_per_node(config, ranks)
     backend = _backend(config, hardware, ranks, nproc)
     _check_mode(config, ranks, backend)
-    batch = _batch(config, ranks, chosen)
+    batch = resolve_batch(config, shares, chosen)
     warnings = []
     if backend.device == "cpu" and nproc > hardware.num_cores:
         warnings.append(
@@ -55,7 +63,7 @@ def resolve(
 
 
 def _check_values(config: Config) -> None:
-    train, checkpoint, launch = config.train, config.checkpoint, config.launch
+    train, launch = config.train, config.launch
     positive = {
         "train.epochs": train.epochs,
         "train.max_steps": train.max_steps,
@@ -66,9 +74,6 @@ def _check_values(config: Config) -> None:
         "batch.global_size": config.batch.global_size,
         "batch.per_rank": config.batch.per_rank,
         "batch.eval_per_rank": config.batch.eval_per_rank,
-        "checkpoint.every_epochs": checkpoint.every_epochs,
-        "checkpoint.every_steps": checkpoint.every_steps,
-        "checkpoint.keep": checkpoint.keep,
         "launch.nnodes": launch.nnodes,
         "launch.nproc_per_node": launch.nproc_per_node,
         "launch.shutdown_timeout_s": launch.shutdown_timeout_s,
@@ -96,7 +101,6 @@ def _check_values(config: Config) -> None:
         ("train.precision", train.precision, PRECISIONS),
         ("backend.name", config.backend.name, BACKENDS),
         ("backend.device", config.backend.device, ("auto", "cpu", "cuda")),
-        ("checkpoint.mode", checkpoint.mode, ("max", "min")),
     ):
         if choice not in options:
             raise UserError(f"{key} ({choice}) must be one of {', '.join(options)}")
@@ -206,32 +210,3 @@ def _check_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
         )
     if mode.get("sync_batchnorm") and backend.device == "cpu":
         raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")
-
-
-def _batch(config: Config, ranks: int, chosen: Collection[str]) -> BatchConfig:
-    total, per_rank = config.batch.global_size, config.batch.per_rank
-    if total is not None and per_rank is not None:
-        # A default or an experiment's choice gives way to the key that the user wrote.
-        explicit = {"batch.global_size", "batch.per_rank"} & set(chosen)
-        if len(explicit) == 2:
-            raise UserError(
-                f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
-                "give one, the other follows"
-            )
-        if explicit == {"batch.per_rank"}:
-            total = None
-        else:
-            per_rank = None
-    parts = ranks * config.train.grad_accum_steps
-    if total is None:
-        if per_rank is None:
-            raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
-        return replace(config.batch, global_size=per_rank * parts, per_rank=per_rank)
-    if total % parts:
-        below, above = total // parts * parts, (total // parts + 1) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
-        divisor = f"world_size ({ranks})"
-        if config.train.grad_accum_steps > 1:
-            divisor += f" x train.grad_accum_steps ({config.train.grad_accum_steps})"
-        raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
-    return replace(config.batch, global_size=total, per_rank=total // parts)

@@ -1,6 +1,6 @@
 """How a rank takes part in a mode where some ranks compute gradients for the training loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,6 +17,7 @@ def take_part(
     seed: int,
     num_steps: int,
     timeout_s: float,
+    ended: Callable[[], Collection[int]],
     say: Callable[[str], None],
 ) -> Trainee | str:
     """Return what runs the loop on this rank; where it serves the loop, do so to its end.
@@ -29,6 +30,7 @@ def take_part(
         seed: of the run.
         num_steps: how many steps the loop will take.
         timeout_s: after so long without an answer a rank counts as lost.
+        ended: tells which ranks' processes are known to have ended.
         say: into this rank's log.
 
     Returns:
@@ -39,7 +41,9 @@ def take_part(
         return trainee
     links = role.serving.connect(env, timeout_s=timeout_s)
     if role.loop is not None:
-        gradients = role.serving.serve(trainee.module, links, num_steps=num_steps, say=say)
+        gradients = role.serving.serve(
+            trainee.module, links, num_steps=num_steps, ended=ended, say=say
+        )
         return replace(trainee, gradients=gradients)
     order = lru_cache(maxsize=2)(trainee.batches.order)
 

@@ -9,17 +9,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_runner.build import build_trainee, make
+from ddp_runner.check import run_check
 from ddp_runner.checkpoint import save_checkpoint
 from ddp_runner.collectives import run_collectives
 from ddp_runner.data.prepared import load_dataset
+from ddp_runner.delivery import check_monitor, deliver
 from ddp_runner.environment import DistEnv, dist_env
-from ddp_runner.failures import record_failure
+from ddp_runner.failures import ended_ranks, record_failure
 from ddp_runner.job import EXIT_COMPLETED, READY, Job
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, start_block
@@ -28,6 +31,7 @@ from ddp_runner.session import Session, note_restart, open_session
 from ddp_runner.state import restore, snapshot
 from ddp_runner.stop import StopRequest, die_with_launcher
 from ddp_runner.train import Control, Position, train
+from ddp_runner.weights import starting_weights
 
 PEER_GRACE_S = 2.0  # a rank that lost a peer waits: the peer's own end shall be noticed first
 
@@ -78,8 +82,12 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     config, env, run_dir, say = session.config, session.env, session.run_dir, session.say
     source = make("dataset", config.dataset)
     dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
+    check_monitor(config, dataset)
+    weights = None
+    if env.is_rank_zero:
+        weights = starting_weights(config, run_dir / "checkpoints", say=say)
     trainee = build_trainee(
-        config, env, mode=session.mode, devices=session.devices, dataset=dataset
+        config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
     )
     position = Position()
     resume_step = restore(trainee, position, config, run_dir / "checkpoints", say=say)
@@ -94,6 +102,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         seed=config.seed,
         num_steps=max_steps - position.step,
         timeout_s=config.backend.timeout_s,
+        ended=partial(ended_ranks, session.job.scratch),
         say=say,
     )
     if isinstance(part, str):
@@ -142,6 +151,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     if trainee.gradients is not None:
         trainee.gradients.close(status)
         write_run_record(run_dir, lost_ranks=trainee.gradients.lost)
+    if status == "completed":
+        deliver(trainee, position, config, run_dir, reporter=reporter, say=say)
     reporter.finish(status, position)
     return status
 
@@ -150,4 +161,5 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
 TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
     "train": run_training,
     "collectives": run_collectives,
+    "check": run_check,
 }

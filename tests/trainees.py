@@ -96,7 +96,13 @@ def take_steps(env: DistEnv, config: Config, num_steps: int) -> Trace:
     """Take steps from the first epoch on. Collective: every rank must call."""
     trainee, trace = build(env, config), Trace()
     part = take_part(
-        trainee, env, seed=config.seed, num_steps=num_steps, timeout_s=30, say=trace.said.append
+        trainee,
+        env,
+        seed=config.seed,
+        num_steps=num_steps,
+        timeout_s=30,
+        ended=set,
+        say=trace.said.append,
     )
     if isinstance(part, str):
         trace.weights = flat_weights(trainee.module)

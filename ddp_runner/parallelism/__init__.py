@@ -4,7 +4,7 @@ A mode is a frozen dataclass whose fields are the keys of its YAML and whose met
 ``Mode``. The training loop is the same for all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,9 +55,18 @@ class Serving(Protocol):
         links: Sequence[ProcessGroup],
         *,
         num_steps: int,
+        ended: Callable[[], Collection[int]],
         say: Callable[[str], None],
     ) -> Gradients:
-        """Return the loop's side; `num_steps` steps will be taken."""
+        """Return the loop's side.
+
+        Args:
+            module: whose gradients are collected.
+            links: from `connect`.
+            num_steps: how many steps will be taken.
+            ended: tells which ranks' processes are known to have ended.
+            say: takes a line for the user.
+        """
 
     def follow(
         self,

@@ -10,7 +10,7 @@ Networks (2012).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,11 +85,12 @@ class ParameterServer:
         links: Sequence[dist.ProcessGroup],
         *,
         num_steps: int,
+        ended: Callable[[], Collection[int]],
         say: Callable[[str], None],
     ) -> Server:
         """Return the server's side. Rank 0 only."""
         waits = self.mode == "sync"
-        return Server(module, links=links, waits=waits, num_steps=num_steps, say=say)
+        return Server(module, links=links, waits=waits, num_steps=num_steps, ended=ended, say=say)
 
     def follow(
         self,

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+POLL_S = 0.2  # between two looks at which trainers have ended
+LAST_WORDS_S = 5.0  # for the trainers to be told of the end
 STATUS_OF = {-1: "completed", -2: "preempted"}  # what a trainer is sent in place of a batch
 
 
@@ -43,9 +45,10 @@ class Server:
         links: Sequence[dist.ProcessGroup],
         waits: bool,
         num_steps: int,
+        ended: Callable[[], Collection[int]],
         say: Callable[[str], None],
     ) -> None:
-        self._module, self._waits, self._say = module, waits, say
+        self._module, self._waits, self._ended, self._say = module, waits, ended, say
         self._links = dict(enumerate(links, start=1))  # by trainer
         self._idle, self._tasks = list(self._links), dict[int, _Task]()
         self._version, self._left = 0, num_steps  # updates taken; batches not handed out yet
@@ -53,7 +56,7 @@ class Server:
         self._next: int | None = None
         self._size = packed(module, gradients=True, facts=torch.zeros(2)).numel()
         self._dtype = _dtype(module)
-        # A thread for each trainer: its push is received while others still compute.
+        # A thread for each trainer, so that none waits for the messages of another.
         self._pool = ThreadPoolExecutor(max_workers=len(links))
         self._lap, self.lost = _Lap(), list[int]()
 
@@ -94,14 +97,17 @@ class Server:
 
     def close(self, status: str) -> None:
         """Tell the trainers how the run ended; what they still compute is dropped."""
-        wait([task.push for task in self._tasks.values()])
+        while self._tasks:
+            rank, push = self._first_answer()
+            if push is not None:
+                self._idle.append(rank)
         (code,) = (code for code, name in STATUS_OF.items() if name == status)
-        for rank in [*self._idle, *self._tasks]:
-            try:
-                dist.send(torch.tensor([code]), dst=rank, group=self._links[rank])
-            except RuntimeError as error:
-                self._lose(rank, error)
-        self._pool.shutdown()
+        ends = [
+            self._pool.submit(dist.send, torch.tensor([code]), dst=rank, group=self._links[rank])
+            for rank in self._idle
+        ]
+        wait(ends, timeout=LAST_WORDS_S)
+        self._pool.shutdown(wait=False)
 
     def _from_all(self, step: int) -> list[Tensor]:
         values = packed(self._module)
@@ -126,17 +132,28 @@ class Server:
                     "logs in the run folder, then resume it"
                 )
             started = time.perf_counter()
-            wait([task.push for task in self._tasks.values()], return_when=FIRST_COMPLETED)
+            rank, push = self._first_answer()
             self._lap.server_wait_s += time.perf_counter() - started
-            rank = next(rank for rank, task in self._tasks.items() if task.push.done())
-            task = self._tasks.pop(rank)
-            if error := task.push.exception():
-                self._todo.append(task.step)
-                self._lose(rank, error)
-                continue
-            self._lap.staleness.append(self._version - task.version)
-            self._idle.append(rank)
-            return task.push.result()
+            if push is not None:
+                self._idle.append(rank)
+                return push
+
+    def _first_answer(self) -> tuple[int, Tensor | None]:
+        """Wait for any trainer; return its rank and push, None if it is lost."""
+        while not (answered := [rank for rank, task in self._tasks.items() if task.push.done()]):
+            # A message to a process that has just ended may never fail: gloo does not always see.
+            if answered := [rank for rank in self._tasks if rank in self._ended()]:
+                break
+            pushes = [task.push for task in self._tasks.values()]
+            wait(pushes, timeout=POLL_S, return_when=FIRST_COMPLETED)
+        rank = answered[0]
+        task = self._tasks.pop(rank)
+        if not task.push.done() or task.push.exception():
+            self._todo.append(task.step)
+            self._lose(rank, was_silent=task.push.done() and rank not in self._ended())
+            return rank, None
+        self._lap.staleness.append(self._version - task.version)
+        return rank, task.push.result()
 
     def _give_all_idle(self) -> None:
         values = packed(self._module)
@@ -147,28 +164,23 @@ class Server:
             else:
                 assert self._next is not None
                 step, self._next, self._left = self._next, self._next + 1, self._left - 1
-            try:
-                self._give(rank, step, values)
-            except RuntimeError as error:
-                self._todo.append(step)
-                self._lose(rank, error)
+            self._give(rank, step, values)
 
     def _give(self, rank: int, step: int, values: Tensor) -> None:
         link = self._links[rank]
-        dist.send(torch.tensor([step]), dst=rank, group=link)
-        dist.send(values, dst=rank, group=link)
-        push = torch.empty(self._size, dtype=self._dtype)
 
-        def received() -> Tensor:
+        def exchange() -> Tensor:
+            dist.send(torch.tensor([step]), dst=rank, group=link)
+            dist.send(values, dst=rank, group=link)
+            push = torch.empty(self._size, dtype=self._dtype)
             dist.recv(push, src=rank, group=link)
             return push
 
-        self._tasks[rank] = _Task(step, self._version, self._pool.submit(received))
+        self._tasks[rank] = _Task(step, self._version, self._pool.submit(exchange))
 
-    def _lose(self, rank: int, error: BaseException) -> None:
+    def _lose(self, rank: int, *, was_silent: bool) -> None:
         self.lost.append(rank)
         left = len(self._idle) + len(self._tasks)
-        was_silent = "imed out" in str(error)
         reason = "no answer within backend.timeout_s" if was_silent else "its process ended"
         self._say(f"rank {rank} is lost ({reason}); the run goes on with {left} trainer(s)")
 

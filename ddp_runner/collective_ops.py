@@ -1,0 +1,180 @@
+"""The operations that ``collectives`` measures: calls, inputs, due results and bus factors.
+
+Used by ``collective_calls``. Inputs are small whole numbers that follow from rank, share and place:
+each rank knows the result that is due, and a message cut short, another rank's share or a buffer
+that nobody filled is noticed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PERIOD = 101  # of the inputs, in elements: a prime, so that shares of a message do not begin alike
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+Patterns = list[Tensor]  # one period of each share of a buffer, int64 or float64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is measured over all sizes: an operation, and on what it works."""
+
+    op: str
+    dtype: str | None = None  # None: a barrier moves no data
+    reduce_op: str | None = None  # None: the operation does not reduce
+
+    def __str__(self) -> str:
+        return "_".join(filter(None, (self.op, self.dtype, self.reduce_op)))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How an operation is called, and what goes in and comes out of it on each rank.
+
+    ``sent`` and ``due`` take rank, world size and reduction, and return the shares of the buffer;
+    an empty list: this rank gives, or is due, nothing.
+    """
+
+    bind: Callable[[Tensor, Tensor, dist.ReduceOp.RedOpType], Callable[[], object]]
+    sent: Callable[[int, int, str], Patterns]
+    due: Callable[[int, int, str], Patterns]
+    bus_factor: Callable[[int], float]
+    is_split: bool = False  # the message is one share a rank, else each rank holds all of it
+    in_place: bool = False
+    reduces: bool = False
+
+
+def values(rank: int, share: int = 0) -> Tensor:
+    """Return one period of what a rank sends as is: int64, 0 to 100."""
+    return (torch.arange(PERIOD) + 37 * rank + 13 * share) % PERIOD
+
+
+def addends(reduce_op: str, rank: int, share: int = 0) -> Tensor:
+    """Return one period of what a rank gives to a reduction; small, to be exact in any dtype."""
+    if reduce_op == "product":
+        return 1 + (values(rank, share) % 8 == 0).long()
+    return values(rank, share) % 7
+
+
+def reduced(reduce_op: str, world_size: int, share: int = 0) -> Tensor:
+    """Return one period of the reduction of all ranks' addends: int64, or float64 of a mean."""
+    by_rank = torch.stack([addends(reduce_op, rank, share) for rank in range(world_size)])
+    match reduce_op:
+        case "sum":
+            return by_rank.sum(0)
+        case "mean":
+            return by_rank.double().mean(0)
+        case "max":
+            return by_rank.amax(0)
+        case "min":
+            return by_rank.amin(0)
+        case "product":
+            return by_rank.prod(0)
+    raise AssertionError(reduce_op)
+
+
+def _scatter(source: Tensor, target: Tensor, _: object) -> Callable[[], object]:
+    shares = list(source.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+    return partial(dist.scatter, target, shares, src=0)
+
+
+def _gather(source: Tensor, target: Tensor, _: object) -> Callable[[], object]:
+    shares = list(target.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+    return partial(dist.gather, source, shares, dst=0)
+
+
+def _send_recv(source: Tensor, target: Tensor, _: object) -> Callable[[], object]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sends = dist.P2POp(dist.isend, source, (rank + 1) % num_ranks)
+    receives = dist.P2POp(dist.irecv, target, (rank - 1) % num_ranks)
+
+    def call() -> None:
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+
+    return call
+
+
+def _ring(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
+
+
+# The bus factors are those of nccl-tests: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md,
+# and for gather, scatter and sendrecv src/*.cu. Its sendrecv is this one: every rank sends to the
+# next and receives from the one before it, all at once. The root of all operations is rank 0.
+OPERATIONS = {
+    "broadcast": Operation(
+        bind=lambda source, target, _: partial(dist.broadcast, source, src=0),
+        sent=lambda rank, n, _: [values(rank)],
+        due=lambda rank, n, _: [values(0)],
+        bus_factor=lambda n: 1.0,
+        in_place=True,
+    ),
+    "scatter": Operation(
+        bind=_scatter,
+        sent=lambda rank, n, _: [] if rank else [values(0, other) for other in range(n)],
+        due=lambda rank, n, _: [values(0, rank)],
+        bus_factor=_ring,
+        is_split=True,
+    ),
+    "gather": Operation(
+        bind=_gather,
+        sent=lambda rank, n, _: [values(rank)],
+        due=lambda rank, n, _: [] if rank else [values(other) for other in range(n)],
+        bus_factor=_ring,
+        is_split=True,
+    ),
+    "reduce": Operation(
+        bind=lambda source, target, op: partial(dist.reduce, source, dst=0, op=op),
+        sent=lambda rank, n, op: [addends(op, rank)],
+        due=lambda rank, n, op: [] if rank else [reduced(op, n)],
+        bus_factor=lambda n: 1.0,
+        in_place=True,
+        reduces=True,
+    ),
+    "all_reduce": Operation(
+        bind=lambda source, target, op: partial(dist.all_reduce, source, op=op),
+        sent=lambda rank, n, op: [addends(op, rank)],
+        due=lambda rank, n, op: [reduced(op, n)],
+        bus_factor=lambda n: 2 * _ring(n),
+        in_place=True,
+        reduces=True,
+    ),
+    "all_gather": Operation(
+        bind=lambda source, target, _: partial(dist.all_gather_into_tensor, target, source),
+        sent=lambda rank, n, _: [values(rank)],
+        due=lambda rank, n, _: [values(other) for other in range(n)],
+        bus_factor=_ring,
+        is_split=True,
+    ),
+    "reduce_scatter": Operation(
+        bind=lambda source, target, op: partial(dist.reduce_scatter_tensor, target, source, op=op),
+        sent=lambda rank, n, op: [addends(op, rank, other) for other in range(n)],
+        due=lambda rank, n, op: [reduced(op, n, rank)],
+        bus_factor=_ring,
+        is_split=True,
+        reduces=True,
+    ),
+    "all_to_all": Operation(
+        bind=lambda source, target, _: partial(dist.all_to_all_single, target, source),
+        sent=lambda rank, n, _: [values(rank, other) for other in range(n)],
+        due=lambda rank, n, _: [values(other, rank) for other in range(n)],
+        bus_factor=_ring,
+        is_split=True,
+    ),
+    "send_recv": Operation(
+        bind=_send_recv,
+        sent=lambda rank, n, _: [values(rank)],
+        due=lambda rank, n, _: [values((rank - 1) % n)],
+        bus_factor=lambda n: 1.0,
+    ),
+}

@@ -1,0 +1,198 @@
+"""The parameter server: both modes, lost trainers, resuming. Its parity is in test_parity."""
+
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from commands import (
+    assert_same_state,
+    background,
+    ended,
+    last_step,
+    metrics,
+    numbers,
+    record,
+    refusal,
+    run_command,
+    wait_for,
+)
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from ddp_runner.environment import DistEnv
+from ddp_runner.parallelism.ps import ParameterServer
+
+PS = ("parallelism=ps", "train.num_threads=1")
+# Dropout and momentum: a resumed run must find both as they were.
+STOPPABLE = (
+    *PS, "world_size=3", "model=mnist_net", "optimizer.momentum=0.9", "dataset=fake_images",
+    "dataset.num_samples=64", "batch.global_size=8", "train.epochs=20", "train.log_every_steps=1",
+)  # fmt: skip
+# Steps enough for a signal to come in the midst of them.
+LONG = (
+    *PS, "world_size=4", "model=mnist_net", "dataset=fake_images", "batch.per_rank=16",
+    "train.epochs=10", "parallelism.mode=async",
+)  # fmt: skip
+
+
+def pid_of(folder: Path, rank: int) -> int:
+    """Return a trainer's process, which its log names; 0 while it does not."""
+    for path in folder.rglob(f"rank-{rank}.log"):
+        if match := re.search(rf"rank {rank} is process (\d+)", path.read_text()):
+            return int(match[1])
+    return 0
+
+
+def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
+    """Each leaves staleness, waiting and pushes; only asynchronous pushes can be stale."""
+    end = run_command(
+        *(
+            "-m",
+            *PS,
+            "model=toy",
+            "optimizer=adam",
+            "train.max_steps=24",
+            "parallelism.num_servers=1",
+        ),
+        *("parallelism.mode=sync,async", "world_size=2,4", "hydra.sweep.dir=sweep"),
+        folder=tmp_path,
+    )
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert len(end.run_dirs) == 4
+    for run_dir in end.run_dirs:
+        fields, is_sync = record(run_dir), "mode=sync" in run_dir.name
+        num_trainers = fields["world_size"] - 1
+        assert (fields["status"], fields["step"], fields["lost_ranks"]) == ("completed", 24, [])
+        lines = [line for line in metrics(run_dir) if "ps/pushes_per_s" in line]
+        for line in lines:
+            assert line["ps/num_trainers"] == num_trainers
+            assert line["ps/pushes_per_s"] > 0
+            assert line["ps/trainer_wait_ms"] > 0
+            assert line["ps/server_wait_ms"] > 0
+        # Each trainer's parameters are as old as the pushes of the others since it got them.
+        steady = lines[-1]["ps/staleness_mean"]
+        assert steady == 0 if is_sync or num_trainers == 1 else 0 < steady <= 2 * num_trainers
+
+
+def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """Synchronous, with dropout: the resumed run equals the undisturbed one, bit for bit."""
+    undisturbed = run_command(
+        *STOPPABLE, "hydra.run.dir=undisturbed", folder=tmp_path / "a"
+    ).run_dir
+    folder = tmp_path / "b"
+    with background(*STOPPABLE, folder=folder) as process:
+        wait_for(lambda: last_step(folder) >= 11)
+        os.kill(process.pid, signal.SIGINT)
+        end = ended(process, folder)
+    assert end.exit_code == 130
+    assert record(end.run_dir)["step"] < record(undisturbed)["step"]
+    resumed = run_command(f"resume={end.run_dir}", folder=folder)
+    assert (resumed.exit_code, resumed.stderr) == (0, "")
+
+    def told(run_dir: Path) -> list[dict[str, object]]:
+        return [
+            {key: value for key, value in line.items() if not key.startswith("ps/")}
+            for line in numbers(run_dir)
+        ]
+
+    assert told(resumed.run_dir) == told(undisturbed)
+    assert_same_state(resumed.run_dir, undisturbed)
+
+
+def test_an_asynchronous_run_outlives_its_trainers(tmp_path: Path) -> None:
+    """Two of three are killed: it says so, goes on with the third, and completes."""
+    with background(*LONG, folder=tmp_path) as process:
+        wait_for(lambda: last_step(tmp_path) >= 20)
+        for rank in (1, 3):
+            os.kill(pid_of(tmp_path, rank), signal.SIGKILL)
+        end = ended(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    fields = record(end.run_dir)
+    assert (fields["status"], sorted(fields["lost_ranks"])) == ("completed", [1, 3])
+    assert "rank 3 is lost (its process ended); the run goes on with" in end.stdout
+    assert metrics(end.run_dir)[-2]["ps/num_trainers"] == 1
+    assert fields["metrics"]["eval/accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "sentence"),
+    [
+        ("async", (1, 2, 3), "all trainers are lost (ranks "),
+        ("async", (0,), "rank 0 was killed by SIGKILL"),
+        ("sync", (2,), "rank 2 was killed by SIGKILL"),
+    ],
+)
+def test_a_run_that_lost_too_much_fails(
+    tmp_path: Path, mode: str, ranks: tuple[int, ...], sentence: str
+) -> None:
+    """The server, all trainers, or one of a synchronous run: named, and nothing is left behind."""
+    with background(*LONG, f"parallelism.mode={mode}", folder=tmp_path) as process:
+        wait_for(lambda: last_step(tmp_path) >= 20)
+        for rank in ranks:
+            pid = pid_of(tmp_path, rank) or _server(tmp_path)
+            os.kill(pid, signal.SIGKILL)
+        end = ended(process, tmp_path)
+    assert end.exit_code == 1
+    assert sentence in end.stderr.splitlines()[0]
+    assert record(end.run_dir)["status"] == "failed"
+
+
+def _server(folder: Path) -> int:
+    (log,) = folder.rglob("rank-0.log")
+    match = re.search(r"this is rank 0, process (\d+)", log.read_text())
+    assert match is not None
+    return int(match[1])
+
+
+def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
+    """Return the batches that this trainer computed; rank 2 falls silent after its third."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="async")
+    module, steps = nn.Linear(3, 1), list[int]()
+    links = mode.connect(env, timeout_s=30)
+
+    def compute(step: int) -> Tensor:
+        steps.append(step)
+        if env.rank == 2 and len(steps) == 4:
+            raise InterruptedError
+        module(torch.ones(1, 3)).sum().backward()
+        return torch.tensor(float(step))
+
+    if env.rank == 0:
+        server = mode.serve(module, links, num_steps=num_steps, ended=set, say=print)
+        losses = [int(server.collect(step=step)) for step in range(100, 100 + num_steps)]
+        server.close("completed")
+        assert server.lost == [2]
+        return losses
+    try:
+        assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+    except InterruptedError:
+        torch.distributed.distributed_c10d._abort_process_group(links[0])
+        return steps[:-1]
+    return steps
+
+
+def test_each_batch_is_computed_once_even_if_a_trainer_is_lost() -> None:
+    """What the lost one held is given to another; nothing beyond the last step is begun."""
+    applied, *computed = run_ranks(computed_steps, 4, 50)
+    wanted = Counter(range(100, 150))
+    assert Counter(applied) == wanted
+    assert Counter(step for steps in computed for step in steps) == wanted
+    assert len(computed[1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (("world_size=1",), "needs a server and a trainer, world_size is 1; use 2 or more"),
+        (("parallelism.num_servers=2",), "parallelism.num_servers (2) must be 1"),
+        (("parallelism.mode=later",), "(later) must be sync or async"),
+        (("world_size=4", "batch.global_size=100"), "not divisible by trainers (3); use 99 or 102"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], rule: str) -> None:
+    """One line with the rule, before anything starts."""
+    assert rule in refusal("parallelism=ps", *overrides)
