@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,19 +14,15 @@ from torch import nn
 from ddp_runner.config import Config
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.source import Dataset, Split
-from ddp_runner.distributed import loop_group
+from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism import Mode
 from ddp_runner.train import Trainee
+from ddp_runner.weights import load_weights
 
-MODEL_KEYS = (
-    "name",
-    "loss",
-    "num_stages",
-    "channels_last",
-    "weights",
-)  # the rest is the constructor's
+# Keys of `model` that are not the constructor's; `make` drops the name itself.
+MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
@@ -36,8 +33,17 @@ def build_trainee(
     mode: Mode,
     devices: tuple[torch.device, ...],
     dataset: Dataset,
+    weights: Path | None = None,
 ) -> Trainee:
     """Return the model, optimizer and batches of one rank. Collective: every rank must call.
+
+    Args:
+        config: resolved.
+        env: this rank among all.
+        mode: the form of parallelism.
+        devices: of this rank.
+        dataset: both splits.
+        weights: what rank 0 loads into the model, the other ranks None.
 
     Raises:
         UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
@@ -50,10 +56,18 @@ def build_trainee(
         )
     role = mode.role(env)
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
-    build = partial(make, "model", {k: v for k, v in config.model.items() if k not in MODEL_KEYS})
+    build = partial(
+        make,
+        "model",
+        {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS},
+    )
     module = mode.place(build, devices)
     if config.model.get("channels_last"):
         module = module.to(memory_format=torch.channels_last)
+    if weights is not None:
+        load_weights(module, weights)
+    if config.model.get("weights") is not None:
+        broadcast_buffers(module)  # a mode that wraps nothing sends its parameters alone
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = mode.wrap(compiled, devices)
     torch.manual_seed(config.seed + env.rank)  # dropout differs between ranks

@@ -77,6 +77,7 @@ def _check_values(config: Config) -> None:
         "launch.nnodes": launch.nnodes,
         "launch.nproc_per_node": launch.nproc_per_node,
         "launch.shutdown_timeout_s": launch.shutdown_timeout_s,
+        "sweep.max_failures": config.sweep.max_failures,
         "backend.timeout_s": config.backend.timeout_s,
         "optimizer.lr": _number("optimizer.lr", config.optimizer.get("lr", 1.0)),
         "dataset.num_samples": _number("dataset.num_samples", config.dataset.get("num_samples", 1)),
@@ -100,10 +101,12 @@ def _check_values(config: Config) -> None:
         ("task", config.task, TASKS),
         ("train.precision", train.precision, PRECISIONS),
         ("backend.name", config.backend.name, BACKENDS),
+        ("sweep.retry", config.sweep.retry, (None, "failed")),
         ("backend.device", config.backend.device, ("auto", "cpu", "cuda")),
     ):
         if choice not in options:
-            raise UserError(f"{key} ({choice}) must be one of {', '.join(options)}")
+            named = ", ".join("null" if one is None else one for one in options)
+            raise UserError(f"{key} ({choice}) must be one of {named}")
     if config.data_root != "data" and not Path(config.data_root).is_dir():
         raise UserError(
             f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "

@@ -14,7 +14,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.part
 MOST_LINES = 260
 # From the bottom up: a module imports from lower layers alone. Equals do not know each other.
 LAYERS = (
-    ("errors", "hardware"),
+    ("errors", "hardware", "pictures"),
+    ("text_files",),
     (
         "environment",
         "config",
@@ -30,7 +31,8 @@ LAYERS = (
     ),
     ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules"),
     ("rules", "folders", "job", "stop", "logs", "parallelism", "data.source"),
-    ("compose", "sweep", "distributed", "checkpoint", "tracking", "data", "gang"),
+    ("ledger", "distributed", "checkpoint", "tracking", "data", "gang"),
+    ("compose", "sweep"),
     ("explain", "train", "weights", "collective_calls"),
     ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
     ("session", "check_gradients", "check_samples", "check_state"),
@@ -43,7 +45,20 @@ LAYERS = (
 TORCH_FREE = (
     *("batch_rules", "checkpoint_rules", "collectives_config", "model_rules"),
     *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
-    *("gang", "hardware", "job", "launch", "logs", "manifest", "record", "rules", "stop", "sweep"),
+    *(
+        "gang",
+        "hardware",
+        "job",
+        "launch",
+        "ledger",
+        "logs",
+        "manifest",
+        "record",
+        "rules",
+        "stop",
+        "sweep",
+    ),
+    "text_files",
 )
 SLOW = ("torchvision", "sklearn", "transformers")  # seconds at import: inside functions only
 

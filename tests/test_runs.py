@@ -26,6 +26,7 @@ from commands import (
     write_experiment,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from texts import write_reviews
 
 from ddp_runner.folders import claim
 
@@ -47,6 +48,8 @@ TABLE = {
     "dp": (("parallelism=dp", *TOY), "DataParallel without GPUs", 1),
     "ddp": (("parallelism=ddp", *TOY), "replicas", 2),
     "ddp_mp": (("model=toy_mp", "parallelism=ddp_mp", *TOY[1:]), "replicas of two stages", 2),
+    "toy_slow": (("model=toy_slow", "model.delay_s=0.2", *TOY[1:]), "a rank that is late", 2),
+    "ps": (("parallelism=ps", "parallelism.mode=async", *TOY), "a server and a trainer", 2),
     "toy_mp": (("model=toy_mp", "parallelism=ddp_mp", "world_size=1", *TOY[1:]), "one replica", 1),
     "convnet": (("model=convnet", "train.max_steps=2"), "BatchNorm under DDP", 2),
     "convnet_mp": (
@@ -58,6 +61,21 @@ TABLE = {
     "mnist_net_mp": (
         ("model=mnist_net_mp", "parallelism=ddp_mp", "train.max_steps=2"),
         "dropout in two stages",
+        2,
+    ),
+    "resnet18": (
+        ("model=resnet18", "dataset.augmentation.crop_padding=2", "train.max_steps=2"),
+        "torchvision, augmented",
+        2,
+    ),
+    "mobilenet_v3_small": (
+        ("model=mobilenet_v3_small", "dataset=fake_images", "train.max_steps=2"),
+        "an object among the model's keys",
+        2,
+    ),
+    "bert": (
+        ("model=bert", "dataset.path=FOLDER/texts.csv", "model.ngrams=3", "train.max_steps=2"),
+        "texts of many lengths",
         2,
     ),
     "accumulation": (("train.grad_accum_steps=3", *TOY), "skipped syncs", 2),
@@ -80,6 +98,7 @@ TABLE = {
 def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """The whole table as one sweep: every row is a config file, since no grid holds them all."""
     folder = tmp_path_factory.mktemp("table")
+    write_reviews(folder / "texts.csv")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

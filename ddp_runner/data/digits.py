@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from ddp_runner.data.source import Dataset, splits
+from ddp_runner.data.source import Augmentation, Dataset, require_positive, splits
+from ddp_runner.errors import UserError
 
 TRAIN_SAMPLES = 1437  # of 1797: four fifths
 IMAGE_SIZE = 28  # pixels, as MNIST
@@ -23,19 +24,34 @@ class Digits:
     mean: float  # of the train split's pixels, scaled to 0..1
     std: float
     num_classes: int = 10
+    channels: int = 1  # more: the grey pixels repeated
+    augmentation: Augmentation | None = None
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The constants of this file."""
-        return {"train_samples": TRAIN_SAMPLES, "size": IMAGE_SIZE, "split_seed": SPLIT_SEED}
+        """The constants of this file, and the fields that count."""
+        return {
+            "train_samples": TRAIN_SAMPLES,
+            "size": IMAGE_SIZE,
+            "split_seed": SPLIT_SEED,
+            "channels": self.channels,
+            "num_classes": self.num_classes,
+        }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Scale and split the scans, uint8 ``(n, 1, 28, 28)``; the split is always the same."""
+        """Scale and split the scans, uint8 ``(n, channels, 28, 28)``; always into the same split.
+
+        Raises:
+            UserError: there shall be less than one channel, or fewer classes than digits.
+        """
+        require_positive(self, "channels")
+        if self.num_classes < 10:
+            raise UserError(f"dataset.num_classes ({self.num_classes}) must be at least 10")
         from sklearn.datasets import load_digits  # slow to import, and needed only here
 
         scans = load_digits()
         images = torch.from_numpy(scans.images).float().unsqueeze(1) * (255 / 16)  # from 0..16
         images = interpolate(images, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear")
-        images = images.round_().to(torch.uint8)
+        images = images.round_().to(torch.uint8).expand(-1, self.channels, -1, -1)
         targets = torch.from_numpy(scans.target).long()
         generator = torch.Generator().manual_seed(SPLIT_SEED)
         order = torch.randperm(len(images), generator=generator)
@@ -55,4 +71,5 @@ class Digits:
             num_classes=self.num_classes,
             mean=self.mean,
             std=self.std,
+            augmentation=self.augmentation,
         )

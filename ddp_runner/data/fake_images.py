@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import Dataset, require_positive, splits
+from ddp_runner.data.source import Augmentation, Dataset, require_positive, splits
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class FakeImages:
     width: int  # pixels
     num_classes: int
     seed: int  # of the data, not of the run
+    augmentation: Augmentation | None = None
     # A pixel is the sum of two uniform integers in 0..127.
     mean: ClassVar[float] = 127 / 255
     std: ClassVar[float] = math.sqrt(2 * (128**2 - 1) / 12) / 255
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The fields."""
-        return asdict(self)
+        """The fields that the images depend on."""
+        return {key: value for key, value in asdict(self).items() if key != "augmentation"}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Draw both splits, uint8 ``(n, channels, height, width)``.
@@ -62,4 +63,5 @@ class FakeImages:
             num_classes=self.num_classes,
             mean=self.mean,
             std=self.std,
+            augmentation=self.augmentation,
         )

@@ -3,26 +3,21 @@
 The format: http://yann.lecun.com/exdb/mnist/ (big-endian magic number, sizes, then bytes).
 """
 
-import contextlib
 import math
-import socket
 import struct
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import Dataset, splits
+from ddp_runner.data.files import REMEDY, check_labels, fetch_missing, stamps
+from ddp_runner.data.source import Augmentation, Dataset, require_positive, splits
 from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
 LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
-REMEDY = "replace the file, or delete it to have it downloaded"
-DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision itself would wait for ever
 
 
 @dataclass(frozen=True)
@@ -34,28 +29,31 @@ class IdxImages:
     mean: float  # of the train split's pixels, scaled to 0..1
     std: float
     num_classes: int = 10
+    channels: int = 1  # more: the grey pixels repeated
+    augmentation: Augmentation | None = None
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Size and modification time of each file; None for a missing one."""
-        stats = {
-            path.name: path.stat() if path.exists() else None for path in self._files(data_root)
-        }
         return {
             "folder": self.folder,
             "num_classes": self.num_classes,
-            "files": {
-                name: stat and [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()
-            },
+            "channels": self.channels,
+            "files": stamps(self._files(data_root)),
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Read the files, downloading what is missing; images as uint8 ``(n, 1, 28, 28)``.
+        """Read the files, downloading what is missing; images as uint8 ``(n, channels, 28, 28)``.
 
         Raises:
             UserError: a file is missing and cannot be downloaded, or is damaged.
         """
-        if not all(path.exists() for path in self._files(data_root)):
-            self._download(data_root)
+        require_positive(self, "channels")
+        fetch_missing(
+            self._files(data_root),
+            name=self.name,
+            torchvision_class=self.folder,
+            data_root=data_root,
+        )
         tensors = {}
         for split, prefix in (("train", "train"), ("eval", "t10k")):
             images_path, labels_path = self._pair(data_root, prefix)
@@ -66,13 +64,9 @@ class IdxImages:
                     f"{labels_path} has {len(labels)} labels, expected {len(images)}, one for each "
                     f"image in {images_path.name}; replace both files"
                 )
-            if (largest := int(labels.max())) >= self.num_classes:
-                position = int(labels.argmax())
-                raise UserError(
-                    f"{labels_path} has label {largest} for sample {position}, expected 0 to "
-                    f"{self.num_classes - 1}; {REMEDY}"
-                )
-            tensors[f"{split}_inputs"] = images.unsqueeze(1)
+            check_labels(labels, num_classes=self.num_classes, path=labels_path)
+            images = images.unsqueeze(1).expand(-1, self.channels, -1, -1)
+            tensors[f"{split}_inputs"] = images.contiguous()
             tensors[f"{split}_targets"] = labels.long()
         return tensors
 
@@ -84,6 +78,7 @@ class IdxImages:
             num_classes=self.num_classes,
             mean=self.mean,
             std=self.std,
+            augmentation=self.augmentation,
         )
 
     def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
@@ -92,26 +87,6 @@ class IdxImages:
 
     def _files(self, data_root: Path) -> tuple[Path, ...]:
         return self._pair(data_root, "train") + self._pair(data_root, "t10k")
-
-    def _download(self, data_root: Path) -> None:
-        from torchvision import datasets  # slow to import, and needed only here
-
-        try:
-            with _patient_only_for(DOWNLOAD_TIMEOUT_S), contextlib.redirect_stdout(sys.stderr):
-                getattr(datasets, self.folder)(data_root, download=True)
-            reason = "the download left them out"
-        # torchvision also reads the files, and trips over damaged ones that read_idx names better.
-        except (RuntimeError, OSError, HTTPException, ValueError, AssertionError) as error:
-            reason = " ".join(str(error).split())
-        missing = [path.name for path in self._files(data_root) if not path.exists()]
-        if missing:
-            raise UserError(
-                f"dataset {self.name}: {', '.join(missing)} not found in "
-                f"{(data_root / self.folder / 'raw').absolute()}, and the download failed "
-                f"({reason}); copy the files into that folder, point data_root at the folder that "
-                f"holds {self.folder}/raw, connect to the network once, or use dataset=digits, "
-                "which is bundled and needs no network"
-            )
 
 
 def read_idx(path: Path, *, magic: int) -> Tensor:
@@ -137,14 +112,3 @@ def read_idx(path: Path, *, magic: int) -> Tensor:
             f"({' x '.join(map(str, shape))}); {REMEDY}"
         )
     return torch.frombuffer(data, dtype=torch.uint8, offset=header.size).reshape(shape)
-
-
-@contextlib.contextmanager
-def _patient_only_for(timeout_s: float) -> Iterator[None]:
-    """Limit the wait of new Python sockets, of which torchvision offers no other way."""
-    previous = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(timeout_s)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(previous)

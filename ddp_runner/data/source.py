@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -53,6 +54,7 @@ class Dataset:
     padding: int | None = None  # sequences end with this token; a batch is cut to its longest
     group_by_length: bool = False  # batches of sequences of similar length
     files: Mapping[str, bytes] = field(default_factory=dict)  # a vocabulary: kept with the run
+    notes: tuple[str, ...] = ()  # what a user should know of the data; said at start
 
     def prepare(
         self, inputs: Tensor, device: torch.device, *, randoms: Tensor | None = None
@@ -92,10 +94,22 @@ class Dataset:
         if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
             return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
         mean, std = (
-            torch.tensor(one, device=inputs.device).view(1, -1, 1, 1)
-            for one in (self.mean, self.std)
+            (one,) if isinstance(one, float | int) else tuple(one) for one in (self.mean, self.std)
         )
-        return inputs.float().sub_(255 * mean).mul_(1 / (255 * std))
+        shift, factor = _scaling(mean, std, inputs.device)
+        return inputs.float().sub_(shift).mul_(factor)
+
+
+@cache
+def _scaling(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """What ``normalize`` subtracts and multiplies with, (channels, 1, 1).
+
+    It stays on the device: to copy it there for each batch would make a GPU wait each time.
+    """
+    mean_, std_ = (torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (mean, std))
+    return (255 * mean_).float().to(device), (1 / (255 * std_)).float().to(device)
 
 
 class Source(Protocol):

@@ -6,6 +6,7 @@ one process only up to that difference.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
@@ -23,7 +24,8 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
 class ConvNet(nn.Module):
     """Two convolution blocks (16 and 32 channels) and a linear classifier for 28x28 images.
 
-    The parameters have the names and the order that the tutorials give them.
+    The parameters have the names and the order that the tutorials give them. Of images of another
+    size the features are averaged to those of 28x28.
 
     Args:
         num_classes: Classes to tell apart.
@@ -43,7 +45,10 @@ class ConvNet(nn.Module):
 
     def stage1(self, features: Tensor) -> Tensor:
         """Map features (batch, 16, 14, 14) to logits (batch, num_classes)."""
-        logits: Tensor = self.fc(self.layer2(features).flatten(1))
+        features = self.layer2(features)
+        if features.shape[-2:] != (7, 7):
+            features = F.adaptive_avg_pool2d(features, 7)
+        logits: Tensor = self.fc(features.flatten(1))
         return logits
 
     def forward(self, images: Tensor) -> Tensor:

@@ -10,19 +10,27 @@ from torch.nn import functional as F
 
 
 class Net(nn.Module):
-    """Two 3x3 convolutions and two linear layers with dropout, for 28x28 images of one channel.
+    """Two 3x3 convolutions and two linear layers with dropout, for 28x28 images.
+
+    Of images of another size the features are averaged to those of 28x28.
 
     Args:
         num_classes: Classes to tell apart.
+        in_channels: Channels of an image.
         dropout1: Probability of dropping a feature after the convolutions.
         dropout2: Probability of dropping a feature between the linear layers.
     """
 
     def __init__(
-        self, *, num_classes: int = 10, dropout1: float = 0.25, dropout2: float = 0.5
+        self,
+        *,
+        num_classes: int = 10,
+        in_channels: int = 1,
+        dropout1: float = 0.25,
+        dropout2: float = 0.5,
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
+        self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=3)
         self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
         self.dropout1 = nn.Dropout(dropout1)
         self.dropout2 = nn.Dropout(dropout2)
@@ -30,10 +38,12 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, num_classes)
 
     def stage0(self, images: Tensor) -> Tensor:
-        """Map images (batch, 1, 28, 28) to features (batch, 64, 12, 12)."""
+        """Map images (batch, in_channels, 28, 28) to features (batch, 64, 12, 12)."""
         hidden = F.relu(self.conv1(images))
         # Max-pool before ReLU: equal to the example's order, on a quarter of the elements.
         hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
+        if hidden.shape[-2:] != (12, 12):
+            hidden = F.adaptive_avg_pool2d(hidden, 12)
         features: Tensor = self.dropout1(hidden)
         return features
 
@@ -43,7 +53,7 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(hidden), dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images (batch, 1, 28, 28) to log-probabilities (batch, num_classes)."""
+        """Map images (batch, in_channels, 28, 28) to log-probabilities (batch, num_classes)."""
         return self.stage1(self.stage0(images))
 
 
@@ -56,6 +66,7 @@ class MpNet(Net):
         dev0: Device of the convolutions.
         dev1: Device of the linear layers and the outputs; targets belong there.
         num_classes: Classes to tell apart.
+        in_channels: Channels of an image.
         dropout1: Probability of dropping a feature after the convolutions.
         dropout2: Probability of dropping a feature between the linear layers.
     """
@@ -66,10 +77,13 @@ class MpNet(Net):
         dev0: torch.device,
         dev1: torch.device,
         num_classes: int = 10,
+        in_channels: int = 1,
         dropout1: float = 0.25,
         dropout2: float = 0.5,
     ) -> None:
-        super().__init__(num_classes=num_classes, dropout1=dropout1, dropout2=dropout2)
+        super().__init__(
+            num_classes=num_classes, in_channels=in_channels, dropout1=dropout1, dropout2=dropout2
+        )
         self.dev0, self.dev1 = dev0, dev1
         self.conv1.to(dev0)
         self.conv2.to(dev0)

@@ -3,7 +3,10 @@
 Source: https://pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
+import time
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -50,3 +53,26 @@ class ToyMpModel(ToyModel):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, 10) on any device to (batch, 5) on ``dev1``."""
         return self.stage1(self.stage0(inputs.to(self.dev0)).to(self.dev1))
+
+
+class SlowToyModel(ToyModel):
+    """`ToyModel` whose forward sleeps once on one rank, to see what skew does to the others.
+
+    Args:
+        slow_rank: the rank that is late.
+        slow_step: the training step, counted from 1, at which it is.
+        delay_s: for so long.
+    """
+
+    def __init__(self, *, slow_rank: int, slow_step: int, delay_s: float) -> None:
+        super().__init__()
+        self.slow_rank, self.slow_step, self.delay_s = slow_rank, slow_step, delay_s
+        self.steps = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs (batch, 10) to outputs (batch, 5), perhaps late."""
+        self.steps += self.training
+        is_due = self.training and self.steps == self.slow_step
+        if is_due and dist.is_initialized() and dist.get_rank() == self.slow_rank:
+            time.sleep(self.delay_s)
+        return super().forward(inputs)

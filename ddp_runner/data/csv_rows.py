@@ -1,0 +1,115 @@
+"""Reads the texts and classes of a CSV file, and names the line and column of what is wrong."""
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_runner.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The samples of a CSV file, in its order."""
+
+    texts: list[str]
+    labels: list[int]  # classes
+    num_dropped: int  # rows that lacked a text or a class
+
+
+def read_rows(
+    path: Path, *, text: str, label: str, num_classes: int, encoding: str, delimiter: str
+) -> Rows:
+    """Return the rows that have both a text and a class.
+
+    Args:
+        path: of the file, whose first line names its columns.
+        text: the column with the texts.
+        label: the column with the classes.
+        num_classes: classes are whole numbers from 0 to below it.
+        encoding: as Python names it.
+        delimiter: between two columns.
+
+    Raises:
+        UserError: the file is missing or empty, or a row is not as it should be.
+    """
+    texts, labels, num_dropped = [], [], 0
+    rows = _records(_decoded(path, encoding, delimiter), delimiter, path)
+    _, header = next(rows)
+    for column in (text, label):
+        if column not in header:
+            raise UserError(
+                f"{path} has the columns {', '.join(header)} and not {column}; name them with "
+                "dataset.text and dataset.label"
+            )
+    text_at, label_at = header.index(text), header.index(label)
+    for line, fields in rows:
+        if len(fields) > len(header):
+            raise UserError(
+                f"{path}, line {line} has {len(fields)} columns, the first line {len(header)}; "
+                f"quote a text that contains {delimiter}"
+            )
+        whole = fields + [""] * (len(header) - len(fields))
+        content, value = whole[text_at].strip(), whole[label_at].strip()
+        if not content or not value:
+            num_dropped += 1
+            continue
+        if (number := _class(value, num_classes)) is None:
+            raise UserError(
+                f"{path}, line {line}, column {label}: {value[:40]} is not a class from 0 to "
+                f"{num_classes - 1}; correct it, or give dataset.num_classes"
+            )
+        texts.append(content)
+        labels.append(number)
+    if not texts:
+        raise UserError(f"{path} has no row with both {text} and {label}; add some")
+    return Rows(texts, labels, num_dropped)
+
+
+def _class(value: str, num_classes: int) -> int | None:
+    try:
+        number = float(value)  # 1.0 is what some programs make of 1
+    except ValueError:
+        return None
+    return int(number) if number in range(num_classes) else None
+
+
+def _records(content: str, delimiter: str, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows, the first line's included, each with the line that it begins at."""
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
+    line = 1
+    try:
+        for fields in reader:
+            yield line, fields
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {line}: {error}; close its quotes, and double those within a text"
+        ) from error
+
+
+def _decoded(path: Path, encoding: str, delimiter: str) -> str:
+    """Return the file's text, without the mark that some programs put before it."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path.absolute()} cannot be read ({error.strerror}); name the CSV in dataset.path, "
+            "under data_root"
+        ) from error
+    try:
+        content = data.decode(encoding).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        # What comes before is sound: its last row ends within the column that is not.
+        before = data[: error.start].decode(encoding)
+        rows = list(csv.reader(io.StringIO(f"{before}?", newline=""), delimiter=delimiter))
+        index = len(rows[-1]) - 1
+        column = rows[0][index] if len(rows) > 1 and index < len(rows[0]) else index + 1
+        raise UserError(
+            f"{path}, line {before.count(chr(10)) + 1}, column {column}: not {encoding}; save the "
+            "file as utf-8, or name its encoding, as in dataset.encoding=gb18030"
+        ) from error
+    if not content.strip():
+        raise UserError(f"{path} is empty; its first line must name its columns")
+    return content

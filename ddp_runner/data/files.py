@@ -1,0 +1,83 @@
+"""What the sources that read files share: stamps of the files, their download, their labels."""
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from pathlib import Path
+
+from torch import Tensor
+
+from ddp_runner.errors import UserError
+
+REMEDY = "replace the file, or delete it to have it downloaded"
+DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision itself would wait for ever
+
+
+def stamps(paths: Sequence[Path]) -> dict[str, object]:
+    """Return size (bytes) and modification time (ns) of each file by name; None: it is missing."""
+    stats = {path.name: path.stat() if path.exists() else None for path in paths}
+    return {name: stat and [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def fetch_missing(
+    paths: Sequence[Path], *, name: str, torchvision_class: str, data_root: Path
+) -> None:
+    """Have torchvision download a dataset, unless all its files are there.
+
+    Args:
+        paths: the files, all in one folder under ``data_root``.
+        name: of the dataset, for messages.
+        torchvision_class: in ``torchvision.datasets``; it knows where the files are.
+        data_root: folder of the datasets.
+
+    Raises:
+        UserError: a file is missing and cannot be downloaded.
+    """
+    if all(path.exists() for path in paths):
+        return
+    from torchvision import datasets  # slow to import, and needed only here
+
+    try:
+        with _patient_only_for(DOWNLOAD_TIMEOUT_S), contextlib.redirect_stdout(sys.stderr):
+            getattr(datasets, torchvision_class)(data_root, download=True)
+        reason = "the download left them out"
+    # torchvision also reads the files, and trips over damaged ones that we name better.
+    except (RuntimeError, OSError, HTTPException, ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        folder = paths[0].parent
+        raise UserError(
+            f"dataset {name}: {', '.join(missing)} not found in {folder.absolute()}, and the "
+            f"download failed ({reason}); copy the files into that folder, point data_root at the "
+            f"folder that holds {folder.relative_to(data_root)}, connect to the network once, or "
+            "use dataset=digits, which is bundled and needs no network"
+        )
+
+
+def check_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
+    """Check that every label (num_samples,) names a class.
+
+    Raises:
+        UserError: one does not; the first such is named.
+    """
+    wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
+    if len(wrong):
+        position = int(wrong[0])
+        raise UserError(
+            f"{path} has label {int(labels[position])} for sample {position}, expected 0 to "
+            f"{num_classes - 1}; {REMEDY}"
+        )
+
+
+@contextlib.contextmanager
+def _patient_only_for(timeout_s: float) -> Iterator[None]:
+    """Limit the wait of new Python sockets, of which torchvision offers no other way."""
+    previous = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(timeout_s)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(previous)

@@ -1,0 +1,79 @@
+"""torchvision's image classifiers, for any number of classes and channels and for small images."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+def classifier(
+    *,
+    architecture: str,
+    num_classes: int,
+    in_channels: int,
+    small_images: bool,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Return an untrained model that maps (batch, in_channels, height, width) to logits.
+
+    It is torchvision's own module, so that its parameters have torchvision's names. A first
+    convolution that differs from torchvision's has PyTorch's default initial weights.
+
+    Args:
+        architecture: One of torchvision's classifiers, see
+            https://docs.pytorch.org/vision/stable/models.html.
+        num_classes: Classes to tell apart.
+        in_channels: Channels of an image.
+        small_images: Begin with a 3x3 convolution of stride 1 in place of the first convolution,
+            and leave out the max-pooling after it: the usual form for images of 32x32 pixels
+            (arXiv:2002.05709, B.9).
+        options: More keyword arguments of torchvision's builder, such as image_size of a vit.
+
+    Raises:
+        ValueError: There is no such classifier, or it cannot be changed so.
+    """
+    from torchvision import models  # slow to import, and needed only here
+
+    known = models.list_models(module=models)
+    if architecture not in known:
+        near = difflib.get_close_matches(architecture, known, n=3) or ["resnet18"]
+        raise ValueError(
+            f"architecture {architecture} is none of torchvision's {len(known)} image classifiers; "
+            f"did you mean {' or '.join(near)}?"
+        )
+    model: nn.Module = models.get_model(
+        architecture, weights=None, num_classes=num_classes, **(options or {})
+    )
+    if getattr(model, "aux_logits", False):
+        raise ValueError(
+            f"architecture {architecture} has auxiliary outputs in training; write "
+            "model.options={aux_logits:false,init_weights:true}"
+        )
+    if in_channels != 3 or small_images:
+        _replace_first_convolution(model, architecture, in_channels, small_images=small_images)
+    return model
+
+
+def _replace_first_convolution(
+    model: nn.Module, architecture: str, in_channels: int, *, small_images: bool
+) -> None:
+    modules = dict(model.named_modules())
+    name, first = next((n, one) for n, one in modules.items() if isinstance(one, nn.Conv2d))
+    shape: dict[str, Any] = {
+        "kernel_size": first.kernel_size,
+        "stride": first.stride,
+        "padding": first.padding,
+    }
+    if small_images:
+        if first.kernel_size == first.stride:
+            raise ValueError(
+                f"architecture {architecture} cuts an image into patches of "
+                f"{first.kernel_size[0]} pixels and has no small_images form; write "
+                "model.small_images=false"
+            )
+        shape = {"kernel_size": 3, "stride": 1, "padding": 1}
+        for pool in {"maxpool", "features.pool0"} & modules.keys():  # of a ResNet, a DenseNet
+            model.set_submodule(pool, nn.Identity())
+    convolution = nn.Conv2d(in_channels, first.out_channels, bias=first.bias is not None, **shape)
+    model.set_submodule(name, convolution)

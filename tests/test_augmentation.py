@@ -1,0 +1,134 @@
+"""Augmentation changes training images, as one says, equally at every world size."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import refusal, resolved
+from ranks import run_ranks
+from torch import Tensor
+from trainees import MNIST_NET, NO_DROPOUT, Trace, build, compose_config, take_steps
+
+from ddp_runner.build import make
+from ddp_runner.config import Config
+from ddp_runner.data.augmentation import FlipAndCrop
+from ddp_runner.data.prepared import load_dataset
+from ddp_runner.environment import DistEnv
+from ddp_runner.train import evaluate
+
+ON = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=3")
+IMAGES = (*MNIST_NET, *NO_DROPOUT, "dataset.channels=2", "dataset.width=30")
+CHOICES = [(False, 0), (True, 0), (False, 3), (True, 3), (True, 9)]
+
+
+def one_by_one(augmentation: FlipAndCrop, images: Tensor, randoms: Tensor) -> Tensor:
+    """Return what the augmentation should, from a plain loop over samples and pixels."""
+    padding, results = augmentation.crop_padding, torch.zeros_like(images)
+    for image, numbers, result in zip(images, randoms.tolist(), results, strict=True):
+        flipped = augmentation.horizontal_flip and numbers[0] < 0.5
+        down, right = (int(one * (2 * padding + 1)) - padding for one in [0.5, 0.5, *numbers][-2:])
+        _, height, width = image.shape
+        for row in range(height):
+            for column in range(width):
+                source = width - 1 - column if flipped else column
+                if 0 <= row + down < height and 0 <= source + right < width:
+                    result[:, row, column] = image[:, row + down, source + right]
+    return results
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("flip", "padding"), CHOICES)
+def test_a_batch_is_changed_as_a_plain_loop_would(
+    flip: bool, padding: int, memory_format: torch.memory_format
+) -> None:
+    """Bit for bit, of images that are not square, with shifts past their edges."""
+    augmentation = FlipAndCrop(flip, padding)
+    images = torch.randn(9, 3, 6, 5).to(memory_format=memory_format)
+    original, randoms = images.clone(), torch.rand(9, augmentation.num_randoms)
+    changed = augmentation(images, randoms)
+    assert torch.equal(changed, one_by_one(augmentation, images, randoms))
+    assert torch.equal(images, original)
+    assert torch.equal(changed, images) == (not flip and not padding)
+
+
+def test_extreme_numbers_reach_the_farthest_shifts() -> None:
+    """0 and the largest number below 1 shift by the whole padding, and 0.5 by nothing."""
+    last = 1 - 2.0**-24
+    images = torch.arange(25.0).reshape(1, 1, 5, 5)
+    for padding in (1, 2, 4):
+        augmentation = FlipAndCrop(horizontal_flip=True, crop_padding=padding)
+        first = augmentation(images, torch.tensor([[0.5, 0.0, 0.0]]))
+        assert torch.equal(first[0, 0, padding:, padding:], images[0, 0, :-padding, :-padding])
+        end = augmentation(images, torch.tensor([[0.5, last, last]]))
+        assert torch.equal(end[0, 0, :-padding, :-padding], images[0, 0, padding:, padding:])
+        assert torch.equal(augmentation(images, torch.full((1, 3), 0.5)), images)
+        assert torch.equal(augmentation(images, torch.tensor([[0.49, 0.5, 0.5]])), images.flip(3))
+
+
+def test_random_numbers_are_drawn_only_for_what_is_on() -> None:
+    """Switched off it takes none, so that a run without it is what it was before there was any."""
+    assert [FlipAndCrop(*choice).num_randoms for choice in CHOICES] == [0, 1, 2, 3, 3]
+
+
+def steps(env: DistEnv, config: Config) -> Trace:
+    """Take two epochs and a bit."""
+    return take_steps(env, config, 10)
+
+
+@pytest.mark.parametrize("grad_accum_steps", [1, 2])
+def test_steps_with_augmentation_are_the_same_at_every_world_size(grad_accum_steps: int) -> None:
+    """A sample is changed by the same numbers whichever rank computes it."""
+    keys = (*IMAGES, *ON)
+    (expected,) = run_ranks(steps, 1, compose_config(*keys))
+    (plain,) = run_ranks(steps, 1, compose_config(*IMAGES))
+    assert not torch.allclose(expected.weights, plain.weights, rtol=1e-3, atol=1e-3)
+    accumulated = f"train.grad_accum_steps={grad_accum_steps}"
+    for found in run_ranks(steps, 2, compose_config(*keys, accumulated, world_size=2)):
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=2e-6)
+
+
+def evaluation(env: DistEnv, config: Config) -> dict[str, float]:
+    """Evaluate the model that a run begins with."""
+    return evaluate(build(env, config))[0]
+
+
+def test_evaluation_sees_the_images_as_they_are() -> None:
+    """The metrics do not change by a bit."""
+    (expected,) = run_ranks(evaluation, 1, compose_config(*IMAGES))
+    (found,) = run_ranks(evaluation, 1, compose_config(*IMAGES, *ON))
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["digits", "fake_images", "mnist", "cifar10", "image_folder"])
+def test_every_image_dataset_can_be_augmented(name: str) -> None:
+    """Two keys switch it on, null switches it off, and the source passes it on."""
+    settings = resolved(f"dataset={name}", *ON)[0].dataset
+    tensors = {
+        f"{split}_{part}": torch.zeros(1)
+        for split in ("train", "eval")
+        for part in ("inputs", "targets")
+    }
+    source = make("dataset", settings)
+    assert source.dataset(tensors).augmentation == FlipAndCrop(True, 3)
+    off = make("dataset", resolved(f"dataset={name}", "dataset.augmentation=null")[0].dataset)
+    assert off.dataset(tensors).num_randoms == 0
+
+
+def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:
+    """Switching it on prepares nothing anew."""
+    source = make("dataset", resolved("dataset=fake_images", "dataset.seed=77")[0].dataset)
+    said: list[str] = []
+    for augmentation in (source.augmentation, None, FlipAndCrop(True, 4)):
+        one = replace(source, augmentation=augmentation)
+        load_dataset(one, data_root=tmp_path, say=said.append)
+    assert len(said) == 1
+
+
+def test_a_negative_padding_is_refused() -> None:
+    """The line names the key, although the object lies inside the dataset's."""
+    config, _ = resolved("dataset.augmentation.crop_padding=-1")
+    with pytest.raises(ValueError, match=r"^dataset\.augmentation\.crop_padding \(-1\) must be 0"):
+        make("dataset", config.dataset)
+    assert "os.system" in refusal("dataset.augmentation._target_=os.system")

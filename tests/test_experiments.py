@@ -1,0 +1,118 @@
+"""Every system of the tutorials through its own command, shortened; and what the YAMLs promise."""
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from commands import CONFIG_DIR, Ended, background, ended, metrics, record, run_command
+
+EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))
+# Those that need neither files nor another machine, with what their runs must show.
+OFFLINE = {
+    "toy_ddp": "ddp",
+    "toy_model_parallel": "ddp_mp",
+    "data_parallel": "ddp",
+    "split_net": "ddp_mp",
+    "checkpoint_demo": "ddp",
+    "best_by_f1": "ddp",
+    "file_rendezvous": "ddp",
+    "collectives": "ddp",
+    "what_ddp_guarantees": "ddp",
+    "slow_rank": "ddp",
+}
+# Covered elsewhere: by files of their own, or below.
+OTHERS = {
+    *("mnist_ddp", "parameter_server", "two_nodes", "start_from_weights"),
+    *("reviews_bert", "reviews_bert_finetune", "resnet18_cifar10"),
+}
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """All of them as one sweep, six steps each."""
+    return run_command(
+        *("-m", f"experiment={','.join(OFFLINE)}", "train.max_steps=6", "train.log_every_steps=2"),
+        *("collectives.max_bytes=1024", "train.num_threads=1", "hydra.sweep.dir=sweep"),
+        folder=tmp_path_factory.mktemp("offline"),
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in OFFLINE if name != "slow_rank"])
+def test_each_offline_experiment_completes(offline: Ended, name: str) -> None:
+    """It runs under the mode it is about and leaves its results."""
+    fields = record(offline.folder / "sweep" / f"experiment={name}")
+    assert (fields["status"], fields["parallelism"]) == ("completed", OFFLINE[name])
+    assert fields["world_size"] == 2
+    assert fields["metrics"] or fields["checks"]
+
+
+def test_a_rank_that_is_late_is_named_with_its_stack(offline: Ended) -> None:
+    """The others time out; the sentence has the late rank, the timeout and where it slept."""
+    fields = record(offline.folder / "sweep" / "experiment=slow_rank")
+    sentence = fields["error"]["sentence"]
+    assert (fields["status"], fields["error"]["rank"]) == ("failed", 1)
+    assert "waited for backend.timeout_s (3 s); it stood at File" in sentence
+    assert "models/toy.py" in sentence
+    assert offline.exit_code == 1
+    assert f"experiment=slow_rank: {sentence}" in offline.stdout
+
+
+@pytest.mark.real_data
+def test_the_experiments_on_mnist_complete(data_root: Path, tmp_path: Path) -> None:
+    """The tutorial's ConvNet and the parameter server, a few steps of each."""
+    end = run_command(
+        *("-m", "experiment=mnist_ddp,parameter_server", "train.max_steps=6"),
+        *("train.log_every_steps=2", "train.eval_every_epochs=0", "hydra.sweep.dir=sweep"),
+        folder=tmp_path,
+    )
+    assert (end.exit_code, end.stderr) == (0, "")
+    modes = {record(run_dir)["parallelism"]: metrics(run_dir)[-1] for run_dir in end.run_dirs}
+    assert modes.keys() == {"ddp", "ps"}
+    assert modes["ps"]["ps/pushes_per_s"] > 0
+
+
+@pytest.mark.parametrize("is_static", [True, False], ids=["static", "c10d"])
+def test_two_nodes_make_one_world(tmp_path: Path, is_static: bool) -> None:
+    """Two launchers, each with two ranks: four ranks, one run folder, one event file."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = (
+        "experiment=two_nodes",
+        f"launch.rdzv_endpoint=127.0.0.1:{port}",
+        "train.max_steps=4",
+    )
+    folders = [tmp_path / "0", tmp_path / "1"]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                background(
+                    *command,
+                    *((f"launch.node_rank={node_rank}",) if is_static else ()),
+                    f"name={tmp_path / 'shared' / 'run'}".replace("/", "_"),
+                    folder=folder,
+                )
+            )
+            for node_rank, folder in enumerate(folders)
+        ]
+        ends = [ended(process, folder) for process, folder in zip(processes, folders, strict=True)]
+    assert [end.exit_code for end in ends] == [0, 0]
+    (run_dir,) = [one for end in ends for one in end.run_dirs]
+    fields = record(run_dir)
+    assert (fields["status"], fields["world_size"], fields["num_nodes"]) == ("completed", 4, 2)
+    assert "0 to 3, over all nodes" in (run_dir / "logs" / "rank-0.log").read_text()
+
+
+def test_every_experiment_has_a_test() -> None:
+    """A new one is run for real as soon as its YAML is there."""
+    assert {path.stem for path in EXPERIMENTS} == OFFLINE.keys() | OTHERS
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_opens_with_its_command_and_what_to_expect(path: Path) -> None:
+    """The first comment is the command that runs it; what comes out follows."""
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")][1:]
+    assert head[0].startswith("# python -m ddp_runner ")
+    assert f"experiment={path.stem}" in head[0]
+    assert any("xpected" in line for line in head)
