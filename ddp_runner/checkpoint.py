@@ -130,18 +130,35 @@ def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str
         verify(path)
     except UserError as error:
         raise UserError(f"{error}; use another checkpoint") from error
-    try:
-        state: dict[str, Any] = torch.load(
-            path / STATE, map_location=map_location, weights_only=True
-        )
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it names {named[1]}" if named else "it is not a file of plain data"
-        raise UserError(
-            f"checkpoint {path} was refused: {what}, which could run code (none was run); "
-            "use a checkpoint that this program wrote"
-        ) from error
+    state: dict[str, Any] = load_plain_data(
+        path / STATE,
+        named=f"checkpoint {path}",
+        map_location=map_location,
+        fix="use a checkpoint that this program wrote",
+    )
     return state
+
+
+def load_plain_data(file: Path, *, named: str, map_location: torch.device | str, fix: str) -> Any:
+    """Returns what torch.save wrote, as long as it is plain data.
+
+    Args:
+        file: What to read.
+        named: What it is called in the refusal.
+        map_location: Where its tensors go.
+        fix: What to do about a refusal.
+
+    Raises:
+        UserError: It holds anything else: it is refused, and none of its code runs.
+    """
+    try:
+        return torch.load(file, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        global_name = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it names {global_name[1]}" if global_name else "it is not a file of plain data"
+        raise UserError(
+            f"{named} was refused: {what}, which could run code (none was run); {fix}"
+        ) from error
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:

@@ -5,6 +5,7 @@ to notice first, often one that only lost its peer.
 """
 
 import json
+import math
 import sys
 import threading
 import time
@@ -84,16 +85,20 @@ def late_rank(scratch: Path, *, attempt: int, timeout_s: float, world_size: int)
         f"did not reach the collective in which the others waited for backend.timeout_s "
         f"({timeout_s:g} s)"
     )
-    failed = {path.stem for path in scratch.glob(f"failure-{attempt}-*.json")}
+    failed_at = {
+        int(path.stem.split("-")[2]): json.loads(path.read_text())["time_ns"]
+        for path in scratch.glob(f"failure-{attempt}-*.json")
+    }
     for path in sorted(scratch.glob(f"stack-{attempt}-*.txt")):
-        _, _, rank = path.stem.split("-")
-        if f"failure-{attempt}-{rank}" in failed:
+        rank = int(path.stem.split("-")[2])
+        # One that had failed by then only waited for its peers; one that fails later came too late.
+        if failed_at.get(rank, math.inf) < path.stat().st_mtime_ns:
             continue
         stack = path.read_text(encoding="utf-8")
         where = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
         sentence = f"rank {rank} {late}; it stood at {(where or ['?'])[-1]}"
-        return Failure(rank=int(rank), kind="late", sentence=sentence, traceback=stack)
-    silent = [r for r in range(world_size) if f"failure-{attempt}-{r}" not in failed]
+        return Failure(rank=rank, kind="late", sentence=sentence, traceback=stack)
+    silent = [rank for rank in range(world_size) if rank not in failed_at]
     if not silent:
         return None
     sentence = f"rank {silent[0]} {late}; it could not even say where it stood: is it stopped?"

@@ -128,6 +128,7 @@ def _made_of(config: Config) -> dict[str, Any]:
     }
     # A model and its split form share their parameters: one resumes what the other left.
     groups.pop("model.num_stages", None)
+    groups.pop("model.weights", None)  # read once, when the run began
     return {
         **groups,
         "model.name": str(config.model.get("name")).removesuffix("_mp"),

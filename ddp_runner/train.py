@@ -99,6 +99,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             loss = train_step(trainee, batch)
             position.step += 1
             position.step_in_epoch += 1
+            metrics.clear()  # a checkpoint holds the figures of its own step alone
             pace.add(samples=batch.global_count)
             reporter.step_done(position)
             finished = position.step == control.max_steps
@@ -114,7 +115,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             if vote.agreed(control.stop_requested()):
                 control.save(position, metrics)
                 return "preempted"
-            if finished:
+            if finished or position.step_in_epoch == trainee.batches.steps_per_epoch:
                 break
             if _due(position.step, control.save_every_steps):
                 control.save(position, metrics)
@@ -127,7 +128,8 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             metrics |= results
             reporter.log(results, step=position.step, epoch=epoch)
             reporter.evaluated(confusion, step=position.step)
-        if finished or _due(epoch, control.save_every_epochs):
+        every_steps, every_epochs = control.save_every_steps, control.save_every_epochs
+        if finished or _due(position.step, every_steps) or _due(epoch, every_epochs):
             control.save(position, metrics)
     vote.close()
     return "completed"

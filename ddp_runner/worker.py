@@ -25,7 +25,7 @@ from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.failures import ended_ranks, record_failure
 from ddp_runner.job import EXIT_COMPLETED, READY, Job
 from ddp_runner.record import write_run_record
-from ddp_runner.report import NullReporter, Reporter, start_block
+from ddp_runner.report import NullReporter, Reporter, keep_files, start_block
 from ddp_runner.serving import take_part
 from ddp_runner.session import Session, note_restart, open_session
 from ddp_runner.state import restore, snapshot
@@ -117,7 +117,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         block = start_block(
             config, trainee, env, run_dir, max_steps=max_steps, code=session.job.code
         )
-        say("\n".join([*warnings, block]))
+        keep_files(run_dir, dataset.files)
+        say("\n".join([*warnings, *dataset.notes, block]))
         reporter = Reporter(
             run_dir,
             started_at=session.job.started_at,

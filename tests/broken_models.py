@@ -1,0 +1,127 @@
+"""Models and trainees that break a promise of data parallelism, each one; not a test."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddp_runner.environment import DistEnv
+from ddp_runner.models.toy import ToyModel
+from ddp_runner.train import Trainee
+
+
+class Wandering(ToyModel):
+    """Sets a parameter from the rank's own random numbers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        if self.training:
+            with torch.no_grad():
+                self.net1.bias.normal_()
+        return super().forward(inputs)
+
+
+class Late(ToyModel):
+    """Makes a parameter in its first forward, when DDP has seen all that it will reduce."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(5))
+        return super().forward(inputs) * self.late
+
+
+class Averaging(ToyModel):
+    """Keeps a running mean of its inputs, which nobody is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.mean(dim=0)
+        return super().forward(inputs - self.mean)
+
+
+class Counting(ToyModel):
+    """Changes a buffer while it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(5))
+        self.shift: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs = super().forward(inputs)
+        if not self.training:
+            self.shift += outputs.mean(dim=0)
+        return outputs + self.shift
+
+
+class Dropping(ToyModel):
+    """Drops features in evaluation, too."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        return super().forward(F.dropout(inputs, 0.5, training=True))
+
+
+class Idle(ToyModel):
+    """Has a layer that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+
+def same_share(trainee: Trainee, env: DistEnv) -> Trainee:
+    """All ranks train on the first one's part."""
+    return replace(trainee, batches=replace(trainee.batches, share=0))
+
+
+def same_eval_share(trainee: Trainee, env: DistEnv) -> Trainee:
+    """All ranks evaluate the first one's part."""
+    return replace(trainee, env=replace(env, rank=0))
+
+
+def other_data(trainee: Trainee, env: DistEnv) -> Trainee:
+    """The last rank has other targets."""
+    split = trainee.dataset.eval
+    if env.rank == 2:
+        split = replace(split, targets=split.targets + 0.25)
+    return replace(trainee, dataset=replace(trainee.dataset, eval=split))
+
+
+def other_start(trainee: Trainee, env: DistEnv) -> Trainee:
+    """The last rank begins with another parameter."""
+    if env.rank == 2:
+        with torch.no_grad():
+            next(trainee.module.parameters())[0, 0] += 0.5
+    return trainee
+
+
+def no_sync(trainee: Trainee, env: DistEnv) -> Trainee:
+    """The bare model trains."""
+    return replace(trainee, model=trainee.module)
+
+
+def summed(trainee: Trainee, env: DistEnv) -> Trainee:
+    """Gradients are added and not divided."""
+
+    def add(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    trainee.model.register_comm_hook(None, add)  # type: ignore[operator]
+    return trainee
+
+
+def untouched(trainee: Trainee, env: DistEnv) -> Trainee:
+    """The model itself is broken."""
+    return trainee

@@ -1,0 +1,232 @@
+"""task=check: every promise of data parallelism, kept by good models and broken one at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from broken_models import (
+    no_sync,
+    other_data,
+    other_start,
+    same_eval_share,
+    same_share,
+    summed,
+    untouched,
+)
+from commands import Ended, record, refusal, run_command
+from ranks import run_ranks
+from trainees import MNIST_NET, build, compose_config
+
+from ddp_runner.agreement import Finding
+from ddp_runner.check import findings_of
+from ddp_runner.check_gradients import waiting
+from ddp_runner.environment import DistEnv
+from ddp_runner.train import Trainee
+
+WORLD_SIZE = 3
+SMALL = ("batch.global_size=6", "dataset.num_samples=27")
+TOY = ("model=toy", *SMALL)
+GOOD = {
+    "toy": TOY,
+    "accumulation": (*TOY, "batch.global_size=12", "train.grad_accum_steps=2"),
+    "two stages": ("model=toy_mp", "parallelism=ddp_mp", *SMALL),
+    "bf16": (*TOY, "train.precision=bf16"),
+    "BatchNorm": ("model=convnet", "dataset=fake_images", *SMALL),
+    "dropout": (*MNIST_NET, *SMALL),
+    "fewer samples than ranks to evaluate": (*TOY, "dataset.eval_samples=2"),
+}
+
+
+def of_class(name: str) -> tuple[str, ...]:
+    """Return the command line of a broken model."""
+    return (*TOY, f"model._target_=broken_models.{name}", "allowed_targets=[broken_models]")
+
+
+Break = Callable[[Trainee, DistEnv], Trainee]
+# what is broken, the check that fails first, what it says
+BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
+    "share": (
+        TOY,
+        same_share,
+        "each training sample is used once an epoch",
+        "18 are in no batch (the first is sample ",
+    ),
+    "eval share": (
+        TOY,
+        same_eval_share,
+        "each evaluation sample counts once",
+        "27 are in no batch (the first is sample 13) and 13 are in several (the first is sample 0)",
+    ),
+    "data": (
+        TOY,
+        other_data,
+        "all ranks hold the same data",
+        "eval targets on rank 2 is not rank 0's (largest difference 0.25)",
+    ),
+    "start": (
+        TOY,
+        other_start,
+        "all ranks begin with rank 0's weights",
+        "net1.weight on rank 2 is not rank 0's (largest difference 0.5)",
+    ),
+    "no sync": (
+        TOY,
+        no_sync,
+        "gradients are equal on all ranks",
+        "net1.weight on ranks 1, 2 is not",
+    ),
+    "sum": (TOY, summed, "gradients are the mean of the ranks' own, not the sum", "off the sum"),
+    "late parameter": (
+        of_class("Late"),
+        untouched,
+        "gradients are equal on all ranks",
+        "late on ranks 1, 2 is not rank 0's (largest difference ",
+    ),
+    "idle layer": (
+        of_class("Idle"),
+        untouched,
+        "gradients are equal on all ranks",
+        "; the loss does not depend on idle.weight, idle.bias: find_unused_parameters=true",
+    ),
+    "wandering": (
+        of_class("Wandering"),
+        untouched,
+        "parameters stay equal",
+        "after step 1 net1.bias on ranks 1, 2 is not rank 0's (largest difference ",
+    ),
+    "buffer": (
+        of_class("Counting"),
+        untouched,
+        "buffers are equal where evaluated and saved",
+        "shift on ranks 1, 2 is not rank 0's (largest difference ",
+    ),
+    "attribute": (
+        of_class("Averaging"),
+        untouched,
+        "all ranks evaluate a sample alike",
+        "mean, an attribute and no buffer, on ranks 1, 2 is not rank 0's (largest difference ",
+    ),
+    "random evaluation": (
+        of_class("Dropping"),
+        untouched,
+        "all ranks evaluate a sample alike",
+        "no tensor of the model does: evaluation draws random numbers",
+    ),
+}
+
+
+def check_all(env: DistEnv) -> dict[str, list[Finding]]:
+    """Check each good and each broken trainee in turn, on ranks that stay."""
+    found = {}
+    cases = {name: (keys, untouched) for name, keys in GOOD.items()}
+    cases |= {name: (keys, broken) for name, (keys, broken, *_) in BROKEN.items()}
+    for name, (keys, broken) in cases.items():
+        config = compose_config(*keys, world_size=WORLD_SIZE)
+        found[name] = list(findings_of(broken(build(env, config), env), config, env))
+    return found
+
+
+@pytest.fixture(scope="module")
+def checked() -> dict[str, list[Finding]]:
+    """What three ranks found, the same on all of them."""
+    first, *others = run_ranks(check_all, WORLD_SIZE)
+    assert all(other == first for other in others)
+    found: dict[str, list[Finding]] = first
+    return found
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_model_keeps_every_promise(name: str, checked: dict[str, list[Finding]]) -> None:
+    """All ten checks are made, and pass."""
+    assert [finding for finding in checked[name] if not finding.ok] == []
+    assert len(checked[name]) == 10
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_promise_is_named(name: str, checked: dict[str, list[Finding]]) -> None:
+    """By the check that fails first, with the tensor, the ranks and how far they are apart."""
+    _, _, check, detail = BROKEN[name]
+    first = next(finding for finding in checked[name] if not finding.ok)
+    assert first.name == check
+    assert detail in first.detail
+
+
+def test_the_sum_is_told_from_the_mean(checked: dict[str, list[Finding]]) -> None:
+    """Of the two distances one is rounding: the mean's of a good model, the sum's of a bad one."""
+    for name, near, far in (("toy", "mean", "sum"), ("sum", "sum", "mean")):
+        (found,) = [one for one in checked[name] if one.name.startswith("gradients are the mean")]
+        words = found.detail.replace(",", "").split()
+        distance = {what: float(words[words.index(what) - 3]) for what in ("mean", "sum")}
+        assert distance[near] < 1e-6 < 1e-3 < distance[far]
+
+
+def unsynced_wait(env: DistEnv) -> Finding:
+    """Measure how a rank that waits for nobody reads its gradients."""
+    trainee = build(env, compose_config(*TOY, world_size=WORLD_SIZE))
+    batch = next(trainee.batches.epoch(0))
+    return waiting(no_sync(trainee, env), batch, num_nodes=1)
+
+
+def test_ranks_that_do_not_wait_are_found_out() -> None:
+    """The last one is late by 300 ms, and the others can read their gradients long before."""
+    for found in run_ranks(unsynced_wait, WORLD_SIZE):
+        assert not found.ok
+        assert "ms before that" in found.detail
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The experiment on three models, on one rank too."""
+    return run_command(
+        *("-m", "experiment=what_ddp_guarantees", "model=toy,convnet,mnist_net"),
+        *("world_size=1,2", "hydra.sweep.dir=sweep"),
+        folder=tmp_path_factory.mktemp("check"),
+    )
+
+
+def test_the_command_reports_each_check(sweep: Ended) -> None:
+    """Exit code 0, a line and a record for each, and a line for what one rank cannot show."""
+    assert (sweep.exit_code, sweep.stderr) == (0, "")
+    assert len(sweep.run_dirs) == 6
+    for run_dir in sweep.run_dirs:
+        fields = record(run_dir)
+        assert (fields["status"], fields["error"]) == ("completed", None)
+        assert len(fields["checks"]) == (10 if fields["world_size"] == 2 else 3)
+        assert all(check["ok"] for check in fields["checks"])
+        log = (run_dir / "logs" / "rank-0.log").read_text()
+        for check in fields["checks"]:
+            assert f"ok      {check['name']}: {check['detail']}" in log
+        if fields["world_size"] == 1:
+            assert fields["checks"][-1]["detail"] == "nothing to compare: one rank"
+
+
+def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
+    """Exit code 2, the parameter on stderr, and the whole report in run.json."""
+    conf = tmp_path / "conf" / "model"
+    conf.mkdir(parents=True)
+    conf.joinpath("wandering.yaml").write_text(
+        "# @package _global_\n"
+        "defaults: [{override /dataset: random}]\n"
+        "model: {name: wandering, _target_: broken_models.Wandering, num_stages: 1,\n"
+        "        loss: ddp_runner.losses.mse}\n"
+    )
+    end = run_command(
+        *("--config-dir", "conf", "model=wandering", "task=check"),
+        "allowed_targets=[broken_models]",
+        folder=tmp_path,
+        environ={"PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert end.exit_code == 2
+    (line,) = end.stderr.splitlines()
+    assert line.startswith("error: task=check (3 of 10 failed): parameters stay equal: ")
+    assert "net1.bias on rank 1 is not rank 0's (largest difference " in line
+    fields = record(end.run_dir)
+    assert fields["status"] == "failed"
+    failed = [check["name"] for check in fields["checks"] if not check["ok"]]
+    assert failed[0] == "parameters stay equal"
+
+
+def test_a_mode_whose_ranks_differ_is_refused() -> None:
+    """A server computes no gradients."""
+    told = "task=check compares equal ranks, not parallelism=ps; write ddp"
+    assert refusal("task=check", "parallelism=ps") == told

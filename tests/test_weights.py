@@ -1,0 +1,248 @@
+"""A model starts from weights in any of their forms, whole or split; foreign ones are refused."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import refusal, resolved
+from ranks import run_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from trainees import SMALL, TOY, compose_config, flat_weights
+
+from ddp_runner.build import build_trainee, make
+from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.checkpoint_rules import MONITORS
+from ddp_runner.config import Config
+from ddp_runner.data.prepared import load_dataset
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.models.convnet import ConvNet, ConvNetMp
+from ddp_runner.models.toy import ToyModel
+from ddp_runner.weights import export_weights, load_weights, starting_weights
+
+CPU = torch.device("cpu")
+
+
+def toy(value: float = 1.0) -> ToyModel:
+    """A model whose every parameter is one number."""
+    model = ToyModel()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state_dict as a wrapper saves it."""
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def as_checkpoint(path: Path, state: dict[str, Tensor]) -> Path:
+    """Save a state_dict as a checkpoint of ours."""
+    return save_checkpoint(
+        path, {"model": state}, step=3, metrics={}, keep=1, monitor=None, mode="max", say=print
+    )
+
+
+def saved(path: Path, value: Any) -> Path:
+    """Save with torch.save."""
+    torch.save(value, path)
+    return path
+
+
+def as_safetensors(path: Path, state: dict[str, Tensor]) -> Path:
+    """Save as safetensors."""
+    save_file(state, path)
+    return path
+
+
+FORMS: dict[str, Callable[[Path, dict[str, Tensor]], Path]] = {
+    "checkpoint": as_checkpoint,
+    "safetensors": lambda folder, state: as_safetensors(folder / "a.safetensors", state),
+    "state_dict": lambda folder, state: saved(folder / "a.pt", state),
+    "under_model": lambda folder, state: saved(folder / "a.pth", {"model": state, "step": 3}),
+    "under_state_dict": lambda folder, state: saved(folder / "a.pt", {"state_dict": state}),
+    "compiled": lambda folder, state: saved(folder / "a.pt", prefixed("_orig_mod.", state)),
+    "of_ddp": lambda folder, state: saved(folder / "a.pt", prefixed("module._orig_mod.", state)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_read_in_each_form(form: str, tmp_path: Path) -> None:
+    """A checkpoint, safetensors, a state_dict, nested ones, and those of wrapped models."""
+    path = FORMS[form](tmp_path, dict(toy(3.0).state_dict()))
+    model = toy()
+    load_weights(model, path)
+    assert all((parameter == 3.0).all() for parameter in model.parameters())
+
+
+def test_a_split_model_starts_from_a_whole_one_and_back(tmp_path: Path) -> None:
+    """They share the names of parameters and buffers; the export keeps every bit."""
+    whole = ConvNet().to(memory_format=torch.channels_last)
+    whole(torch.randn(4, 1, 28, 28))  # moves the buffers
+    path = tmp_path / "model.safetensors"
+    metrics = {"eval/f1": 0.5, "eval/loss": None}
+    export_weights(path, whole.state_dict(), step=7, metrics=metrics)
+    split, back = ConvNetMp(dev0=CPU, dev1=CPU), ConvNet()
+    load_weights(split, path)
+    load_weights(back, as_checkpoint(tmp_path / "checkpoints", split.state_dict()))
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name])
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "7", "eval/f1": "0.5"}
+
+
+def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
+    """Each of their names is there, and a failed export leaves what was there before."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    path = tmp_path / "model.safetensors"
+    export_weights(path, model.state_dict(), step=1, metrics={})
+    assert load_file(path).keys() == model.state_dict().keys()
+    load_weights(model, path)
+    before = path.read_bytes()
+    (tmp_path / ".model.safetensors.tmp").mkdir()
+    with pytest.raises(UserError, match="could not be written"):
+        export_weights(path, toy().state_dict(), step=2, metrics={})
+    assert path.read_bytes() == before
+
+
+def test_weights_of_another_model_are_refused_with_what_differs(tmp_path: Path) -> None:
+    """One line has the first keys that are missing or too many, or the shapes that differ."""
+    state = dict(toy().state_dict())
+    cases: dict[str, dict[str, Tensor]] = {
+        "it lacks net1.weight, net1.bias, net2.weight and 1 more": {},
+        "it has net3, which the model has not": state | {"net3": torch.zeros(1)},
+        "net1.weight is (3, 3) there and (10, 10) in the model": state
+        | {"net1.weight": torch.zeros(3, 3)},
+    }
+    for told, found in cases.items():
+        model = toy()
+        with pytest.raises(UserError) as caught:
+            load_weights(model, as_safetensors(tmp_path / "a.safetensors", found))
+        assert told in str(caught.value).replace(
+            "layer.weight, layer.bias", "layer.bias, layer.weight"
+        )
+        assert str(tmp_path / "a.safetensors") in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+        assert (flat_weights(model) == 1.0).all()
+
+
+class Hostile:
+    """Pickles as a call that leaves a folder behind."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path: Path) -> None:
+    """The refusal names the call; a whole pickled model is refused alike."""
+    proof, path = tmp_path / "the code ran", tmp_path / "a.pt"
+    with pytest.raises(
+        UserError, match=r"refused: it names posix\.mkdir, .*none was run"
+    ) as caught:
+        load_weights(toy(), saved(path, {"model": Hostile(proof)}))
+    assert len(str(caught.value).splitlines()) == 1
+    assert not proof.exists()
+    with pytest.raises(UserError, match=r"ToyModel.*save the model's state_dict\(\)"):
+        load_weights(toy(), saved(path, toy()))
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"no weights at all" * 9, b"PK\x03\x04 cut short"])
+def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    """Whatever the first bytes are, the answer is one line."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"model\.weights \(.*{name}\)") as caught:
+        load_weights(toy(), tmp_path / name)
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UserError, match="holds no state_dict"):
+        load_weights(toy(), saved(tmp_path / "b.pt", [1, 2]))
+
+
+def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) -> None:
+    """Only a run that begins reads its weights; a run without a whole checkpoint offers none."""
+    said: list[str] = []
+    config = compose_config(*TOY, f"model.weights={saved(tmp_path / 'a.pt', {})}")
+    own = tmp_path / "checkpoints"
+    assert starting_weights(config, own, say=said.append) == tmp_path / "a.pt"
+    assert said == [f"starts from the weights in {tmp_path / 'a.pt'}"]
+    as_checkpoint(own, dict(toy().state_dict()))
+    assert starting_weights(config, own, say=pytest.fail) is None
+    empty = tmp_path / "run"
+    (empty / "checkpoints").mkdir(parents=True)
+    config = compose_config(*TOY, f"model.weights={empty}")
+    with pytest.raises(UserError, match="does not tell which checkpoint is the best"):
+        starting_weights(config, tmp_path / "none", say=pytest.fail)
+    (empty / ".hydra").mkdir()
+    settings = {"checkpoint": {"monitor": "eval/f1", "mode": "max"}}
+    (empty / ".hydra" / "config.yaml").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="has no whole checkpoint"):
+        starting_weights(config, tmp_path / "none", say=pytest.fail)
+
+
+def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:
+    """Build on ranks of which only the first reads the weights."""
+    dataset = load_dataset(make("dataset", config.dataset), data_root=Path("data"), say=print)
+    mode, weights = make("parallelism", config.parallelism), path if env.is_rank_zero else None
+    trainee = build_trainee(
+        config, env, mode=mode, devices=(CPU,), dataset=dataset, weights=weights
+    )
+    return dict(trainee.module.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ps"])
+def test_weights_that_rank_zero_reads_reach_all_ranks(mode: str, tmp_path: Path) -> None:
+    """DDP's constructor sends them; a parameter server sends parameters with each batch."""
+    model = ConvNet()
+    model(torch.randn(4, 1, 28, 28))
+    path = saved(tmp_path / "a.pt", model.state_dict())
+    keys = ("model=convnet", "dataset=fake_images", *SMALL, f"model.weights={path}")
+    config = compose_config(*keys, f"parallelism={mode}", world_size=2)
+    first, second = run_ranks(started, 2, config, path)
+    buffers = dict(model.named_buffers())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(first[name], tensor)
+        if mode == "ddp" or name in buffers:
+            assert torch.equal(second[name], tensor)
+
+
+REFUSED = {
+    "model.weights=nowhere": "model.weights (nowhere) does not exist; give a run folder, its "
+    "checkpoints/step-XXXXXXXX, or a file that ends in .safetensors, .pt, .pth",
+    "experiment=start_from_weights": "model.weights (PATH) does not exist; give a run folder, its "
+    "checkpoints/step-XXXXXXXX, or a file that ends in .safetensors, .pt, .pth",
+    "checkpoint.load_best=true": "checkpoint.load_best=true needs checkpoint.monitor, the metric "
+    "that tells which is best; write checkpoint.monitor=eval/accuracy",
+    "checkpoint.monitor=eval/f2": f"checkpoint.monitor (eval/f2) must be one of "
+    f"{', '.join(MONITORS)}; did you mean eval/f1?",
+    "checkpoint.monitor=eval/loss": "checkpoint.monitor=eval/loss with checkpoint.mode=max would "
+    "keep the worst; write checkpoint.mode=min",
+    "checkpoint.monitor=eval/f1 train.eval_every_epochs=0": "checkpoint.monitor=eval/f1 needs "
+    "evaluations and train.eval_every_epochs is 0; write train.eval_every_epochs=1",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_each_broken_rule_is_one_line(overrides: str) -> None:
+    """Rule, values and fix, word for word, before torch is imported."""
+    assert refusal(*overrides.split()) == REFUSED[overrides]
+
+
+def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Path) -> None:
+    """They may be gone; other ones are refused."""
+    (tmp_path / ".hydra").mkdir()
+    frozen = {"model": {"name": "toy", "weights": "gone"}, "batch": {"global_size": 40}}
+    (tmp_path / ".hydra" / "config.yaml").write_text(json.dumps(frozen))
+    assert resolved(f"resume={tmp_path}", "batch.per_rank=20")[0].model["weights"] == "gone"
+    told = refusal(f"resume={tmp_path}", "batch.per_rank=20", "model.weights=other")
+    assert told.endswith("leave model.weights out, or start a run of its own without resume")
