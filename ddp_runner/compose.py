@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -20,6 +21,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.folders import claim, job_name, run_folder, sweep_folder
 from ddp_runner.hardware import detect
+from ddp_runner.ledger import unfinished_sweep
 from ddp_runner.rules import resolve
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -58,7 +60,13 @@ def register(env: DistEnv | None) -> dict[str, str]:
 
     def sweep_dir(*, _root_: DictConfig) -> str:
         if "sweep" not in claimed:
-            claimed["sweep"] = str(claim(sweep_folder(_root_.name)))
+            planned = sweep_folder(_root_.name)
+            begun = unfinished_sweep(
+                planned.parent,
+                command=sweep_command(),
+                retry_failed=_root_.sweep.retry is not None,
+            )
+            claimed["sweep"] = str(begun or claim(planned))
         return claimed["sweep"]
 
     def sweep_job_name(*, _root_: DictConfig) -> str:
@@ -93,6 +101,21 @@ def as_written(overrides: Any) -> list[str]:
     written = OmegaConf.to_container(overrides, resolve=False)
     assert isinstance(written, list)
     return list(map(str, written))
+
+
+def opened(job: DictConfig) -> tuple[DictConfig, Any]:
+    """Return a composed job without its hydra node, and that node, for whose resolvers it is set.
+
+    The job's ``hydra`` interpolations resolve until the next job is opened.
+    """
+    HydraConfig.instance().set_config(job)
+    hydra_node = HydraConfig.get()
+    return OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"]), hydra_node
+
+
+def sweep_command() -> list[str]:
+    """Return by what a sweep is found again: this command, but for how it treats failures."""
+    return [argument for argument in sys.argv[1:] if not argument.startswith("sweep.")]
 
 
 def chosen_keys(overrides: Sequence[str]) -> list[str]:

@@ -89,6 +89,16 @@ class CollectivesConfig:
 
 
 @dataclass
+class SweepSettings:
+    """What a sweep (-m) does about its jobs; no part of any job's identity."""
+
+    retry: str | None = None  # failed: run those again that failed when the sweep was last started
+    fail_fast: bool = False  # stop at the first failure
+    max_failures: int | None = None  # stop at so many failures; null: run every job
+    objective: str | None = None  # the metric that a sweeper which searches (Optuna) looks at
+
+
+@dataclass
 class Config:
     """One run. The mappings are free-form groups: ``_target_`` and its keyword arguments."""
 
@@ -104,6 +114,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
     backend: BackendConfig = field(default_factory=BackendConfig)
+    sweep: SweepSettings = field(default_factory=SweepSettings)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +133,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in _leaves(asdict(config))
-        if key not in ("resume", "data_root") and not key.startswith("launch.")
+        if key not in ("resume", "data_root") and not key.startswith(("launch.", "sweep."))
     }
 
 

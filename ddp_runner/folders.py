@@ -136,6 +136,16 @@ def locked(run_dir: Path) -> Iterator[None]:
         lock.release()
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a process holds the folder's lock."""
+    lock = FileLock(run_dir / ".lock")
+    try:
+        with lock.acquire(timeout=0):
+            return False
+    except (Timeout, OSError):
+        return run_dir.is_dir()
+
+
 def freeze_config(run_dir: Path, config: Config, *, overrides: Sequence[str], raw: Any) -> str:
     """Write .hydra/{config,overrides}.yaml and return the config's text.
 

@@ -1,39 +1,155 @@
-"""The table at the end of a sweep; used by ``__main__``."""
+"""Runs the jobs of a sweep, whatever becomes of any of them; called by ``__main__``.
 
-from collections.abc import Sequence
+python -m ddp_runner.sweep outputs/SWEEP      # the table of a sweep, also while it runs
+"""
 
-from ddp_runner.job import Outcome
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.config import SweepSettings
+from ddp_runner.errors import UserError
+from ddp_runner.failures import Failure
+from ddp_runner.folders import is_locked, locked
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
+from ddp_runner.ledger import REFUSED, Entry, Ledger
 from ddp_runner.record import HEADLINES, RUN_RECORD, read_run_record
 
-COLUMNS = ("job", "status", "first step", "wall", "metrics")
+COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
+POLL_S = 0.5  # between two looks at jobs that another launcher runs
 
 
-def sweep_table(outcomes: Sequence[Outcome]) -> str:
+def run_jobs(
+    jobs: Mapping[str, Job],
+    *,
+    ledger: Ledger,
+    settings: SweepSettings,
+    execute: Callable[[Job], Outcome],
+) -> list[Outcome]:
+    """Run every job that is not done yet; return how each ended that was reached, in their order.
+
+    A job that another launcher holds is left to it, and waited for. One that was interrupted goes
+    on from its checkpoint, since it is run in the folder that it had.
+
+    Args:
+        jobs: by config hash, each with its folder.
+        ledger: of the sweep, with an entry for each job.
+        settings: what to do about failures.
+        execute: runs one job to its end.
+    """
+    entries, outcomes = ledger.read(), dict[str, Outcome]()
+    to_retry = {h for h in jobs if settings.retry == "failed" and entries[h].status == "failed"}
+    num_failed, most_failed = 0, 1 if settings.fail_fast else settings.max_failures
+    while waiting := [config_hash for config_hash in jobs if config_hash not in outcomes]:
+        for config_hash in waiting:
+            entry = ledger.read()[config_hash]
+            if entry.status == "done" or (entry.status == "failed" and config_hash not in to_retry):
+                outcomes[config_hash] = _recorded(entry, jobs[config_hash].run_dir)
+                break
+            number = f"job {list(jobs).index(config_hash) + 1} of {len(jobs)}"
+            outcome = _take(entry, jobs[config_hash], ledger, execute, number=number)
+            if outcome is None:
+                continue
+            outcomes[config_hash] = outcome
+            to_retry.discard(config_hash)
+            num_failed += outcome.status == "failed"
+            if outcome.status == "preempted" or num_failed == most_failed:
+                return [outcomes[one] for one in jobs if one in outcomes]
+            break
+        else:
+            time.sleep(POLL_S)
+    return list(outcomes.values())
+
+
+def _take(
+    entry: Entry, job: Job, ledger: Ledger, execute: Callable[[Job], Outcome], *, number: str
+) -> Outcome | None:
+    """Run a job; return None where another launcher has it, or was quicker."""
+    assert job.run_dir is not None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(job.run_dir))
+        except UserError:
+            return None
+        if ledger.read()[entry.config_hash] != entry:
+            return None
+        ledger.note(entry.config_hash, status="running")
+        print(f"\n{number}: {job.run_dir.name}", flush=True)
+        outcome = execute(replace(job, started_at=time.time()))
+        status = {"completed": "done", "preempted": "interrupted"}.get(outcome.status, "failed")
+        failure = outcome.failure
+        ledger.note(
+            entry.config_hash,
+            status=status,
+            kind=failure.kind if failure else None,
+            sentence=failure.sentence if failure else None,
+        )
+        return outcome
+
+
+def _recorded(entry: Entry, run_dir: Path | None) -> Outcome:
+    """Return how a job ended that an earlier start, or another launcher, has run."""
+    if entry.status == "done":
+        return Outcome("completed", 0, run_dir)
+    failure = Failure(rank=0, kind=entry.kind or "crash", sentence=entry.sentence or "")
+    exit_code = EXIT_USER_ERROR if failure.kind in ("user", REFUSED) else EXIT_FAILED
+    return Outcome("failed", exit_code, run_dir, failure)
+
+
+def sweep_table(folder: Path) -> str:
     """Return a line for each job of a sweep, and a sentence for each that failed."""
     rows, failures = [COLUMNS], []
-    for outcome in outcomes:
-        assert outcome.run_dir is not None
-        name = outcome.run_dir.name
-        was_started = (outcome.run_dir / RUN_RECORD).exists()
-        record = read_run_record(outcome.run_dir) if was_started else {}
-        metrics = "  ".join(
-            f"{key} {value:.4f}"
-            for key, value in record.get("metrics", {}).items()
-            if value is not None and key in HEADLINES
+    entries = Ledger(folder).read().values()
+    for entry in entries:
+        run_dir = folder / entry.folder
+        status = entry.status
+        if status == "running" and not is_locked(run_dir):
+            status = "interrupted"  # its launcher was killed
+        record = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
+        metrics = record.get("metrics", {})
+        pace = metrics.get("perf/samples_per_s")
+        rows.append(
+            (
+                entry.folder,
+                status,
+                _seconds(record.get("startup_s")),
+                _seconds(record.get("wall_s")),
+                "-" if pace is None else f"{pace:.0f}",
+                _headlines(metrics, HEADLINES),
+            )
         )
-        startup, wall = _seconds(record.get("startup_s")), _seconds(record.get("wall_s"))
-        rows.append((name, outcome.status, startup, wall, metrics))
-        if outcome.failure is not None:
-            failures.append(f"{name}: {outcome.failure.sentence}")
+        if entry.sentence is not None:
+            failures.append(f"{entry.folder}: {entry.sentence}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) - 1)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows
     ]
-    first = outcomes[0].run_dir if outcomes else None
-    tail = [f"tensorboard --logdir {first.parent}"] if first else []
-    return "\n".join(["", *(line.rstrip() for line in lines), *failures, *tail])
+    tail = f"tensorboard --logdir {folder}"
+    return "\n".join(["", *(line.rstrip() for line in lines), *failures, tail])
+
+
+def _headlines(metrics: Mapping[str, Any], names: Collection[str]) -> str:
+    return "  ".join(
+        f"{name} {value:.4f}"
+        for name, value in metrics.items()
+        if value is not None and name in names
+    )
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"
+
+
+def main() -> None:
+    """Print the table of each sweep folder that is named on the command line."""
+    for name in sys.argv[1:]:
+        print(sweep_table(Path(name)))
+
+
+if __name__ == "__main__":
+    main()

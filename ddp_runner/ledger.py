@@ -1,0 +1,129 @@
+"""What a sweep knows of its jobs: ``sweep.json`` in its folder; used by ``sweep``. Torch-free.
+
+Several launchers may work on one sweep: each change is made under a lock, and a job belongs to the
+launcher that holds its folder's lock.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from ddp_runner.errors import UserError
+from ddp_runner.record import replace_file
+
+LEDGER = "sweep.json"
+UNFINISHED = ("queued", "running", "interrupted")
+REFUSED = "refused"  # the kind of failure of a job that breaks a rule of the config
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One job: `status` is queued, running, done, failed or interrupted."""
+
+    config_hash: str  # of its resolved config: the job's identity
+    folder: str  # below the sweep's
+    status: str = "queued"
+    kind: str | None = None  # of its failure: refused, user, crash, signal, late, peer
+    sentence: str | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The ledger of the sweep in `folder`."""
+
+    folder: Path
+
+    def read(self) -> dict[str, Entry]:
+        """Return the entries by config hash, in the order in which they were queued.
+
+        Raises:
+            UserError: the file is damaged or from another version.
+        """
+        path = self.folder / LEDGER
+        if not path.exists():
+            return {}
+        try:
+            fields = json.loads(path.read_bytes())
+            if fields["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format version {fields['format_version']}")
+            entries = [Entry(**one) for one in fields["jobs"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is damaged or of another version ({error}); "
+                "delete it: what its jobs left is in their folders"
+            ) from error
+        return {entry.config_hash: entry for entry in entries}
+
+    def queue(
+        self, jobs: Mapping[str, str], *, refused: Sequence[Entry], command: Sequence[str]
+    ) -> dict[str, Entry]:
+        """Add the jobs that are not there yet; return all entries of these jobs.
+
+        Args:
+            jobs: the folder that each would have, by config hash.
+            refused: those that cannot be started, in place of the ones of an earlier start.
+            command: what the user asked for, by which the sweep is found again.
+        """
+        with self._changing() as entries:
+            for config_hash in [key for key, one in entries.items() if one.kind == REFUSED]:
+                del entries[config_hash]
+            entries |= {one.config_hash: one for one in refused}
+            taken = {entry.folder for entry in entries.values()}
+            for config_hash, folder in jobs.items():
+                if config_hash in entries:
+                    continue
+                free, number = folder, 1
+                while free in taken:  # another config had this name: a YAML was edited meanwhile
+                    number += 1
+                    free = f"{folder}-{number}"
+                taken.add(free)
+                entries[config_hash] = Entry(config_hash, free)
+            self._write(entries, command)
+            return {config_hash: entries[config_hash] for config_hash in jobs}
+
+    def note(
+        self, config_hash: str, *, status: str, kind: str | None = None, sentence: str | None = None
+    ) -> None:
+        """Write down where a job stands; kind and sentence of an earlier failure go."""
+        with self._changing() as entries:
+            folder = entries[config_hash].folder
+            entries[config_hash] = Entry(config_hash, folder, status, kind, sentence)
+            self._write(entries, self.command())
+
+    def command(self) -> list[str]:
+        """Return what the user asked for."""
+        path = self.folder / LEDGER
+        return list(json.loads(path.read_bytes())["command"]) if path.exists() else []
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, Entry]]:
+        with FileLock(self.folder / ".sweep.lock"):
+            yield self.read()
+
+    def _write(self, entries: Mapping[str, Entry], command: Sequence[str]) -> None:
+        fields = {
+            "format_version": FORMAT_VERSION,
+            "command": list(command),
+            "jobs": [asdict(entry) for entry in entries.values()],
+        }
+        replace_file(self.folder / LEDGER, json.dumps(fields, indent=1, ensure_ascii=False))
+
+
+def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool) -> Path | None:
+    """Return the newest sweep below `parent` that the same command began and that has work left."""
+    found = parent.glob(f"*/{LEDGER}")
+    for path in sorted(found, key=lambda one: one.stat().st_mtime, reverse=True):
+        ledger = Ledger(path.parent)
+        try:
+            entries, began_with = ledger.read(), ledger.command()
+        except (UserError, ValueError, KeyError, TypeError):
+            continue  # not a sweep that this program can go on with
+        wanted = (*UNFINISHED, "failed") if retry_failed else UNFINISHED
+        if began_with == list(command) and any(e.status in wanted for e in entries.values()):
+            return path.parent
+    return None
