@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.pictures import confusion_picture
 from ddp_runner.record import HEADLINES, write_run_record
 from ddp_runner.tracking import Progress, Tracker
 from ddp_runner.train import Position, Trainee
@@ -53,6 +55,8 @@ class Reporter(NullReporter):
     ) -> None:
         self._run_dir, self._started_at = run_dir, started_at
         self._first_step_is_done = False
+        self._confusion: Tensor | None = None  # of the last evaluation
+        self._confusion_step = 0
         config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
         self._tracker = Tracker(run_dir, config_text=config_text, resume_step=resume_step)
         self._progress = Progress(
@@ -76,9 +80,18 @@ class Reporter(NullReporter):
             self._first_step_is_done = True
             write_run_record(self._run_dir, startup_s=round(time.time() - self._started_at, 3))
 
+    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+        """Keep an evaluation's confusion counts, of which the last are shown at the end."""
+        self._confusion, self._confusion_step = confusion, step
+
     def finish(self, status: str, position: Position) -> None:
         """Close the files and write down how the run ended."""
         self._progress.close()
+        matrix = None
+        if self._confusion is not None:
+            matrix = self._confusion.long().tolist()
+            if (picture := confusion_picture(matrix)) is not None:
+                self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
         self._tracker.close()
         finished_at, metrics = time.time(), self._tracker.last_metrics
         wall_s = finished_at - self._started_at
@@ -90,8 +103,28 @@ class Reporter(NullReporter):
             epoch=position.epoch,
             step=position.step,
             metrics=metrics,
+            **({} if matrix is None else {"confusion_matrix": matrix}),
         )
         print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir), flush=True)
+
+
+def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
+    """Write a dataset's files into the run folder, so that its model can be used without the data.
+
+    Raises:
+        UserError: the run that is resumed has others, as its model was trained on other data.
+    """
+    for name, content in files.items():
+        path = run_dir / name
+        if path.exists() and path.read_bytes() != content:
+            raise UserError(
+                f"{path} differs from the one that the data give now, so that a checkpoint would "
+                "take them for others; resume with the data as they were, or start anew"
+            )
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".{path.name}.tmp").write_bytes(content)
+            path.with_name(f".{path.name}.tmp").replace(path)
 
 
 def start_block(

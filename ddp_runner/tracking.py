@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ddp_runner.errors import UserError
@@ -77,6 +79,15 @@ class Tracker:
             for name, value in metrics.items():
                 self._events.add_scalar(name, value, step)
         self._last_metrics.update(values)
+
+    def image(self, name: str, pixels: NDArray[np.uint8], *, step: int) -> None:
+        """Writes a picture (height, width, 3) to TensorBoard.
+
+        Raises:
+            UserError: The file cannot be written, as on a full disk.
+        """
+        with self._writing():
+            self._events.add_image(name, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
         """Writes what is left and closes the files."""

@@ -1,0 +1,89 @@
+"""What is read from a CSV file, and how a faulty one is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from texts import HEADER, load, refused, write_reviews, write_rows
+
+FAULTS: dict[str, tuple[list[tuple[object, ...]], dict[str, Any], str]] = {
+    "no text": ([("label", "text"), (1, "a")], {}, "has the columns label, text and not review"),
+    "no label": ([("y", "review"), (1, "a")], {}, "has the columns y, review and not label"),
+    "word": ([HEADER, (1, "a"), ("good", "b")], {}, "line 3, column label: good is not a class"),
+    "class": ([HEADER, (1, "a\nb"), (0, "b"), (2, "c")], {}, "line 5, column label: 2 is not a"),
+    "half": ([HEADER, (0.5, "b")], {}, "line 2, column label: 0.5 is not a class from 0 to 1"),
+    "header only": ([HEADER], {}, "has no row with both review and label"),
+    "one row": ([HEADER, (1, "a")], {}, "leaves a split empty"),
+    "unquoted": ([HEADER, (1, "a", "b")], {}, "line 2 has 3 columns, the first line 2"),
+    "encoding": ([HEADER, (1, "a"), (1, "é")], {"encoding": "latin-1"}, "line 3, column review"),
+    "header's": ([("label", "réview")], {"encoding": "latin-1"}, "line 1, column 2: not utf-8"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -> None:
+    """One line names the file, where in it, and what is wrong."""
+    rows, options, sentence = FAULTS[name]
+    path = write_rows(tmp_path / "x.csv", rows, **options)
+    answer = refused(path)
+    assert sentence in answer
+    assert str(path) in answer
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b'label,review\n1,"a\n0,b\n', "line 2: unexpected end of data"),
+        (b"\xff\xfel\x00a\x00", "line 1, column 1: not utf-8"),
+    ],
+)
+def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
+    """An empty file, quotes that nobody closes, UTF-16."""
+    path = tmp_path / "x.csv"
+    path.write_bytes(content)
+    assert sentence in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"path": "nowhere.csv"}, "cannot be read (No such file"),
+        ({"encoding": "utf-99"}, "dataset.encoding (utf-99) is not known"),
+        ({"delimiter": "::"}, "dataset.delimiter ('::') must be one character"),
+        ({"vocabulary": "words"}, "must be one of wordpiece, characters"),
+        ({"vocab_size": 4}, "dataset.vocab_size (4) must be at least 5"),
+        ({"eval_fraction": 1.0}, "must be between 0 and 1"),
+        ({"tokenizer": "nowhere"}, "dataset.tokenizer (nowhere): there is neither"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(
+    keys: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    """The key, its value and what would do."""
+    assert sentence in refused(write_reviews(tmp_path / "x.csv"), **keys)
+
+
+def test_rows_that_lack_something_are_left_out_and_counted(tmp_path: Path) -> None:
+    """Empty lines, texts and labels; 1.0 is a class as well; the number is said at start."""
+    rows = [HEADER, (1, "a b"), (), ("", "c"), (0, " "), (0,), ("1.0", "d"), (0, "e,\nf")]
+    dataset = load(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
+    assert len(dataset.train) + len(dataset.eval) == 3
+    assert dataset.notes == ("x.csv: 4 rows without review or label are left out",)
+    targets = torch.cat([dataset.train.targets, dataset.eval.targets])
+    assert sorted(targets.tolist()) == [0, 1, 1]
+
+
+def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
+    """A byte-order mark, another delimiter and another encoding change nothing."""
+    plain = load(write_reviews(tmp_path / "x.csv"))
+    text = (tmp_path / "x.csv").read_text(encoding="utf-8")
+    (tmp_path / "x.csv").write_text(text, encoding="utf-8-sig")
+    marked = load(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_text(text.replace(",", ";"), encoding="gb18030")
+    foreign = load(tmp_path / "x.csv", delimiter=";", encoding="gb18030")
+    for other in (marked, foreign):
+        assert torch.equal(other.train.inputs, plain.train.inputs)
+        assert torch.equal(other.eval.targets, plain.eval.targets)

