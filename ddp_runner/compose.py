@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -70,7 +71,17 @@ def register(env: DistEnv | None) -> dict[str, str]:
         return claimed["sweep"]
 
     def sweep_job_name(*, _root_: DictConfig) -> str:
-        return job_name(as_written(_root_.hydra.overrides.task), fixed=sys.argv)
+        # What the command line gives without a choice is the same for all jobs: no part of a name.
+        fixed = {
+            one.key_or_group
+            for one in OverridesParser.create().parse_overrides(
+                [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
+            )
+            if not one.is_sweep_override()
+        }
+        overrides = as_written(_root_.hydra.overrides.task)
+        varied = [one for one in overrides if one.partition("=")[0].lstrip("+~") not in fixed]
+        return job_name(varied or overrides)
 
     for name, resolver in (
         ("run_dir", run_dir),

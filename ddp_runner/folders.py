@@ -43,10 +43,9 @@ def sweep_folder(name: str | None) -> Path:
     return OUTPUTS / f"{safe_name(name or 'sweep')}-{timestamp()}"
 
 
-def job_name(overrides: Sequence[str], *, fixed: Sequence[str]) -> str:
+def job_name(overrides: Sequence[str]) -> str:
     """Return a sweep job's folder: the overrides that the sweep varies, in their order."""
-    varied = [override for override in overrides if override not in fixed]
-    return safe_name(",".join(varied or overrides) or "job")
+    return safe_name(",".join(overrides) or "job")
 
 
 def safe_name(text: str) -> str:

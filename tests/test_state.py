@@ -133,7 +133,7 @@ def test_foreign_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None
     """One line has the key that differs, with the checkpoint's value and the run's."""
     single = (*TOY, "parallelism=single")
     foreign = {
-        "model.name=toy model.name=mnist_net": ("model=mnist_net", "dataset=random"),
+        "model.name=toy model.name=mnist_net": ("model=mnist_net", "dataset=fake_images"),
         "optimizer.name=sgd optimizer.name=adam": ("optimizer=adam",),
         "scheduler.name=cosine scheduler.name=constant": ("scheduler=constant",),
         "dataset.name=random dataset.name=fake_images": ("dataset=fake_images",),
