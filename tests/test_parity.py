@@ -44,9 +44,7 @@ TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},  # ten times what was measured
     torch.float64: {"rtol": 1e-13, "atol": 1e-14},
 }
-GANGS_OF_TWO = [
-    mode for mode, size in GANGS if size == 2 and not MODES[mode].get("num_servers")
-]
+GANGS_OF_TWO = [mode for mode, size in GANGS if size == 2 and not MODES[mode].get("num_servers")]
 
 
 def overrides(mode: str, model: str) -> tuple[str, ...]:
