@@ -125,10 +125,10 @@ def test_a_run_keeps_the_tokenizer_that_its_model_needs(table: Ended) -> None:
 def test_what_is_wrong_with_the_data_is_one_line(table: Ended) -> None:
     """The sweep's other jobs ran; a missing file is told before a worker starts."""
     assert table.exit_code == 2
-    faulty, missing = table.stderr.splitlines()
-    path = table.folder / "data" / "faulty.csv"
-    assert faulty.startswith(f"error: {path}, line 402, column label: 9 is not a class from 0 to 1")
-    assert f"there is no file {table.folder / 'data' / 'missing.csv'}" in missing
+    assert len(table.stderr.splitlines()) == 2
+    data = table.folder / "data"
+    assert f"{data / 'faulty.csv'}, line 402, column label: 9 is not a class" in table.stderr
+    assert f"there is no file {data / 'missing.csv'}" in table.stderr
     assert not (job(table, "missing") / "logs").exists()
 
 
@@ -213,17 +213,17 @@ def build_refusal(*overrides: str) -> str:
 @pytest.mark.slow
 @pytest.mark.real_data
 @pytest.mark.timeout(600)
-def test_chinese_reviews_are_told_apart_after_one_epoch(
+def test_chinese_reviews_are_told_apart(
     data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The experiment as it is, but for its number of epochs: a baseline guesses 0.52."""
+    """The experiment as it is, from scratch: 0.83 was measured, and guessing gives 0.52."""
     if not (data_root / "reviews_zh.csv").exists():
         pytest.skip(f"no reviews_zh.csv in {data_root}")
     monkeypatch.setattr(commands, "TIME_LIMIT_S", 500.0)
-    end = run_command("experiment=reviews_bert", "train.epochs=1", folder=tmp_path)
+    end = run_command("experiment=reviews_bert", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     told = record(end.run_dir)
     assert sum(map(sum, told["confusion_matrix"])) == 1741
-    assert told["metrics"]["eval/accuracy"] >= 0.77
-    assert told["metrics"]["eval/f1"] >= 0.72
+    assert told["metrics"]["eval/accuracy"] >= 0.80
+    assert told["metrics"]["eval/f1"] >= 0.78
     shutil.rmtree(end.run_dir / "checkpoints")

@@ -150,7 +150,8 @@ class Server:
         task = self._tasks.pop(rank)
         if not task.push.done() or task.push.exception():
             self._todo.append(task.step)
-            self._lose(rank, was_silent=task.push.done() and rank not in self._ended())
+            reason = str(task.push.exception()) if task.push.done() else ""
+            self._lose(rank, was_silent="imed out" in reason and rank not in self._ended())
             return rank, None
         self._lap.staleness.append(self._version - task.version)
         return rank, task.push.result()
