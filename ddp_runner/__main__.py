@@ -30,7 +30,7 @@ from ddp_runner.compose import (
     to_config,
     with_resumed,
 )
-from ddp_runner.config import job_hash
+from ddp_runner.config import config_hash
 from ddp_runner.environment import dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.explain import user_error
@@ -139,8 +139,9 @@ class Command:
             folder, name = Path(node.sweep.dir), node.sweep.subdir
             try:
                 job = self._plan(raw, folder / name, node.overrides.task)
-                identity = job_hash(job.config)
-                jobs.setdefault(identity, job)  # the same work twice is done once
+                # With its name: two jobs may differ in how their gangs start alone.
+                identity = f"{config_hash(job.config)} {name}"
+                jobs[identity] = job
             except UserError as error:
                 identity = f"{REFUSED}: {name}"
                 refused.append(Entry(identity, name, "failed", REFUSED, str(error)))

@@ -24,6 +24,7 @@ from ddp_runner.folders import claim, job_name, run_folder, sweep_folder
 from ddp_runner.hardware import detect
 from ddp_runner.ledger import unfinished_sweep
 from ddp_runner.rules import resolve
+from ddp_runner.text_files import check_text_files
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel conf/ lies inside the package, in a checkout beside it.
@@ -48,6 +49,7 @@ def register(env: DistEnv | None) -> dict[str, str]:
             return config.resume
         if env is not None or config.launch.nnodes > 1:
             return "."  # rank 0 of the whole gang claims the folder
+        check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
         if "run" not in claimed:
             claimed["run"] = str(claim(run_folder(config)))
         return claimed["run"]

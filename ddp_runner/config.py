@@ -125,16 +125,7 @@ class Config:
 
 def config_hash(config: Config) -> str:
     """Return the identity of a resolved config: equal for runs that do the same work."""
-    return _digest(flatten(config))
-
-
-def job_hash(config: Config) -> str:
-    """Return the identity of a sweep's job, which may also vary how a gang starts."""
-    return _digest({**flatten(config), "launch": asdict(config.launch)})
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(flatten(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 class Entry:
     """One job: `status` is queued, running, done, failed or interrupted."""
 
-    job_hash: str  # of its resolved config: the job's identity
+    job_id: str  # the hash of its resolved config, and its name
     folder: str  # below the sweep's
     status: str = "queued"
     kind: str | None = None  # of its failure: refused, user, crash, signal, late, peer
@@ -39,7 +39,7 @@ class Ledger:
     folder: Path
 
     def read(self) -> dict[str, Entry]:
-        """Return the entries by their hash, in the order in which they were queued.
+        """Return the entries by their id, in the order in which they were queued.
 
         Raises:
             UserError: the file is damaged or from another version.
@@ -57,7 +57,7 @@ class Ledger:
                 f"{path} is damaged or of another version ({error}); "
                 "delete it: what its jobs left is in their folders"
             ) from error
-        return {entry.job_hash: entry for entry in entries}
+        return {entry.job_id: entry for entry in entries}
 
     def queue(
         self, jobs: Mapping[str, str], *, refused: Sequence[Entry], command: Sequence[str]
@@ -65,34 +65,34 @@ class Ledger:
         """Add the jobs that are not there yet; return all entries of these jobs.
 
         Args:
-            jobs: the folder that each would have, by their hash.
+            jobs: the folder that each would have, by their id.
             refused: those that cannot be started, in place of the ones of an earlier start.
             command: what the user asked for, by which the sweep is found again.
         """
         with self._changing() as entries:
-            for job_hash in [key for key, one in entries.items() if one.kind == REFUSED]:
-                del entries[job_hash]
-            entries |= {one.job_hash: one for one in refused}
+            for job_id in [key for key, one in entries.items() if one.kind == REFUSED]:
+                del entries[job_id]
+            entries |= {one.job_id: one for one in refused}
             taken = {entry.folder for entry in entries.values()}
-            for job_hash, folder in jobs.items():
-                if job_hash in entries:
+            for job_id, folder in jobs.items():
+                if job_id in entries:
                     continue
                 free, number = folder, 1
                 while free in taken:  # another config had this name: a YAML was edited meanwhile
                     number += 1
                     free = f"{folder}-{number}"
                 taken.add(free)
-                entries[job_hash] = Entry(job_hash, free)
+                entries[job_id] = Entry(job_id, free)
             self._write(entries, command)
-            return {job_hash: entries[job_hash] for job_hash in jobs}
+            return {job_id: entries[job_id] for job_id in jobs}
 
     def note(
-        self, job_hash: str, *, status: str, kind: str | None = None, sentence: str | None = None
+        self, job_id: str, *, status: str, kind: str | None = None, sentence: str | None = None
     ) -> None:
         """Write down where a job stands; kind and sentence of an earlier failure go."""
         with self._changing() as entries:
-            folder = entries[job_hash].folder
-            entries[job_hash] = Entry(job_hash, folder, status, kind, sentence)
+            folder = entries[job_id].folder
+            entries[job_id] = Entry(job_id, folder, status, kind, sentence)
             self._write(entries, self.command())
 
     def command(self) -> list[str]:

@@ -36,7 +36,7 @@ def run_jobs(
     on from its checkpoint, since it is run in the folder that it had.
 
     Args:
-        jobs: by their hash, each with its folder.
+        jobs: by their id, each with its folder.
         ledger: of the sweep, with an entry for each job.
         settings: what to do about failures.
         execute: runs one job to its end.
@@ -44,18 +44,18 @@ def run_jobs(
     entries, outcomes = ledger.read(), dict[str, Outcome]()
     to_retry = {h for h in jobs if settings.retry == "failed" and entries[h].status == "failed"}
     num_failed, most_failed = 0, 1 if settings.fail_fast else settings.max_failures
-    while waiting := [job_hash for job_hash in jobs if job_hash not in outcomes]:
-        for job_hash in waiting:
-            entry = ledger.read()[job_hash]
-            if entry.status == "done" or (entry.status == "failed" and job_hash not in to_retry):
-                outcomes[job_hash] = _recorded(entry, jobs[job_hash].run_dir)
+    while waiting := [job_id for job_id in jobs if job_id not in outcomes]:
+        for job_id in waiting:
+            entry = ledger.read()[job_id]
+            if entry.status == "done" or (entry.status == "failed" and job_id not in to_retry):
+                outcomes[job_id] = _recorded(entry, jobs[job_id].run_dir)
                 break
-            number = f"job {list(jobs).index(job_hash) + 1} of {len(jobs)}"
-            outcome = _take(entry, jobs[job_hash], ledger, execute, number=number)
+            number = f"job {list(jobs).index(job_id) + 1} of {len(jobs)}"
+            outcome = _take(entry, jobs[job_id], ledger, execute, number=number)
             if outcome is None:
                 continue
-            outcomes[job_hash] = outcome
-            to_retry.discard(job_hash)
+            outcomes[job_id] = outcome
+            to_retry.discard(job_id)
             num_failed += outcome.status == "failed"
             if outcome.status == "preempted" or num_failed == most_failed:
                 return [outcomes[one] for one in jobs if one in outcomes]
@@ -75,15 +75,15 @@ def _take(
             stack.enter_context(locked(job.run_dir))
         except UserError:
             return None
-        if ledger.read()[entry.job_hash] != entry:
+        if ledger.read()[entry.job_id] != entry:
             return None
-        ledger.note(entry.job_hash, status="running")
+        ledger.note(entry.job_id, status="running")
         print(f"\n{number}: {job.run_dir.name}", flush=True)
         outcome = execute(replace(job, started_at=time.time()))
         status = {"completed": "done", "preempted": "interrupted"}.get(outcome.status, "failed")
         failure = outcome.failure
         ledger.note(
-            entry.job_hash,
+            entry.job_id,
             status=status,
             kind=failure.kind if failure else None,
             sentence=failure.sentence if failure else None,

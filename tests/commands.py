@@ -23,7 +23,7 @@ from ddp_runner.explain import user_error
 from ddp_runner.hardware import Hardware
 from ddp_runner.rules import resolve
 
-TIME_LIMIT_S = 120.0
+TIME_LIMIT_S = 240.0
 LAPTOP = Hardware(num_gpus=0, num_cores=4)
 RUNNER = (sys.executable, "-m", "ddp_runner")
 

@@ -150,6 +150,7 @@ def test_an_allowed_package_is_no_way_to_a_foreign_one(target: str, tmp_path: Pa
         (("batch.global_size=100", "world_size=3"), "use 99 or 102"),
         (("resume=nowhere",), "name the folder that holds run.json"),
         (("data_root=nowhere",), "is not a folder"),
+        (("model=bert", "dataset.path=nowhere.csv"), "there is no file"),
         (("key with spaces",), "write key=value"),
         (("hydra.run.dir=here", "train.epochs=0"), "must be greater than 0"),
     ],
