@@ -35,7 +35,7 @@ STOPPABLE = (
 # Steps enough for a signal to come in the midst of them.
 LONG = (
     *PS, "world_size=4", "model=mnist_net", "dataset=fake_images", "batch.per_rank=16",
-    "train.epochs=10", "parallelism.mode=async",
+    "train.epochs=10", "parallelism.mode=async", "optimizer.lr=0.01",
 )  # fmt: skip
 
 
