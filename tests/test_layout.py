@@ -31,8 +31,8 @@ LAYERS = (
     ),
     ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules"),
     ("rules", "folders", "job", "stop", "logs", "parallelism", "data.source"),
-    ("ledger", "distributed", "checkpoint", "tracking", "data", "gang"),
-    ("compose", "sweep"),
+    ("ledger", "comparison", "distributed", "checkpoint", "tracking", "data", "gang"),
+    ("compose", "compare", "sweep"),
     ("explain", "train", "weights", "collective_calls"),
     ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
     ("session", "check_gradients", "check_samples", "check_state"),
@@ -59,6 +59,9 @@ TORCH_FREE = (
         "sweep",
     ),
     "text_files",
+    *("compare", "comparison", "comparison.runs", "comparison.settings", "comparison.figures"),
+    *("comparison.scaling", "comparison.parity", "comparison.analysis", "comparison.columns"),
+    *("comparison.tables", "comparison.drawing", "comparison.plots"),
 )
 SLOW = ("torchvision", "sklearn", "transformers")  # seconds at import: inside functions only
 

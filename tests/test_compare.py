@@ -1,0 +1,198 @@
+"""Runs beside each other: exact figures, from run folders written with chosen numbers."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generated_runs import SINGLE, lines_of, write_run
+
+from ddp_runner.comparison.analysis import Comparison, Row, compare
+from ddp_runner.comparison.figures import Stat, Target
+from ddp_runner.comparison.runs import read_runs
+from ddp_runner.errors import UserError
+
+STRONG = {1: (64, 64), 2: (64, 32), 4: (64, 16)}  # global batch, batch per rank
+WEAK = {1: (64, 64), 2: (128, 64), 4: (256, 64)}
+
+
+def write_scaling(
+    folder: Path,
+    paces: dict[int, float],
+    *,
+    batches: dict[int, tuple[int, int]],
+    config: dict[str, Any] | None = None,
+    record: dict[str, Any] | None = None,
+) -> None:
+    """Write a run for each world size, at a pace that only its first line lacks."""
+    for world_size, pace in paces.items():
+        sizes = dict(zip(("batch.global_size", "batch.per_rank"), batches[world_size], strict=True))
+        write_run(
+            folder / f"{(config or {}).get('parallelism.name', 'ddp')}-{world_size}",
+            config={"world_size": world_size, **sizes, **(config or {})},
+            lines=lines_of([1.0, pace - 10, pace + 30, pace]),
+            record=record,
+        )
+
+
+def compared(folder: Path, **options: Any) -> Comparison:
+    """Compare all runs below a folder."""
+    return compare(read_runs([folder]), **options)
+
+
+def at(comparison: Comparison, world_size: int) -> Row:
+    """Return the one row of a world size."""
+    (found,) = [row for row in comparison.rows if row.world_size == world_size]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["strong", "weak"])
+def test_speedup_and_efficiency_are_against_the_fewest_ranks(tmp_path: Path, kind: str) -> None:
+    """The median pace, warm-up left out; strong with one global batch, weak with one per rank."""
+    batches = STRONG if kind == "strong" else WEAK
+    write_scaling(tmp_path, {1: 200.0, 2: 360.0, 4: 640.0}, batches=batches)
+    comparison = compared(tmp_path)
+    assert comparison.keys == ("parallelism.name", "world_size")
+    for world_size, speedup, efficiency in ((1, 1.0, 1.0), (2, 1.8, 0.9), (4, 3.2, 0.8)):
+        found = at(comparison, world_size)
+        scaling = getattr(found, kind)
+        assert (scaling.speedup, scaling.efficiency) == pytest.approx((speedup, efficiency))
+        assert (scaling.base, scaling.base_world_size) == ("1 rank", 1)
+        assert getattr(found, "weak" if kind == "strong" else "strong") is None
+    assert at(comparison, 2).samples_per_s == Stat(360.0, None, 1)
+
+
+def test_strong_and_weak_scaling_share_their_one_rank_run(tmp_path: Path) -> None:
+    """At two ranks one run is compared by its global batch, the other by its batch per rank."""
+    write_scaling(tmp_path / "strong", {1: 200.0, 2: 300.0}, batches=STRONG)
+    write_scaling(tmp_path / "weak", {2: 380.0}, batches=WEAK)
+    comparison = compared(tmp_path)
+    assert comparison.keys == ("parallelism.name", "world_size", "batch.global_size")
+    at_two = {one.setting["batch.global_size"]: one for one in comparison.rows[1:]}
+    assert at_two[64].strong is not None
+    assert at_two[128].weak is not None
+    assert (at_two[64].weak, at_two[128].strong) == (None, None)
+    assert at_two[64].strong.speedup == pytest.approx(1.5)
+    assert at_two[128].weak.speedup == pytest.approx(1.9)
+
+
+def test_a_mode_without_one_rank_is_measured_against_another_modes_process(tmp_path: Path) -> None:
+    """And that is said, as it is no run of the same mode."""
+    write_scaling(tmp_path, {1: 200.0}, batches=STRONG, config=SINGLE)
+    write_scaling(tmp_path, {2: 300.0, 4: 500.0}, batches=STRONG)
+    comparison = compared(tmp_path)
+    for world_size, speedup in ((1, 1.0), (2, 1.5), (4, 2.5)):
+        scaling = at(comparison, world_size).strong
+        assert scaling is not None
+        assert (scaling.speedup, scaling.base) == (pytest.approx(speedup), "single, 1 rank")
+
+
+def test_packed_runs_stay_out_of_the_scaling_unless_asked_for(tmp_path: Path) -> None:
+    """Runs that shared a machine have times of their own row, and no speedup."""
+    write_scaling(tmp_path, {1: 200.0, 2: 300.0}, batches=STRONG, record={"packed": True})
+    write_scaling(tmp_path, {4: 500.0}, batches=STRONG)
+    assert [row.strong for row in compared(tmp_path).rows] == [None, None, None]
+    scalings = [row.strong for row in compared(tmp_path, include_packed=True).rows]
+    assert [one and one.speedup for one in scalings] == pytest.approx([1.0, 1.5, 2.5])
+
+
+def test_seeds_are_one_row_with_mean_and_standard_deviation(tmp_path: Path) -> None:
+    """And a row each where that is asked for."""
+    for seed, accuracy in enumerate((0.9, 0.92, 0.97)):
+        lines = lines_of([1.0, 100.0 + 10 * seed], eval__accuracy=[0.1, accuracy])
+        write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines)
+    (only,) = compared(tmp_path).rows
+    accuracy, pace = only.metrics["eval/accuracy"], only.samples_per_s
+    assert accuracy.mean == pytest.approx(0.93)
+    assert accuracy.sd == pytest.approx(math.sqrt((0.03**2 + 0.01**2 + 0.04**2) / 2))
+    assert (accuracy.count, pace) == (3, Stat(110.0, pytest.approx(10.0), 3))
+    each = compared(tmp_path, each=True)
+    assert [one.setting["seed"] for one in each.rows] == [0, 1, 2]
+    assert each.rows[2].metrics["eval/accuracy"] == Stat(0.97, None, 1)
+
+
+def test_a_keys_column_appears_where_it_says_something(tmp_path: Path) -> None:
+    """Another mode has other keys, which follow from it; another learning rate is a choice."""
+    write_run(tmp_path / "a", config=SINGLE)
+    write_run(tmp_path / "b")
+    assert compared(tmp_path).keys == ("parallelism.name", "world_size")
+    write_run(tmp_path / "c", config={"optimizer.lr": 0.5, "parallelism.bucket_cap_mb": 50})
+    names = ("parallelism.name", "world_size", "optimizer.lr", "parallelism.bucket_cap_mb")
+    assert compared(tmp_path).keys == names
+
+
+@pytest.mark.parametrize(
+    ("drift", "first_break"),
+    [(0.0, None), (0.0005, None), (0.01, 20), (float("nan"), 20)],
+)
+def test_loss_parity_breaks_at_the_first_step_that_differs(
+    tmp_path: Path, drift: float, first_break: int | None
+) -> None:
+    """Of one seed and one global batch; a loss that is no number differs from any."""
+    losses = [2.0, 1.0, 0.5]
+    write_run(tmp_path / "single", config=SINGLE, lines=lines_of([1.0] * 3, losses=losses))
+    other = [losses[0], losses[1] + drift, losses[2] + drift]
+    two = {"world_size": 2, "batch.per_rank": 32}
+    for name, keys in {"ddp": {}, "seed": {"seed": 7}, "lr": {"optimizer.lr": 1.0}}.items():
+        write_run(tmp_path / name, config={**two, **keys}, lines=lines_of([1.0] * 3, losses=other))
+    (parity,) = compared(tmp_path, tolerance=0.001).parity
+    assert (parity.run.folder.name, parity.reference.folder.name) == ("ddp", "single")
+    assert (parity.first_break, parity.num_steps) == (first_break, 3)
+
+
+def test_time_to_a_target_is_that_of_the_first_line_that_reached_it(tmp_path: Path) -> None:
+    """An accuracy from below, a loss from above; runs that never did are counted out."""
+    for seed, accuracies in enumerate(([0.5, 0.95, 0.99], [0.5, 0.6, 0.9], [0.1, 0.2, 0.3])):
+        lines = lines_of([1.0] * 3, losses=[2.0, 1.0, 0.5], eval__accuracy=accuracies)
+        write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines)
+    (only,) = compared(tmp_path, target=Target("eval/accuracy", 0.9)).rows
+    assert only.time_to_target_s == Stat(2.5, pytest.approx(math.sqrt(0.5)), 2)
+    (only,) = compared(tmp_path, target=Target("train/loss", 0.7)).rows
+    assert only.time_to_target_s == Stat(3.0, 0.0, 3)
+    with pytest.raises(UserError, match=r"eval/f1.*metric of no run; there are eval/accuracy"):
+        compared(tmp_path, target=Target("eval/f1", 0.9))
+
+
+def test_the_best_run_is_by_the_end_of_the_scale_that_the_metric_has(tmp_path: Path) -> None:
+    """Most accuracy, least loss, unless a mode is given; zero is a value."""
+    for name, loss, accuracy in (("a", 0.0, 0.8), ("b", 0.5, 0.9)):
+        lines = lines_of([1.0, 2.0], losses=[1.0, loss], eval__accuracy=[0.0, accuracy])
+        write_run(tmp_path / name, config={"optimizer.name": name}, lines=lines)
+    found = {
+        (metric, mode): compared(tmp_path, best=metric, mode=mode).best
+        for metric, mode in (("eval/accuracy", None), ("train/loss", None), ("train/loss", "max"))
+    }
+    names = [best.run.folder.name for best in found.values() if best is not None]
+    assert names == ["b", "a", "b"]
+
+
+def test_a_lone_line_is_all_warm_up(tmp_path: Path) -> None:
+    """No pace is better than a wrong one; the run says what to do about it."""
+    write_run(tmp_path / "short", lines=lines_of([100.0]))
+    comparison = compared(tmp_path)
+    assert comparison.rows[0].samples_per_s is None
+    (note,) = comparison.notes
+    assert "lower train.log_every_steps" in note.sentence
+
+
+def test_what_else_differs_between_runs_is_said(tmp_path: Path) -> None:
+    """Speeds of two machines, and keys that an older version did not have."""
+    write_run(tmp_path / "a", record={"host": "elsewhere"})
+    write_run(tmp_path / "b", config={"train.clip_norm": 1.0})
+    sentences = " ".join(compared(tmp_path).mixed)
+    assert "2 hosts (elsewhere, here)" in sentences
+    assert "lack keys (train.clip_norm)" in sentences
+
+
+def test_each_run_is_read_once(tmp_path: Path) -> None:
+    """Where paths overlap, go through a link, or hold a copy of a run; repetitions are two runs."""
+    run = write_run(tmp_path / "sweep" / "run", lines=lines_of([1.0]))
+    (tmp_path / "link").symlink_to(tmp_path / "sweep")
+    shutil.copytree(run, tmp_path / "copies" / "run")
+    (write_run(tmp_path / "sweep" / "broken") / "run.json").unlink()
+    found = read_runs([tmp_path, run, tmp_path / "link", tmp_path / "sweep"])
+    assert sorted(run.folder.name for run in found) == ["broken", "run"]
+    write_run(tmp_path / "sweep" / "again", record={"started_at": 1.0})
+    (only,) = compared(tmp_path).rows
+    assert len(only.runs) == 2

@@ -1,0 +1,205 @@
+"""``python -m ddp_runner.compare``: what it prints and writes, how it ends, what it imports."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from commands import RUNNER, run_command
+from generated_runs import SINGLE, lines_of, write_run
+from PIL import Image
+
+from ddp_runner.compare import main, run
+from ddp_runner.comparison.analysis import compare
+from ddp_runner.comparison.plots import figures
+from ddp_runner.comparison.runs import read_runs
+
+COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
+PARTS = {"perf__forward_ms": [1.0, 4.0], "perf__backward_ms": [1.0, 8.0]}
+SHARE = {"perf__comm_share": [0.9, 0.25]}
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """Two seeds of one process and of two ranks, and a run that failed."""
+    folder = tmp_path / "outputs"
+    two = {"world_size": 2, "batch.per_rank": 32}
+    for seed in (0, 1):
+        runs: Mapping[str, tuple[dict[str, Any], float]] = {
+            "single": (SINGLE, 200.0),
+            "ddp": (two, 300.0),
+        }
+        for name, (keys, pace) in runs.items():
+            lines = lines_of([1.0, pace + seed], eval__accuracy=[0.5, 0.9 + seed / 100])
+            write_run(folder / f"{name}-{seed}", config={**keys, "seed": seed}, lines=lines)
+    write_run(folder / "lost", record={"status": "failed", "error": {"sentence": "it fell | over"}})
+    return folder
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """Return what the command prints, in this process."""
+    assert run([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_has_a_row_for_each_setting(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With speedup, mean and spread; below it what was left out, and what the columns mean."""
+    text = printed(capsys, outputs, "--target", "eval/accuracy=0.9", "--best", "eval/accuracy")
+    header, ddp, single, *_ = [line.split("  ") for line in text.splitlines()[2:]]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, ddp, single)]
+    rows = [dict(zip(cells[0], line, strict=True)) for line in cells[1:]]
+    assert [row["parallelism"] for row in rows] == ["ddp", "single"]
+    assert rows[0]["strong speedup"] == "1.50x"
+    assert rows[0]["samples/s"] == "300.5 ± 0.7"
+    assert rows[0]["eval/accuracy"] == "0.9050 ± 0.0071"
+    assert rows[1]["s to eval/accuracy=0.9"] == "2.000 ± 0.000"
+    assert [row["parity"] for row in rows] == ["ok", "reference"]
+    assert "communication" not in rows[0]  # no run has measured it
+    assert f"{outputs / 'lost'}: failed: it fell | over" in text
+    assert f"0.9100 by {outputs / 'ddp-1'}, seed 1" in text
+    assert "without its first line, the warm-up" in text
+
+
+def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every figure is in both, with its spread; a run is its folder."""
+    ddp, single = csv.DictReader(io.StringIO(printed(capsys, outputs, "--format", "csv")))
+    assert float(ddp["samples_per_s"]) == 300.5
+    assert float(single["samples_per_s_sd"]) == pytest.approx(0.5**0.5)
+    assert (ddp["strong_against"], ddp["world_size"]) == ("single, 1 rank", "2")
+    found = json.loads(printed(capsys, outputs, "--format", "json"))
+    assert found["rows"][0]["samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
+    assert found["rows"][0]["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
+    assert found["left_out"] == [
+        {"folder": str(outputs / "lost"), "sentence": "failed: it fell | over"}
+    ]
+
+
+def test_markdown_is_one_table_and_lists(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line of the table has as many cells as its head."""
+    write_run(outputs / "bar", config={"optimizer.name": "a|b"})
+    text = printed(capsys, outputs, "--format", "markdown")
+    table = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 5
+    assert len({line.count("|") for line in table}) == 1
+    assert "**not compared, 1 run**" in text
+
+
+def test_one_row_for_each_run_where_asked(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its seed and its folder."""
+    rows = list(csv.DictReader(io.StringIO(printed(capsys, outputs, "--each", "--format", "csv"))))
+    assert [(row["seed"], Path(row["run"]).name) for row in rows] == [
+        *(("0", "ddp-0"), ("1", "ddp-1")),
+        *(("0", "single-0"), ("1", "single-1")),
+    ]
+
+
+def test_everything_is_written_into_a_folder(
+    outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All formats and each plot twice; a plot without numbers says what it lacks."""
+    run([str(outputs), "--out", str(tmp_path / "report")])
+    assert "no plot step_parts: no run has measured" in capsys.readouterr().err
+    plots = ("scaling", "loss_by_step", "loss_by_time")
+    wanted = {f"comparison.{suffix}" for suffix in ("txt", "md", "csv", "json")}
+    wanted |= {f"{plot}.{suffix}" for plot in plots for suffix in ("png", "svg")}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == wanted
+    for plot in plots:
+        with Image.open(tmp_path / "report" / f"{plot}.png") as image:
+            colours = image.convert("RGB").getcolors(maxcolors=2**24) or []
+            assert len(colours) > 20
+        assert ElementTree.parse(tmp_path / "report" / f"{plot}.svg").getroot().tag.endswith("svg")
+
+
+def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
+    """The speedups by world size with the ideal ones; the parts of a step with the rest."""
+    lines = lines_of([1.0, 4000.0], **PARTS, **SHARE)
+    write_run(outputs / "parts", config={"optimizer.lr": 0.5}, lines=lines)
+    comparison = compare(read_runs([outputs]))
+    found = figures(comparison)
+    scaling, parts = found["scaling"], found["step_parts"]
+    assert not isinstance(scaling, str)
+    assert not isinstance(parts, str)
+    ideal, ddp = scaling.axes[0].get_lines()
+    assert (ideal.get_label(), list(ideal.get_ydata())) == ("ideal", [1, 2])
+    assert " ".join(str(ddp.get_label()).split()) == "ddp, optimizer.lr 0.1: 1.50x (75%)"
+    assert list(ddp.get_xdata()) == [1, 2]
+    assert list(ddp.get_ydata()) == pytest.approx([1, 300.5 / 200.5])
+    bars = {bar.get_label(): bar.patches[0].get_width() for bar in parts.axes[0].containers}
+    assert bars == {"forward": 4.0, "backward": 8.0, "rest": 4.0}  # of 16 ms
+    assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere"], "nowhere holds no run"),
+        ([".", "--target", "eval/accuracy"], "is not METRIC=VALUE"),
+        ([".", "--best", "eval/beauty"], "--best (eval/beauty) is a metric of no run; there are"),
+        ([".", "--out", "lost/run.json"], "--out (lost/run.json) cannot be written"),
+    ],
+)
+def test_what_is_mistyped_is_answered_in_one_line(
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    """And with exit code 2."""
+    with monkeypatch.context() as patch:
+        patch.chdir(outputs)
+        patch.setattr(sys, "argv", ["compare", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert sentence in line
+
+
+def test_nothing_slow_is_imported_for_a_table(outputs: Path) -> None:
+    """No torch, torchvision, Hydra or matplotlib; with the plots no torch and no pyplot."""
+    program = (
+        "import sys; from ddp_runner.compare import run; run(sys.argv[1:]); "
+        "print(*sorted(sys.modules), file=sys.stderr)"
+    )
+    slow = {"torch", "torchvision", "hydra", "omegaconf", "sklearn", "tensorboard"}
+    for more, unwanted in (
+        ([], {*slow, "matplotlib"}),
+        (["--out", outputs.parent / "out"], {*slow, "matplotlib.pyplot"}),
+    ):
+        command = [sys.executable, "-c", program, outputs, *more]
+        end = subprocess.run(command, capture_output=True, text=True, check=True)
+        modules = set(end.stderr.split())
+        assert "ddp_runner.comparison.analysis" in modules
+        assert not modules & unwanted
+
+
+def test_a_sweep_and_its_comparison_by_the_real_commands(tmp_path: Path) -> None:
+    """World sizes and seeds of one global batch: two rows, loss parity, nothing left to remark."""
+    sweep = run_command(
+        *("-m", "model=toy", "world_size=1,2", "seed=0,1", "batch.global_size=20"),
+        *("train.max_steps=3", "train.log_every_steps=1"),
+        folder=tmp_path,
+    )
+    assert sweep.exit_code == 0, sweep.stderr
+    end = run_command("outputs", "--format", "json", folder=tmp_path, program=COMPARE)
+    assert (end.exit_code, end.stderr) == (0, "")
+    found = json.loads(end.stdout)
+    one, two = found["rows"]
+    assert [row["samples_per_s"]["count"] for row in (one, two)] == [2, 2]
+    expected = two["samples_per_s"]["mean"] / one["samples_per_s"]["mean"]
+    assert two["strong"]["speedup"] == pytest.approx(expected)
+    assert [len(row["parity"]) for row in (one, two)] == [0, 2]
+    assert [parity["first_break"] for parity in two["parity"]] == [None, None]
+    assert found["left_out"] == found["notes"] == found["mixed"] == []
