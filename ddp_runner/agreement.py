@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.distributed import gather_objects
-from ddp_runner.train import DTYPES, Trainee
+from ddp_runner.step import DTYPES, Trainee
 
 MOST_NAMES = 3  # of differing tensors that are told
 # How far apart results may be that are equal but for rounding, in parts of the largest: a GPU adds

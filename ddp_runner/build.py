@@ -17,8 +17,9 @@ from ddp_runner.data.source import Dataset, Split
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.pace import Pace
 from ddp_runner.parallelism import Mode
-from ddp_runner.train import Trainee
+from ddp_runner.step import Trainee
 from ddp_runner.weights import load_weights
 
 # Keys of `model` that are not the constructor's; `make` drops the name itself.
@@ -103,6 +104,7 @@ def build_trainee(
         devices=devices,
         config=config.train,
         env=role.loop or env,
+        pace=Pace(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
     )
 

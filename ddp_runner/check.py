@@ -29,7 +29,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.record import write_run_record
 from ddp_runner.session import Session, note_restart
-from ddp_runner.train import Trainee
+from ddp_runner.step import Trainee
 from ddp_runner.weights import starting_weights
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_runner.agreement import Finding, differences, listed, told, tolerance
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
-from ddp_runner.train import Trainee, backward, forward
+from ddp_runner.step import Trainee, backward, forward
 
 DELAY_S = 0.3  # by which one rank begins its backward late
 # Where a gradient is zero but for rounding (a bias before BatchNorm), the model's largest counts.

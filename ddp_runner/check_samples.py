@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_runner.agreement import Finding, differences, told
 from ddp_runner.data.batches import eval_batches
 from ddp_runner.data.source import Split
-from ddp_runner.train import Trainee
+from ddp_runner.step import Trainee
 
 MOST_BYTES = 16 * 2**20  # of a split that are compared over ranks
 

@@ -21,7 +21,8 @@ from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.source import Split
 from ddp_runner.distributed import gather_objects
 from ddp_runner.state import snapshot
-from ddp_runner.train import Position, Trainee, evaluate, forward, global_loss, train_step
+from ddp_runner.step import Trainee, forward, global_loss, train_step
+from ddp_runner.train import Position, evaluate
 
 NUM_STEPS = 3  # after which the parameters are compared
 EVAL_STEPS = 2  # batches of a rank that are evaluated

@@ -13,7 +13,8 @@ from ddp_runner.data.source import Dataset
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.manifest import read_manifest
-from ddp_runner.train import Position, Reporter, Trainee, evaluate
+from ddp_runner.step import Trainee
+from ddp_runner.train import Position, Reporter, evaluate
 from ddp_runner.weights import EXPORT, export_weights
 
 

@@ -1,29 +1,95 @@
-"""How fast the loop goes; used by ``train``."""
+"""How fast the loop goes, and what its time goes into; used by ``train``."""
 
 import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+MOST_EVENTS = 1024  # of CUDA that are kept; of the older half the times are added up
 
 
 class Pace:
-    """Throughput between two log lines, on this rank's clock; saving and evaluating excluded."""
+    """Throughput and the parts of a step between two log lines; saving and evaluating excluded.
 
-    def __init__(self) -> None:
+    The parts are measured on this rank, on a GPU in its own time: ``mark`` names what the time
+    since the mark before has gone into.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
         """Begin a new interval."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
+        self._parts_ms: dict[str, float] = {}
+        self._last = self._started
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self.mark("")
+
+    def mark(self, part: str) -> None:
+        """Count the time since the last mark for a part of the step."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((part, event))
+            if len(self._events) > MOST_EVENTS:
+                self._add_up(MOST_EVENTS // 2)
+            return
+        now = time.perf_counter()
+        self._parts_ms[part] = self._parts_ms.get(part, 0.0) + 1000 * (now - self._last)
+        self._last = now
 
     def add(self, *, samples: int) -> None:
         """Count one step of the whole gang."""
         self._steps += 1
         self._samples += samples
 
-    def lap(self) -> dict[str, float]:
-        """Return the interval's throughput and begin a new one."""
+    def lap(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the interval's throughput and the parts of its mean step; begin a new one.
+
+        Returns:
+            Metrics; and the milliseconds of each part that was marked, on this rank.
+        """
+        if self._on_gpu:
+            self._events[-1][1].synchronize()
+            self._add_up(len(self._events) - 1)
         elapsed_s = time.perf_counter() - self._started
         figures = {
             "perf/samples_per_s": self._samples / elapsed_s,
             "perf/step_time_ms": 1000 * elapsed_s / self._steps,
         }
+        parts = {part: total / self._steps for part, total in self._parts_ms.items() if part}
         self.restart()
-        return figures
+        return figures, parts
+
+    def _add_up(self, count: int) -> None:
+        """Add the oldest events' times to their parts; the GPU has passed them."""
+        for (_, before), (part, event) in zip(
+            self._events[:count], self._events[1 : count + 1], strict=True
+        ):
+            passed_ms = before.elapsed_time(event)
+            self._parts_ms[part] = self._parts_ms.get(part, 0.0) + passed_ms
+        del self._events[:count]
+
+
+def part_figures(
+    parts: Mapping[str, float], *, comm_by_rank: Sequence[float], step_time_ms: float
+) -> dict[str, float]:
+    """Return metrics of the parts of a step.
+
+    Communication is what no computation hides. Of the rank that spends least in it, it is taken to
+    be the exchange itself; what the others spend above that, they wait for slower ranks.
+
+    Args:
+        parts: mean over the ranks, in milliseconds.
+        comm_by_rank: milliseconds of each rank in ``comm``; of one rank alone it means nothing.
+        step_time_ms: the whole step.
+    """
+    figures = {f"perf/{part}_ms": value for part, value in parts.items() if part != "comm"}
+    if len(comm_by_rank) > 1:
+        exchange = min(comm_by_rank)
+        figures["perf/comm_ms"] = exchange
+        figures["perf/wait_ms"] = parts["comm"] - exchange
+        figures["perf/comm_share"] = exchange / step_time_ms
+    return figures

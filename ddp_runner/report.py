@@ -21,8 +21,9 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.pictures import confusion_picture
 from ddp_runner.record import HEADLINES, write_run_record
+from ddp_runner.step import Trainee
 from ddp_runner.tracking import Progress, Tracker
-from ddp_runner.train import Position, Trainee
+from ddp_runner.train import Position
 
 
 class NullReporter:

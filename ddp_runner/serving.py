@@ -7,7 +7,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.train import Trainee, backward
+from ddp_runner.step import Trainee, backward
 
 
 def take_part(

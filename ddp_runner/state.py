@@ -12,7 +12,8 @@ from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
 from ddp_runner.distributed import broadcast_object, gather_objects
 from ddp_runner.errors import UserError
-from ddp_runner.train import Position, Trainee
+from ddp_runner.step import Trainee
+from ddp_runner.train import Position
 
 
 def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, Any]:

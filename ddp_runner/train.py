@@ -1,30 +1,19 @@
-"""The training loop: ordinary PyTorch, the same for every form of parallelism.
+"""The training loop: epochs, lines of metrics, evaluations and checkpoints.
 
-Called by ``worker`` on each rank with everything built. A loss is a sum over samples divided by
-the samples of the whole global batch, so that every world size takes the same steps.
+Called by ``worker`` on each rank with everything built. What an optimizer step is, is in ``step``.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
-from ddp_runner.config import TrainConfig
-from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
-from ddp_runner.data.source import Dataset
+from ddp_runner.data.batches import eval_batches
 from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
-from ddp_runner.environment import DistEnv
-from ddp_runner.errors import UserError
 from ddp_runner.metrics import classification_metrics, confusion_counts
-from ddp_runner.pace import Pace
-from ddp_runner.parallelism import Gradients, Mode
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from ddp_runner.step import Trainee, forward, step_figures, train_step
 
 
 @dataclass
@@ -34,28 +23,6 @@ class Position:
     epoch: int = 0  # epochs that have ended
     step: int = 0  # optimizer steps since the run began
     step_in_epoch: int = 0
-
-
-@dataclass(frozen=True)
-class Trainee:
-    """What one rank trains, and with what."""
-
-    module: nn.Module  # the bare model: evaluated and saved
-    model: nn.Module  # the same model as its mode wrapped it: trained
-    mode: Mode
-    loss_fn: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum over samples
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler
-    dataset: Dataset
-    batches: GlobalBatches
-    eval_batch_size: int
-    devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
-    config: TrainConfig
-    env: DistEnv  # this rank among those of the loop
-    group: ProcessGroup | None = None  # the ranks of the loop; None: all
-    # Where the gradients come from: this rank's own backward, or ranks that serve the loop.
-    gradients: Gradients | None = None
 
 
 @dataclass(frozen=True)
@@ -88,13 +55,14 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
     Raises:
         UserError: the loss became NaN or infinite; on all ranks at the same step.
     """
-    config, metrics, pace = trainee.config, dict[str, float](), Pace()
+    config, metrics, pace = trainee.config, dict[str, float](), trainee.pace
     vote = StopVote(trainee.group)
     while position.step < control.max_steps:
         epoch = position.epoch + 1
         trainee.model.train()
         pace.restart()
         for batch in trainee.batches.epoch(position.epoch, start_step=position.step_in_epoch):
+            pace.mark("data")
             lr = trainee.optimizer.param_groups[0]["lr"]
             loss = train_step(trainee, batch)
             position.step += 1
@@ -104,14 +72,8 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             reporter.step_done(position)
             finished = position.step == control.max_steps
             if finished or _due(position.step, config.log_every_steps):
-                line = {
-                    "train/loss": global_loss(trainee, loss, step=position.step),
-                    "train/lr": lr,
-                    **pace.lap(),
-                    **(trainee.gradients.figures() if trainee.gradients else {}),
-                }
-                metrics |= line
-                reporter.log(line, step=position.step, epoch=epoch)
+                metrics |= step_figures(trainee, loss, lr=lr, step=position.step)
+                reporter.log(metrics, step=position.step, epoch=epoch)
             if vote.agreed(control.stop_requested()):
                 control.save(position, metrics)
                 return "preempted"
@@ -120,6 +82,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             if _due(position.step, control.save_every_steps):
                 control.save(position, metrics)
                 pace.restart()
+            pace.mark("")
         finished = position.step == control.max_steps
         if position.step_in_epoch == trainee.batches.steps_per_epoch:
             position.epoch, position.step_in_epoch = epoch, 0
@@ -133,53 +96,6 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             control.save(position, metrics)
     vote.close()
     return "completed"
-
-
-def train_step(trainee: Trainee, batch: StepBatch) -> Tensor:
-    """Take one optimizer step; return this rank's part of the mean loss, a scalar.
-
-    The parts of all ranks add up to the mean over the global batch. Collective: every rank.
-    """
-    optimizer, scaler, config = trainee.optimizer, trainee.scaler, trainee.config
-    optimizer.zero_grad(set_to_none=True)
-    if trainee.gradients is None:
-        total = backward(trainee, batch)
-    else:
-        total = trainee.gradients.collect(step=batch.step)
-    if config.clip_norm is not None:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(trainee.module.parameters(), config.clip_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    trainee.scheduler.step()
-    return total
-
-
-def backward(trainee: Trainee, batch: StepBatch) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches; return its part of the mean loss."""
-    total = torch.zeros((), device=trainee.devices[-1])
-    for index, micro_batch in enumerate(batch.micro_batches, start=1):
-        is_last = index == len(batch.micro_batches)
-        with nullcontext() if is_last else trainee.mode.no_sync(trainee.model):
-            loss_sum, _ = forward(trainee, trainee.model, micro_batch)
-            loss = loss_sum * (micro_batch.weight / batch.global_count)
-            # The reduction divides by the shares, and global_count has counted them all already.
-            trainee.scaler.scale(loss * trainee.batches.num_shares).backward()
-        total += loss.detach()
-    return total
-
-
-def forward(trainee: Trainee, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over the batch's samples, and the model's outputs."""
-    inputs = trainee.dataset.prepare(batch.inputs, trainee.devices[0], randoms=batch.randoms)
-    targets = batch.targets.to(trainee.devices[-1], non_blocking=True)
-    with torch.autocast(
-        trainee.devices[0].type,
-        dtype=DTYPES[trainee.config.precision],
-        enabled=trainee.config.precision != "fp32",
-    ):
-        outputs = model(inputs)
-        return trainee.loss_fn(outputs, targets), outputs
 
 
 @torch.no_grad()
@@ -219,21 +135,6 @@ def evaluate(trainee: Trainee) -> tuple[dict[str, float], Tensor | None]:
     confusion = torch.tensor(total_counts, dtype=torch.float64).reshape(num_classes, num_classes)
     figures = classification_metrics(confusion)
     return results | {f"eval/{name}": value for name, value in figures.items()}, confusion
-
-
-def global_loss(trainee: Trainee, loss: Tensor, *, step: int) -> float:
-    """Return the loss summed over the ranks' parts. Collective: every rank must call.
-
-    Raises:
-        UserError: it is NaN or infinite.
-    """
-    (total,) = sum_over_ranks([loss.item()], group=trainee.group)
-    if not math.isfinite(total):
-        raise UserError(
-            f"train/loss became {total} by step {step}; the last checkpoint is from before: "
-            "resume it with a smaller optimizer.lr, or with train.clip_norm=1.0"
-        )
-    return total
 
 
 def _due(count: int, every: int | None) -> bool:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ddp_runner.environment import DistEnv
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.train import Trainee
+from ddp_runner.step import Trainee
 
 
 class Wandering(ToyModel):

@@ -21,7 +21,7 @@ from ddp_runner.agreement import Finding
 from ddp_runner.check import findings_of
 from ddp_runner.check_gradients import waiting
 from ddp_runner.environment import DistEnv
-from ddp_runner.train import Trainee
+from ddp_runner.step import Trainee
 
 WORLD_SIZE = 3
 SMALL = ("batch.global_size=6", "dataset.num_samples=27")

@@ -26,7 +26,7 @@ from trainees import (
 from ddp_runner.compose import CONFIG_DIR
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
-from ddp_runner.train import forward
+from ddp_runner.step import forward
 
 MODES = {
     path.stem: DictConfig(OmegaConf.load(path))

@@ -28,7 +28,8 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.record import versions
 from ddp_runner.schedules import cosine
-from ddp_runner.train import evaluate, train_step
+from ddp_runner.step import train_step
+from ddp_runner.train import evaluate
 from ddp_runner.worker import run
 
 EACH_STEP = "train.log_every_steps=1"

@@ -19,7 +19,8 @@ from ddp_runner.hardware import Hardware
 from ddp_runner.rules import resolve
 from ddp_runner.serving import take_part
 from ddp_runner.state import restore, snapshot
-from ddp_runner.train import Control, Position, Trainee, global_loss, train, train_step
+from ddp_runner.step import Trainee, global_loss, train_step
+from ddp_runner.train import Control, Position, train
 
 MACHINE = Hardware(num_gpus=0, num_cores=4)  # the same on every machine that runs the tests
 # 27 samples: with 8 a step an epoch has three whole batches and one of three samples.

@@ -1,0 +1,92 @@
+"""What a step's time goes into: computing, exchanging, and waiting for a slow rank."""
+
+import time
+
+import pytest
+import torch
+from ranks import run_ranks
+from trainees import TOY, Trace, build, compose_config, run_loop
+
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.pace import Pace, part_figures
+
+NAP_S = 0.06
+COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}
+EXCHANGED = {"perf/comm_ms", "perf/wait_ms", "perf/comm_share"}
+WHOLE = {"perf/step_time_ms", "perf/samples_per_s"}
+
+
+def loop_with_a_slow_rank(env: DistEnv, config: Config, slow_rank: int | None) -> Trace:
+    """Run five steps; one rank sleeps before each forward."""
+    trainee = build(env, config)
+    if env.rank == slow_rank:
+        trainee.module.register_forward_pre_hook(lambda *_: time.sleep(NAP_S))
+    return run_loop(env, config, max_steps=5, trainee=trainee)
+
+
+def lines_of(trace: Trace) -> list[dict[str, float]]:
+    """Return the lines of training, without the warm-up."""
+    return [line for line in trace.lines if "train/loss" in line][1:]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_what_others_lose_to_a_slow_rank_is_waiting(accumulated: int) -> None:
+    """Rank 0 waits as long as rank 1 sleeps; over both that is half a nap a micro-step."""
+    config = compose_config(
+        *TOY, "train.log_every_steps=1", f"train.grad_accum_steps={accumulated}", world_size=2
+    )
+    traces = run_ranks(loop_with_a_slow_rank, 2, config, 1)
+    for trace in traces:
+        for line in lines_of(trace):
+            assert {key for key in line if "perf/" in key} == COMPUTED | EXCHANGED | WHOLE
+            assert line["perf/wait_ms"] > 0.7 * 1000 * NAP_S / 2
+            assert line["perf/forward_ms"] > 0.7 * 1000 * NAP_S / 2
+            assert line["perf/comm_share"] == pytest.approx(
+                line["perf/comm_ms"] / line["perf/step_time_ms"]
+            )
+    # What the parts leave out is small beside the nap, which is in them.
+    whole, parts = (
+        sum(line[key] for line in lines_of(traces[0]) for key in keys)
+        for keys in ({"perf/step_time_ms"}, COMPUTED | {"perf/comm_ms", "perf/wait_ms"})
+    )
+    assert 0.6 * whole < parts < 1.4 * whole
+
+
+def test_one_process_exchanges_nothing() -> None:
+    """There is no line of communication where there is nobody to talk to."""
+    config = compose_config(*TOY, "parallelism=single", "train.log_every_steps=1")
+    (trace,) = run_ranks(loop_with_a_slow_rank, 1, config, 0)
+    for line in lines_of(trace):
+        assert {key for key in line if "perf/" in key} == COMPUTED | WHOLE
+        assert line["perf/forward_ms"] > 0.7 * 1000 * NAP_S
+
+
+def test_parts_are_those_of_the_mean_step() -> None:
+    """Time between marks is added up over the steps of a lap; the next starts at nothing."""
+    pace = Pace(torch.device("cpu"))
+    for _ in range(4):
+        time.sleep(0.01)
+        pace.mark("data")
+        pace.mark("forward")
+        pace.mark("")
+        pace.add(samples=8)
+    figures, parts = pace.lap()
+    assert set(parts) == {"data", "forward"}
+    assert 10 <= parts["data"] <= figures["perf/step_time_ms"]
+    pace.mark("optimizer")
+    pace.add(samples=8)
+    assert set(pace.lap()[1]) == {"optimizer"}
+
+
+def test_the_rank_that_waits_least_tells_the_exchange() -> None:
+    """Ranks spend 5, 9 and 4 ms after their backward: 4 of them exchange, the rest is waiting."""
+    figures = part_figures(
+        {"forward": 2.0, "comm": 6.0}, comm_by_rank=[5.0, 9.0, 4.0], step_time_ms=16.0
+    )
+    assert figures == {
+        "perf/forward_ms": 2.0,
+        "perf/comm_ms": 4.0,
+        "perf/wait_ms": 2.0,
+        "perf/comm_share": 0.25,
+    }
