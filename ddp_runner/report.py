@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
@@ -174,6 +174,15 @@ def start_block(
 
 def _numbers(count: int) -> str:
     return "0" if count == 1 else f"0 to {count - 1}"
+
+
+def sizes(module: nn.Module) -> dict[str, int]:
+    """Return how many parameters a model has, and how many bytes its gradients."""
+    parameters = list(module.parameters())
+    return {
+        "num_parameters": sum(one.numel() for one in parameters),
+        "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
+    }
 
 
 def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path) -> str:

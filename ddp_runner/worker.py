@@ -25,7 +25,7 @@ from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.failures import ended_ranks, record_failure
 from ddp_runner.job import EXIT_COMPLETED, READY, Job
 from ddp_runner.record import write_run_record
-from ddp_runner.report import NullReporter, Reporter, keep_files, start_block
+from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
 from ddp_runner.serving import take_part
 from ddp_runner.session import Session, note_restart, open_session
 from ddp_runner.state import restore, snapshot
@@ -113,6 +113,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
 
     reporter = NullReporter()
     if env.is_rank_zero:
+        write_run_record(run_dir, **sizes(trainee.module))
         warnings = [f"warning: {one}" for one in session.job.warnings]
         block = start_block(
             config, trainee, env, run_dir, max_steps=max_steps, code=session.job.code

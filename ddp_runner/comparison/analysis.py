@@ -4,26 +4,16 @@ Numbers only; ``tables`` and ``plots`` show them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.comparison.figures import (
-    COMM_SHARE,
-    PACE,
-    STEP_TIME,
-    Stat,
-    Target,
-    is_lower_better,
-    outcome,
-    peak_memory_gib,
-    stat,
-    steady,
-    step_parts_ms,
-)
+from ddp_runner.comparison.figures import PACE, Target, outcome, stat, steady
 from ddp_runner.comparison.parity import Parity, parities
+from ddp_runner.comparison.prediction import Link, Prediction, links_of, predict
+from ddp_runner.comparison.rows import Best, Row, best_of, build_row
 from ddp_runner.comparison.runs import Run
-from ddp_runner.comparison.scaling import Scaling, Speed, scalings
+from ddp_runner.comparison.scaling import Speed, scalings
 from ddp_runner.comparison.settings import (
     Setting,
     identity,
@@ -35,39 +25,6 @@ from ddp_runner.comparison.settings import (
 from ddp_runner.errors import UserError
 
 TOLERANCE = 1e-3  # of losses between modes, as a part of the loss
-
-
-@dataclass(frozen=True)
-class Row:
-    """The runs of one setting, which differ by their seeds alone; or one run."""
-
-    setting: Setting  # the values of Comparison.keys
-    world_size: int
-    runs: tuple[Run, ...]
-    samples_per_s: Stat | None
-    strong: Scaling | None
-    weak: Scaling | None
-    time_to_target_s: Stat | None
-    metrics: Mapping[str, Stat]  # at the end of the runs
-    peak_memory_gib: Stat | None
-    comm_share: Stat | None  # of the step time, 0 to 1
-    startup_s: Stat | None
-    wall_s: Stat | None
-    step_time_ms: Stat | None
-    step_parts_ms: Mapping[str, float]  # what the step time goes into
-    parity: tuple[Parity, ...]  # of its runs; empty: they are the reference, or have none
-
-
-@dataclass(frozen=True)
-class Best:
-    """The run, and the row by its mean, with the best value of a metric."""
-
-    metric: str
-    mode: str  # max or min
-    run: Run
-    value: float
-    row: Row
-    row_stat: Stat
 
 
 @dataclass(frozen=True)
@@ -85,6 +42,7 @@ class Comparison:
     keys: tuple[str, ...]  # in which rows differ
     same: Setting  # what all have in common, of the keys that a reader asks for first
     rows: tuple[Row, ...]  # in the order of their settings
+    links: tuple[Link, ...]  # what predictions take an all-reduce from
     parity: tuple[Parity, ...]
     tolerance: float  # of parity
     target: Target | None
@@ -119,6 +77,9 @@ def compare(
         UserError: no run has the metric of `target` or of `best`.
     """
     usable = [run for run in runs if run.reason is None]
+    benchmarks = [run for run in usable if "collectives" in run.record]
+    if len(benchmarks) < len(usable):  # beside training they are what it is measured against
+        usable = [run for run in usable if run not in benchmarks]
     settings = {run.folder: setting_of(run) for run in usable}
     if target is not None:
         _check_metric("--target", target.metric, [set().union(*run.lines) for run in usable])
@@ -144,50 +105,35 @@ def compare(
     for group, *scaling in zip(groups.values(), strong, weak, strict=True):
         values = {"seed": group[0].seed, **settings[group[0].folder]}
         setting = {key: values.get(key) for key in keys}
-        rows.append(_row(group, setting, scaling=scaling, target=target, parity=parity_of))
+        rows.append(build_row(group, setting, scaling=scaling, target=target, parity=parity_of))
+    links = links_of(benchmarks)
+    rows = [replace(row, predicted=_predictions(row, rows, links)) for row in rows]
     rows.sort(key=lambda row: [_rank(value) for value in row.setting.values()])
     return Comparison(
         keys=keys,
         same=same_keys(list(settings.values())),
         rows=tuple(rows),
+        links=tuple(links.values()),
         parity=parity,
         tolerance=tolerance,
         target=target,
-        best=_best(rows, best, mode=mode) if best and rows else None,
+        best=best_of(rows, best, mode=mode) if best and rows else None,
         left_out=tuple(Remark(run.folder, run.reason) for run in runs if run.reason is not None),
         notes=tuple(Remark(run.folder, note) for run in usable for note in _notes(run)),
         mixed=tuple(_mixed(usable, list(settings.values()))),
     )
 
 
-def _row(
-    runs: Sequence[Run],
-    setting: Setting,
-    *,
-    scaling: Sequence[Scaling | None],
-    target: Target | None,
-    parity: Mapping[Path, Parity],
-) -> Row:
-    finals = [run.final for run in runs]
-    names = sorted(set[str]().union(*finals))
-    stats = {name: stat(final.get(name) for final in finals) for name in names}
-    return Row(
-        setting=setting,
-        world_size=runs[0].world_size,
-        runs=tuple(runs),
-        samples_per_s=stat(steady(run, PACE) for run in runs),
-        strong=scaling[0],
-        weak=scaling[1],
-        time_to_target_s=stat(target.time_s(run) for run in runs) if target else None,
-        metrics={name: found for name, found in stats.items() if found is not None},
-        peak_memory_gib=stat(peak_memory_gib(run) for run in runs),
-        comm_share=stat(steady(run, COMM_SHARE) for run in runs),
-        startup_s=stat(run.number("startup_s") for run in runs),
-        wall_s=stat(run.number("wall_s") for run in runs),
-        step_time_ms=stat(steady(run, STEP_TIME) for run in runs),
-        step_parts_ms=step_parts_ms(runs),
-        parity=tuple(parity[run.folder] for run in runs if run.folder in parity),
-    )
+def _predictions(
+    row: Row, rows: Sequence[Row], links: Mapping[tuple[str, int], Link]
+) -> dict[str, Prediction]:
+    """Return what each kind of scaling's baseline says of a row with more ranks."""
+    found = {
+        kind: predict(row, rows[scaling.base_index], links)
+        for kind, scaling in (("strong", row.strong), ("weak", row.weak))
+        if scaling is not None and scaling.base_world_size < row.world_size
+    }
+    return {kind: prediction for kind, prediction in found.items() if prediction is not None}
 
 
 def _outcomes(run: Run) -> set[str]:
@@ -201,17 +147,6 @@ def _check_metric(option: str, metric: str, known: Sequence[set[str]]) -> None:
         raise UserError(
             f"{option} ({metric}) is a metric of no run; there are {', '.join(sorted(names))}"
         )
-
-
-def _best(rows: Sequence[Row], metric: str, *, mode: str | None) -> Best:
-    mode = mode or ("min" if is_lower_better(metric) else "max")
-    sign = 1 if mode == "max" else -1
-    outcomes = [(outcome(run, metric), run) for row in rows for run in row.runs]
-    values = [(value, run) for value, run in outcomes if value is not None]
-    stats = [(found, row) for row in rows if (found := stat(outcome(r, metric) for r in row.runs))]
-    value, run = max(values, key=lambda pair: sign * pair[0])
-    row_stat, row = max(stats, key=lambda pair: sign * pair[0].mean)
-    return Best(metric, mode, run, value, row, row_stat)
 
 
 def _notes(run: Run) -> Iterator[str]:

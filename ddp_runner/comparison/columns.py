@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ddp_runner.comparison.analysis import Comparison, Row
+from ddp_runner.comparison.analysis import Comparison
 from ddp_runner.comparison.figures import Stat
+from ddp_runner.comparison.rows import Row
 from ddp_runner.comparison.settings import word
 from ddp_runner.record import HEADLINES
 
@@ -121,8 +122,19 @@ def _scaling(kind: str, rows: Sequence[Row], column: Callable[..., Column]) -> I
         *(f"{kind}_efficiency", "efficiency", lambda row: of(row, "efficiency")),
         number="{:.0%}".format,
     )
+    yield column(
+        *(f"{kind}_predicted", "predicted", lambda row: _predicted(kind, row)),
+        number="{:.2f}x".format,
+        legend="predicted: the speedup with the baseline's computing and an all-reduce as "
+        "task=collectives has measured it, none of it hidden",
+    )
     is_brief = len(bases) > 1
     yield column(f"{kind}_against", "against", lambda row: of(row, "base"), is_brief=is_brief)
+
+
+def _predicted(kind: str, row: Row) -> float | None:
+    prediction = row.predicted.get(kind)
+    return None if prediction is None else prediction.speedup
 
 
 def _setting(key: str, row: Row) -> Any:

@@ -41,6 +41,7 @@ class Line:
     low: Sequence[float] = ()  # of the band around it
     high: Sequence[float] = ()
     base: str = ""  # what its values are multiples of
+    predicted: Sequence[float] = ()  # what they should be; nan where nothing says it
 
 
 def new_figure(
@@ -99,6 +100,8 @@ def draw_lines(
             linewidth=2.0 + 0.4 * (len(coloured) - 1 - index),  # seen even below one that coincides
             markersize=6 + 0.4 * (len(coloured) - 1 - index),
         )
+        if line.predicted:
+            axes.plot(line.xs, line.predicted, color=COLOURS[index], linestyle=":", linewidth=2)
         if line.low:
             axes.fill_between(
                 line.xs, line.low, line.high, color=COLOURS[index], alpha=0.15, linewidth=0

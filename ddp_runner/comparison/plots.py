@@ -10,19 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.comparison.analysis import Comparison, Row
+from ddp_runner.comparison.analysis import Comparison
 from ddp_runner.comparison.columns import digits
 from ddp_runner.comparison.drawing import (
-    COLOURS,
-    GREY,
     STYLE,
-    TEXT,
     Line,
     draw_lines,
     new_figure,
     plain_log_ticks,
 )
 from ddp_runner.comparison.parity import LOSS
+from ddp_runner.comparison.parts_plot import step_parts
+from ddp_runner.comparison.rows import Row
 from ddp_runner.comparison.runs import Run
 from ddp_runner.comparison.scaling import Scaling
 from ddp_runner.comparison.settings import BATCH, label
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_POINTS = 500  # of a line
-MOST_BARS = 20
 
 
 def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
@@ -43,7 +41,7 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
             "scaling": _scaling(comparison),
             "loss_by_step": _loss(comparison, by_time=False),
             "loss_by_time": _loss(comparison, by_time=True),
-            "step_parts": _step_parts(comparison),
+            "step_parts": step_parts(comparison),
         }
 
 
@@ -89,7 +87,8 @@ def _scaling(comparison: Comparison) -> "Figure | str":
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
         batch = {"strong": "one global batch", "weak": "one batch per rank"}[kind]
-        axes.set_title(f"{kind} scaling: {batch} at every world size", loc="left", fontsize=11)
+        dotted = "; dotted: as predicted" if any(line.predicted for line in lines) else ""
+        axes.set_title(f"{kind} scaling: {batch}{dotted}", loc="left", fontsize=11)
         bases = {line.base for line in lines}
         axes.set_ylabel(f"speedup over {bases.pop() if len(bases) == 1 else 'the baseline'}")
     return figure
@@ -115,7 +114,14 @@ def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
         if len(xs) > 1:
             speedup, efficiency = points[xs[-1]], points[xs[-1]] / (xs[-1] / xs[0])
             text = f"{name}: {speedup:.2f}x ({efficiency:.0%})"
-            lines.append(Line(text, xs, [points[x] for x in xs], base=base.base))
+            said = {xs[0]: 1.0} | {
+                row.world_size: row.predicted[kind].speedup
+                for row, _ in members
+                if kind in row.predicted
+            }
+            predicted = [said.get(x, math.nan) for x in xs] if len(said) > 1 else []
+            ys = [points[x] for x in xs]
+            lines.append(Line(text, xs, ys, base=base.base, predicted=predicted))
     return sorted(lines, key=lambda line: -line.ys[-1])
 
 
@@ -191,47 +197,3 @@ def _losses(run: Run) -> dict[float, tuple[float, float]]:
         for line in run.lines
         if (loss := line.get(LOSS)) is not None
     }
-
-
-def _step_parts(comparison: Comparison) -> "Figure | str":
-    rows = [row for row in comparison.rows if row.step_parts_ms]
-    if not rows:
-        return "no run has measured the parts of its step time (perf/*_ms)"
-    rows = sorted(rows, key=_step_ms)[:MOST_BARS]
-    names = list(dict.fromkeys(name for row in rows for name in row.step_parts_ms))
-    figure, (axes,) = new_figure(
-        "What the time of an optimizer step goes into", height=1.8 + 0.4 * len(rows)
-    )
-    longest = max(_step_ms(row) for row in rows)
-    places = range(len(rows))
-    starts = [0.0] * len(rows)
-    for index, name in enumerate([*names, "rest"]):
-        lengths = [
-            row.step_parts_ms.get(name, 0.0)
-            if name != "rest"
-            else max(0.0, _step_ms(row) - sum(row.step_parts_ms.values()))
-            for row in rows
-        ]
-        if not any(lengths):
-            continue
-        colour = GREY if name == "rest" else COLOURS[index % len(COLOURS)]
-        axes.barh(places, lengths, left=starts, color=colour, label=name, edgecolor="white")
-        for place, start, length in zip(places, starts, lengths, strict=True):
-            if length > 0.07 * longest:
-                middle = start + length / 2
-                axes.text(middle, place, f"{length:.3g}", color="white", ha="center", va="center")
-        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    for place, row in zip(places, rows, strict=True):
-        axes.text(starts[place], place, f"  {_step_ms(row):.3g} ms", va="center", color=TEXT)
-    axes.set_yticks(places, [label(row.setting, comparison.keys) for row in rows])
-    axes.set_xlim(0, 1.12 * max(starts))
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("milliseconds a step (median without the first line)")
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    return figure
-
-
-def _step_ms(row: Row) -> float:
-    parts = sum(row.step_parts_ms.values())
-    return max(parts, row.step_time_ms.mean if row.step_time_ms else 0.0)

@@ -21,6 +21,7 @@ class Scaling:
 
     batch: int  # the size that is equal: global for strong, per rank for weak scaling
     base: str  # in words
+    base_index: int  # among the speeds
     base_world_size: int
     speedup: float  # samples a second, as a multiple of the baseline's
     efficiency: float  # the speedup over that of the ranks: 1 is ideal
@@ -77,6 +78,6 @@ def scalings(
             speedup = (speeds[index].samples_per_s or 0.0) / base_speed
             ideal = speeds[index].setting["world_size"] / base_size
             batch = int(speeds[index].setting[batch_key])
-            scaling = Scaling(batch, name, base_size, speedup, speedup / ideal)
+            scaling = Scaling(batch, name, base[0], base_size, speedup, speedup / ideal)
             found[index] = found[index] or scaling
     return found

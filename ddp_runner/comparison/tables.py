@@ -13,7 +13,7 @@ from ddp_runner.comparison.columns import NOTHING, Column, columns, digits
 from ddp_runner.comparison.figures import Stat
 from ddp_runner.comparison.parity import Parity
 from ddp_runner.comparison.runs import Run
-from ddp_runner.comparison.settings import ALWAYS, label, word
+from ddp_runner.comparison.settings import ALWAYS, label, ranks, word
 from ddp_runner.record import json_safe
 
 MOST_REMARKS, MOST_FOLDERS = 20, 3  # of a list that people read
@@ -121,6 +121,7 @@ def _sections(
             count = _runs(best.row_stat.count)
             lines.append(f"{digits(best.row_stat.mean)} in the mean of {count} by {where}")
         yield f"best {best.metric} ({best.mode})", lines
+    yield from _gaps(comparison)
     if breaks := [one for one in comparison.parity if one.first_break is not None]:
         lines = [_broken(one) for one in breaks[:MOST_REMARKS]]
         yield f"loss parity broken, {_runs(len(breaks))}", [*lines, *_more(breaks), UNEQUAL]
@@ -129,6 +130,33 @@ def _sections(
     if any(len(row.runs) > 1 for row in comparison.rows):
         legends.insert(0, "±: the standard deviation over a row's runs, its seeds")
     yield "columns", legends
+
+
+def _gaps(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield why steps take longer than predicted, and what the predictions stand on."""
+    lines = []
+    for row in comparison.rows:
+        for kind, one in row.predicted.items():
+            gaps = {part: ms - one.parts_ms[part] for part, ms in one.measured_ms.items()}
+            parts = ", ".join(
+                f"{part} {gap:+.3g}"
+                for part, gap in sorted(gaps.items(), key=lambda item: -abs(item[1]))
+                if abs(gap) >= 0.005 * sum(one.measured_ms.values())
+            )
+            name = label(row.setting, comparison.keys)
+            total, expected = sum(one.measured_ms.values()), sum(one.parts_ms.values())
+            lines.append(
+                f"{name} ({kind}): {digits(total)} ms, predicted {digits(expected)}; {parts}"
+            )
+    if lines:
+        yield "a step against its prediction, and in which parts they differ (ms)", lines
+    links = [
+        f"{one.backend}, {ranks(one.world_size)}: {one.latency_us:,.0f} us + bytes / "
+        f"{one.gb_per_s:.2f} GB/s, from {one.num_sizes} sizes, which it meets to {one.error:.0%}"
+        for one in comparison.links
+    ]
+    if links:
+        yield "an all-reduce, as measured by task=collectives", links
 
 
 def _broken(one: Parity) -> str:
