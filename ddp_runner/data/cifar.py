@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.data.files import REMEDY, check_labels, fetch_missing, stamps
-from ddp_runner.data.source import Augmentation, Dataset, splits
+from ddp_runner.data.source import Augmentation, Dataset, image_dataset
 from ddp_runner.errors import UserError
 
 SHAPE = (3, 32, 32)  # of an image: red, green and blue, row by row
@@ -79,14 +79,7 @@ class Cifar:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Images to be normalised."""
-        return Dataset(
-            self.name,
-            *splits(tensors),
-            num_classes=self.num_classes,
-            mean=self.mean,
-            std=self.std,
-            augmentation=self.augmentation,
-        )
+        return image_dataset(self, tensors)
 
     def _files(self, data_root: Path, part: int) -> list[Path]:
         return [data_root / self.folder / name for name in LAYOUTS[self.folder][part]]

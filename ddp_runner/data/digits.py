@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from ddp_runner.data.source import Augmentation, Dataset, require_positive, splits
+from ddp_runner.data.source import Augmentation, Dataset, image_dataset, require_positive
 from ddp_runner.errors import UserError
 
 TRAIN_SAMPLES = 1437  # of 1797: four fifths
@@ -65,11 +65,4 @@ class Digits:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Images to be normalised."""
-        return Dataset(
-            self.name,
-            *splits(tensors),
-            num_classes=self.num_classes,
-            mean=self.mean,
-            std=self.std,
-            augmentation=self.augmentation,
-        )
+        return image_dataset(self, tensors)

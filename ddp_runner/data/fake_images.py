@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import Augmentation, Dataset, require_positive, splits
+from ddp_runner.data.source import Augmentation, Dataset, image_dataset, require_positive
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,4 @@ class FakeImages:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Images to be normalised."""
-        return Dataset(
-            self.name,
-            *splits(tensors),
-            num_classes=self.num_classes,
-            mean=self.mean,
-            std=self.std,
-            augmentation=self.augmentation,
-        )
+        return image_dataset(self, tensors)

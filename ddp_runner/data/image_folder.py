@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import Augmentation, Dataset, require_positive, splits
+from ddp_runner.data.source import Augmentation, Dataset, image_dataset, require_positive
 from ddp_runner.errors import UserError
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -85,14 +85,7 @@ class ImageFolder:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Images to be normalised."""
-        return Dataset(
-            self.name,
-            *splits(tensors),
-            num_classes=self.num_classes,
-            mean=self.mean,
-            std=self.std,
-            augmentation=self.augmentation,
-        )
+        return image_dataset(self, tensors)
 
     def _samples(self, data_root: Path) -> tuple[Samples, Samples]:
         """Return the files of both splits, always in the same order."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.data.files import REMEDY, check_labels, fetch_missing, stamps
-from ddp_runner.data.source import Augmentation, Dataset, require_positive, splits
+from ddp_runner.data.source import Augmentation, Dataset, image_dataset, require_positive
 from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
@@ -72,14 +72,7 @@ class IdxImages:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Images to be normalised."""
-        return Dataset(
-            self.name,
-            *splits(tensors),
-            num_classes=self.num_classes,
-            mean=self.mean,
-            std=self.std,
-            augmentation=self.augmentation,
-        )
+        return image_dataset(self, tensors)
 
     def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
         raw = data_root / self.folder / "raw"

@@ -141,6 +141,38 @@ def splits(tensors: Mapping[str, Tensor]) -> tuple[Split, Split]:
     )
 
 
+class ImageSource(Source, Protocol):
+    """A source of images with classes."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+
+    @property
+    def mean(self) -> float | Sequence[float]:
+        """Mean of the pixels, scaled to 0..1; or of each channel."""
+
+    @property
+    def std(self) -> float | Sequence[float]:
+        """Their standard deviation."""
+
+    @property
+    def augmentation(self) -> Augmentation | None:
+        """What changes the training images."""
+
+
+def image_dataset(source: ImageSource, tensors: Mapping[str, Tensor]) -> Dataset:
+    """What a source of images built, to be normalised."""
+    return Dataset(
+        source.name,
+        *splits(tensors),
+        num_classes=source.num_classes,
+        mean=source.mean,
+        std=source.std,
+        augmentation=source.augmentation,
+    )
+
+
 def require_positive(source: Source, *fields: str) -> None:
     """Check sizes that come from the config.
 
