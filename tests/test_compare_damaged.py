@@ -147,7 +147,7 @@ def test_a_thousand_runs_with_damaged_ones_among_them(tmp_path: Path) -> None:
             lines=lines_of([1.0, 2.0, 3.0]),
         )
         if index % 10 == 0:
-            (run / "run.json").write_text((run / "run.json").read_text()[: index])
+            (run / "run.json").write_text((run / "run.json").read_text()[: index // 2])
         elif index % 10 == 1:
             fields = json.loads((run / "run.json").read_text())
             (run / "run.json").write_text(json.dumps(fields | {"status": "running"}))
