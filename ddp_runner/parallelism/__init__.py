@@ -5,7 +5,7 @@ A mode is a frozen dataclass whose fields are the keys of its YAML and whose met
 """
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,36 +107,6 @@ class Mode(Protocol):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward leaves the gradients of this rank unreduced."""
-
-
-@dataclass(frozen=True)
-class OneDevice:
-    """One device a rank and nothing reduced; most modes differ from it by a part."""
-
-    name: str
-    devices_per_rank: int
-
-    def role(self, env: DistEnv) -> Role:
-        """Return the same role for every rank."""
-        return alike(env)
-
-    def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return the one device of this rank."""
-        return rank_devices(env, kind=kind)
-
-    def place(
-        self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
-    ) -> nn.Module:
-        """Build the model and move it to the first device."""
-        return build().to(devices[0])
-
-    def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
-        """Return the model as it is."""
-        return module
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return an empty context: there is nothing to leave out."""
-        return nullcontext()
 
 
 def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.device, ...]:

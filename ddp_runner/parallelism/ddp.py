@@ -13,18 +13,29 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.parallelism import OneDevice
+from ddp_runner.environment import DistEnv
+from ddp_runner.parallelism import Role, alike, rank_devices
 
 
 @dataclass(frozen=True)
-class DDP(OneDevice):
+class DDP:
     """Replicas on one device each."""
 
+    name: str
+    devices_per_rank: int
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool
     forward_sync_buffers: bool
     sync_batchnorm: bool
+
+    def role(self, env: DistEnv) -> Role:
+        """Return the same role for every rank."""
+        return alike(env)
+
+    def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
+        """Return the one device of this rank."""
+        return rank_devices(env, kind=kind)
 
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]

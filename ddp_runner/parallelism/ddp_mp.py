@@ -13,18 +13,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import OneDevice, rank_devices
+from ddp_runner.parallelism import Role, alike, rank_devices
 from ddp_runner.parallelism.ddp import replicate
 
 
 @dataclass(frozen=True)
-class DDPModelParallel(OneDevice):
+class DDPModelParallel:
     """Replicas of two stages, each stage on its own device."""
 
+    name: str
+    devices_per_rank: int
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool
     forward_sync_buffers: bool
+
+    def role(self, env: DistEnv) -> Role:
+        """Return the same role for every rank."""
+        return alike(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return this rank's block of devices, one a stage."""

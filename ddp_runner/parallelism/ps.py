@@ -11,6 +11,7 @@ Networks (2012).
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,16 +21,18 @@ from torch import Tensor, nn
 
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism import OneDevice, Role
+from ddp_runner.parallelism import Role, rank_devices
 from ddp_runner.parallelism.server import STATUS_OF, Server, copy_parts, packed
 
 SERVER = 0
 
 
 @dataclass(frozen=True)
-class ParameterServer(OneDevice):
+class ParameterServer:
     """One server; `mode` is sync (a step waits for all trainers) or async (for any one)."""
 
+    name: str
+    devices_per_rank: int
     num_servers: int
     mode: str
 
@@ -45,6 +48,24 @@ class ParameterServer(OneDevice):
             else None,
             serving=self,
         )
+
+    def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
+        """Return the one device of this rank."""
+        return rank_devices(env, kind=kind)
+
+    def place(
+        self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
+    ) -> nn.Module:
+        """Build the model and move it to this rank's device."""
+        return build().to(devices[0])
+
+    def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
+        """Return the model as it is: the parameters come with each batch."""
+        return module
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return an empty context: a push comes after the last micro-batch."""
+        return nullcontext()
 
     def connect(self, env: DistEnv, *, timeout_s: float) -> Sequence[dist.ProcessGroup]:
         """Return a group of two for each trainer: gloo closes the whole group that a rank leaves.

@@ -1,12 +1,42 @@
 """One process, one device: what every other mode is compared with."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from ddp_runner.parallelism import OneDevice
+import torch
+from torch import nn
+
+from ddp_runner.environment import DistEnv
+from ddp_runner.parallelism import Role, alike, rank_devices
 
 
 @dataclass(frozen=True)
-class Single(OneDevice):
+class Single:
     """A bare model on one device."""
 
+    name: str
+    devices_per_rank: int
     max_ranks: int
+
+    def role(self, env: DistEnv) -> Role:
+        """Return the same role for every rank."""
+        return alike(env)
+
+    def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
+        """Return the one device."""
+        return rank_devices(env, kind=kind)
+
+    def place(
+        self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
+    ) -> nn.Module:
+        """Build the model and move it to its device."""
+        return build().to(devices[0])
+
+    def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
+        """Return the model as it is."""
+        return module
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return an empty context: there is nobody to reduce with."""
+        return nullcontext()
