@@ -49,9 +49,10 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 
 def test_the_table_has_a_row_for_each_setting(
-    outputs: Path, capsys: pytest.CaptureFixture[str]
+    outputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With speedup, mean and spread; below it what was left out, and what the columns mean."""
+    monkeypatch.setenv("COLUMNS", "1000")
     text = printed(capsys, outputs, "--target", "eval/accuracy=0.9", "--best", "eval/accuracy")
     header, ddp, single, *_ = [line.split("  ") for line in text.splitlines()[2:]]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, ddp, single)]
@@ -66,6 +67,22 @@ def test_the_table_has_a_row_for_each_setting(
     assert f"{outputs / 'lost'}: failed: it fell | over" in text
     assert f"0.9100 by {outputs / 'ddp-1'}, seed 1" in text
     assert "without its first line, the warm-up" in text
+
+
+def test_a_wide_table_is_cut_into_blocks_that_name_their_rows(
+    outputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line of the table is wider than the terminal, and each column stands in one block."""
+    monkeypatch.setenv("COLUMNS", "80")
+    table = printed(capsys, outputs).partition("\n\ncolumns:")[0]
+    blocks = [block.splitlines() for block in table.split("\n\n")[1:-1]]
+    assert len(blocks) > 1
+    titles = [block[0].split("  ") for block in blocks]
+    for block in blocks:
+        assert max(map(len, block)) <= 80
+        assert [line.split()[0] for line in block] == ["parallelism", "ddp", "single"]
+    shown = [title.strip() for block in titles for title in block if title.strip()]
+    assert shown.count("samples/s") == shown.count("parity") == 1
 
 
 def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

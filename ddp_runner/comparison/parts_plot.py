@@ -27,7 +27,8 @@ def step_parts(comparison: Comparison) -> "Figure | str":
     names = list(dict.fromkeys([*ORDER, *(name for row in rows for name in _parts(row))]))
     names = [name for name in names if any(_parts(row).get(name) for row in rows)]
     names.sort(key="rest".__eq__)
-    colours = dict(zip(names, COLOURS * len(names), strict=False)) | {"rest": GREY}
+    colours = dict(zip(names, COLOURS * len(names), strict=False))
+    colours |= {"rest": GREY} if "rest" in names else {}
     has_predicted = any(row.predicted for row in rows)
     height = 1.8 + (0.65 if has_predicted else 0.4) * len(rows)
     figure, (axes,) = new_figure("What the time of an optimizer step goes into", height=height)
@@ -37,8 +38,6 @@ def step_parts(comparison: Comparison) -> "Figure | str":
         _bar(axes, place + measured["at"], _parts(row), colours, longest, measured["height"])
         for one in list(row.predicted.values())[:1]:
             _bar(axes, place + 0.22, one.parts_ms, colours, longest, 0.18, word=" predicted")
-    for name in names:
-        axes.barh(0, 0, color=colours[name], label=name)
     axes.set_yticks(range(len(rows)), [label(row.setting, comparison.keys) for row in rows])
     axes.set_xlim(0, 1.15 * longest)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -62,7 +61,9 @@ def _bar(
     for name, colour in colours.items():
         length = max(0.0, parts.get(name, 0.0))
         alpha = 0.45 if word else 1.0
-        axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
+        bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
+        if place <= 0:
+            bar.set_label(name)  # the first row's measured bar speaks for all
         if length > SEEN * longest and not word:
             middle = start + length / 2
             axes.text(middle, place, digits(length), color="white", ha="center", va="center")

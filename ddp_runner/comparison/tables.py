@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from ddp_runner.comparison.analysis import Comparison, Remark
@@ -16,26 +17,44 @@ from ddp_runner.comparison.runs import Run
 from ddp_runner.comparison.settings import ALWAYS, label, ranks, word
 from ddp_runner.record import json_safe
 
+WIDTH = 120  # characters, where there is no terminal
 MOST_REMARKS, MOST_FOLDERS = 20, 3  # of a list that people read
 UNEQUAL = "dropout, and BatchNorm that is not synchronised, differ by rank and explain a break"
 
 
 def as_text(comparison: Comparison) -> str:
-    """Return aligned columns, and below them what is to be known about them."""
+    """Return aligned columns, and below them what is to be known about them.
+
+    Columns that go beyond the terminal follow below, beside the settings once more.
+    """
     shown = [column for column in columns(comparison) if column.is_brief]
-    cells = [[column.title for column in shown], *_texts(comparison, shown)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(shown))]
-    is_word = [any(isinstance(cell, str) for cell in column.cells) for column in shown]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(row, widths, is_word, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+    lines = _blocks(comparison, shown, width=get_terminal_size(fallback=(WIDTH, 0)).columns)
     for title, sentences in _sections(comparison, shown):
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
-    return "\n".join([_headline(comparison), "", *(lines if comparison.rows else lines[2:])])
+    return "\n".join([_headline(comparison), *lines])
+
+
+def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> list[str]:
+    """Return the lines of the table, cut between columns into as many blocks as it takes."""
+    cells = [[column.title for column in shown], *_texts(comparison, shown)]
+    is_word = [any(isinstance(cell, str) for cell in column.cells) for column in shown]
+    padded = [
+        [text.ljust(size) if left else text.rjust(size) for text in texts]
+        for texts, left in zip(zip(*cells, strict=True), is_word, strict=True)
+        for size in [max(map(len, texts))]
+    ]
+    num_keys = len(comparison.keys)
+    keys, blocks = padded[:num_keys], [list[list[str]]()]
+    for column in padded[num_keys:]:
+        taken = sum(2 + len(one[0]) for one in (*keys, *blocks[-1]))
+        if blocks[-1] and taken + len(column[0]) > width:
+            blocks.append([])
+        blocks[-1].append(column)
+    lines = []
+    for block in blocks if comparison.rows else ():
+        rows = zip(*keys, *block, strict=True)
+        lines += ["", *("  ".join(row).rstrip() for row in rows)]
+    return lines
 
 
 def as_markdown(comparison: Comparison) -> str:
