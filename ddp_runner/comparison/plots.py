@@ -143,6 +143,7 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
         first, xlabel = ("fastest", "seconds of training, start-up left out")
     draw_lines(axes, lines, first=first, xlabel=xlabel, is_ragged=by_time)
     axes.set_ylabel(LOSS)
+    axes.locator_params(axis="x", integer=not by_time)
     if any(line.low for line in lines):
         note = "the mean over a setting's runs; band: from the least to the most of them"
         axes.set_title(note, loc="left", fontsize=11)
