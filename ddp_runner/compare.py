@@ -57,12 +57,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def write_all(comparison: Comparison, folder: Path) -> list[str]:
-    """Write every format and every plot into a folder; return a line about each.
+    """Write every format, every plot and runs for TensorBoard into a folder; a line about each.
 
     Raises:
         UserError: the folder cannot be written.
     """
     from ddp_runner.comparison.plots import write_plots  # its matplotlib takes half a second
+    from ddp_runner.comparison.tensorboard import write_board
 
     lines = []
     try:
@@ -71,7 +72,14 @@ def write_all(comparison: Comparison, folder: Path) -> list[str]:
             path = folder / f"comparison.{SUFFIXES[name]}"
             path.write_text(form(comparison) + "\n", encoding="utf-8")
             lines.append(f"wrote {path}")
-        return lines + write_plots(comparison, folder)
+        earlier = {path: path.stat().st_mtime_ns for path in folder.glob("*.png")}
+        lines += write_plots(comparison, folder)
+        plots = [
+            path
+            for path in sorted(folder.glob("*.png"))
+            if path.stat().st_mtime_ns != earlier.get(path)
+        ]
+        return lines + write_board(comparison, folder / "tensorboard", pictures=plots)
     except OSError as error:
         raise UserError(
             f"--out ({folder}) cannot be written ({error.strerror}); name a folder that can"

@@ -64,11 +64,14 @@ def register(env: DistEnv | None) -> dict[str, str]:
     def sweep_dir(*, _root_: DictConfig) -> str:
         if "sweep" not in claimed:
             planned = sweep_folder(_root_.name)
-            begun = unfinished_sweep(
-                planned.parent,
-                command=sweep_command(),
-                retry_failed=_root_.sweep.retry is not None,
-            )
+            sampler = _root_.hydra.sweeper.get("sampler")  # of a search such as Optuna's
+            begun = None
+            if sampler is None or sampler.get("seed") is not None:  # else it tries other jobs
+                begun = unfinished_sweep(
+                    planned.parent,
+                    command=sweep_command(),
+                    retry_failed=_root_.sweep.retry is not None,
+                )
             claimed["sweep"] = str(begun or claim(planned))
         return claimed["sweep"]
 

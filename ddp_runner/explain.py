@@ -70,6 +70,10 @@ def _missing_option(error: MissingConfigException) -> UserError:
     options = list(error.options or [])
     if not group:
         return UserError(" ".join(str(error).split()))
+    if "optuna" in option:
+        return UserError(
+            f"{group}={option} needs Hydra's Optuna plugin; pip install 'ddp-runner[optuna]'"
+        )
     hint = _nearest(option, options) or ";"
     return UserError(f"{group}={option} does not exist{hint} options: {', '.join(options)}")
 
@@ -91,7 +95,8 @@ def _unknown_key(key: str) -> UserError:
 def _compose_groups() -> DictConfig:
     """Return the config with this command line's groups alone, whose keys the user meant."""
     groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
-    chosen = [one for one in sys.argv[1:] if one.partition("=")[0] in groups and "," not in one]
+    given = [one for one in sys.argv[1:] if not any(sign in one for sign in ",()")]  # no sweeps
+    chosen = [one for one in given if one.partition("=")[0] in groups]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return compose("config", chosen)

@@ -11,6 +11,17 @@ from ddp_runner.failures import Failure
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
 READY = "ready"  # a file of the scratch folder: the training loop has begun
+STOP = "stop"  # another: finish the step, save and end
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A part of the machine, for one of the jobs that run side by side."""
+
+    number: int  # from 1
+    cores: tuple[int, ...]
+    gpus: str | None  # its CUDA_VISIBLE_DEVICES; None where there are none
+    folder: Path  # shared by all slots: the request to stop, and the scratch folders
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,9 @@ class Job:
     code: Mapping[str, Any]  # git_revision and versions
     run_dir: Path | None = None  # None: rank 0 claims one
     scratch: Path | None = None  # a folder of this gang alone; None under another launcher
+    slot: Slot | None = None  # where it runs beside other jobs
+    number: int = 1  # its place in the sweep
+    title: str = ""  # what a sweep calls it
     overrides: tuple[str, ...] = ()
     raw_config: Any = None  # as composed, with its interpolations
     warnings: tuple[str, ...] = ()

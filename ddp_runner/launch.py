@@ -11,23 +11,18 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from ddp_runner.config import Config
 from ddp_runner.failures import Failure, first_failure, late_rank
 from ddp_runner.gang import RankLostError, run_gang
-from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
+from ddp_runner.interrupts import SIGNALS, Interrupts, born_deaf
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, STOP, Job, Outcome
 from ddp_runner.record import write_run_record
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def start_fork_server() -> None:
@@ -36,11 +31,7 @@ def start_fork_server() -> None:
     It must never start threads or touch CUDA: neither survives a fork.
     """
     multiprocessing.set_forkserver_preload(["ddp_runner.preload"])
-    # Ended at once, the agent leaves semaphores, which the tracker removes; no need to tell of it.
-    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    with _environment(OPENBLAS_NUM_THREADS="1", PYTHONWARNINGS=quiet), _ignored(SIGNALS):
-        # What is ignored here stays ignored in the server and, until they say otherwise, in its
-        # workers: Ctrl-C and SIGTERM may reach all of them at once, and only the launcher decides.
+    with born_deaf(OPENBLAS_NUM_THREADS="1"):
         forkserver.ensure_running()
 
 
@@ -50,10 +41,17 @@ def launch(job: Job) -> Outcome:
     # One shared store for rendezvous and process group would keep the keys of a gang that was
     # killed, and the restarted gang fails over them now and then.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    config, oom_kills_before = job.config, _oom_kills()
+    config, slot, oom_kills_before = job.config, job.slot, _oom_kills()
     scratch = Path(tempfile.mkdtemp(prefix="ddp_runner-"))
+    if slot is not None:
+        (scratch / STOP).symlink_to(slot.folder / STOP)  # one request stops the gangs of all slots
     try:
-        with _Interrupts(scratch, config.launch.shutdown_timeout_s, job.run_dir) as interrupts:
+        with Interrupts(
+            scratch,
+            timeout_s=config.launch.shutdown_timeout_s,
+            running=lambda: [job.run_dir] if job.run_dir else [],
+            signals=() if slot else SIGNALS,  # a slot's come from who started it
+        ) as interrupts:
             # A signal during these seconds of imports is answered like any other.
             from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
             from torch.distributed.launcher.api import elastic_launch
@@ -131,53 +129,6 @@ def _explain(rank: int, exit_code: int, scratch: Path, config: Config, *, oom: b
     return Failure(rank=rank, kind="signal", sentence=sentence)
 
 
-class _Interrupts:
-    """Turns the first Ctrl-C or SIGTERM into a request to the gang, and the second into its end."""
-
-    def __init__(self, scratch: Path, timeout_s: float, run_dir: Path | None) -> None:
-        self.received: int | None = None
-        self._scratch, self._timeout_s, self._run_dir = scratch, timeout_s, run_dir
-        self._previous: dict[int, Any] = {}
-        self._timer: threading.Timer | None = None
-
-    def __enter__(self) -> "_Interrupts":
-        for signum in SIGNALS:
-            self._previous[signum] = signal.signal(signum, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            self._end_at_once()
-        self.received = signum
-        (self._scratch / "stop").touch()
-        name = signal.Signals(signum).name
-        print(
-            f"\n{name}: finishing the step and saving a checkpoint; again to end at once",
-            flush=True,
-        )
-        self._timer = threading.Timer(self._timeout_s, self._end_at_once)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _end_at_once(self) -> None:
-        # The workers die with this process: see die_with_launcher.
-        if self._run_dir is not None:
-            write_run_record(
-                self._run_dir,
-                status="preempted",
-                finished_at=time.time(),
-                error={"rank": None, "kind": "signal", "sentence": "ended without a checkpoint"},
-            )
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        os._exit(128 + (self.received or signal.SIGTERM))
-
-
 def _quiet_agent() -> None:
     """Silence the agent's own report of a failure, which ours replaces, unless LOGLEVEL is set."""
     if "LOGLEVEL" not in os.environ:
@@ -194,26 +145,3 @@ def _oom_kills() -> int:
         return 0
     counts: Mapping[str, str] = dict(line.split() for line in events.splitlines())
     return int(counts.get("oom_kill", 0))
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        for name, value_before in before.items():
-            if value_before is None:
-                del os.environ[name]
-
-
-@contextmanager
-def _ignored(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    previous = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)

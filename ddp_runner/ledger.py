@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One job: `status` is queued, running, done, failed or interrupted."""
+    """One job: `status` is queued, running, done, failed, interrupted or skipped."""
 
     job_id: str  # the hash of its resolved config, and its name
     folder: str  # below the sweep's
@@ -59,19 +59,30 @@ class Ledger:
             ) from error
         return {entry.job_id: entry for entry in entries}
 
-    def queue(
-        self, jobs: Mapping[str, str], *, refused: Sequence[Entry], command: Sequence[str]
-    ) -> dict[str, Entry]:
+    def begin(self, *, command: Sequence[str], retry_failed: bool) -> list[str]:
+        """Start the sweep, or start it again; return the ids of the jobs that stay failed.
+
+        Args:
+            command: what the user asked for, by which the sweep is found again.
+            retry_failed: queue the jobs that have failed once more.
+        """
+        with self._changing() as entries:
+            for job_id, entry in list(entries.items()):
+                if entry.kind == REFUSED:
+                    del entries[job_id]  # the rules are asked anew
+                elif entry.status == "failed" and retry_failed:
+                    entries[job_id] = Entry(job_id, entry.folder)
+            self._write(entries, command)
+            return [job_id for job_id, entry in entries.items() if entry.status == "failed"]
+
+    def queue(self, jobs: Mapping[str, str], *, refused: Sequence[Entry]) -> dict[str, Entry]:
         """Add the jobs that are not there yet; return all entries of these jobs.
 
         Args:
             jobs: the folder that each would have, by their id.
-            refused: those that cannot be started, in place of the ones of an earlier start.
-            command: what the user asked for, by which the sweep is found again.
+            refused: those that are never started.
         """
         with self._changing() as entries:
-            for job_id in [key for key, one in entries.items() if one.kind == REFUSED]:
-                del entries[job_id]
             entries |= {one.job_id: one for one in refused}
             taken = {entry.folder for entry in entries.values()}
             for job_id, folder in jobs.items():
@@ -83,7 +94,7 @@ class Ledger:
                     free = f"{folder}-{number}"
                 taken.add(free)
                 entries[job_id] = Entry(job_id, free)
-            self._write(entries, command)
+            self._write(entries, self.command())
             return {job_id: entries[job_id] for job_id in jobs}
 
     def note(

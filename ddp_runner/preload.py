@@ -4,9 +4,10 @@ Torch's optimizers import torch._dynamo when the first one is built: four second
 would pay. Importing starts no thread and touches no GPU.
 """
 
-import torch._dynamo
-import torch.utils.tensorboard
+import importlib
 
-import ddp_runner.worker
+from ddp_runner.stop import die_with_parent
 
-__all__ = ["ddp_runner", "torch"]
+die_with_parent()  # at once: by the end of its pipe it would be told after these seconds only
+for name in ("torch._dynamo", "torch.utils.tensorboard", "ddp_runner.worker"):
+    importlib.import_module(name)

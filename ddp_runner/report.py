@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,12 @@ class NullReporter:
         """Do nothing."""
 
     def finish(self, status: str, position: Position) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Do nothing."""
 
 
@@ -85,6 +91,11 @@ class Reporter(NullReporter):
         """Keep an evaluation's confusion counts, of which the last are shown at the end."""
         self._confusion, self._confusion_step = confusion, step
 
+    def __exit__(self, *error: object) -> None:
+        """After a failure, write what is left of the curves, and that it was one."""
+        if error[0] is not None:
+            self._tracker.close(status="failed")
+
     def finish(self, status: str, position: Position) -> None:
         """Close the files and write down how the run ended."""
         self._progress.close()
@@ -93,7 +104,7 @@ class Reporter(NullReporter):
             matrix = self._confusion.long().tolist()
             if (picture := confusion_picture(matrix)) is not None:
                 self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
-        self._tracker.close()
+        self._tracker.close(status=status)
         finished_at, metrics = time.time(), self._tracker.last_metrics
         wall_s = finished_at - self._started_at
         write_run_record(

@@ -78,6 +78,7 @@ def _check_values(config: Config) -> None:
         "launch.nproc_per_node": launch.nproc_per_node,
         "launch.shutdown_timeout_s": launch.shutdown_timeout_s,
         "sweep.max_failures": config.sweep.max_failures,
+        "sweep.parallel_jobs": config.sweep.parallel_jobs,
         "backend.timeout_s": config.backend.timeout_s,
         "optimizer.lr": _number("optimizer.lr", config.optimizer.get("lr", 1.0)),
         "dataset.num_samples": _number("dataset.num_samples", config.dataset.get("num_samples", 1)),

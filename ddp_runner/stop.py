@@ -80,10 +80,16 @@ def die_with_launcher() -> None:
 
     threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         # Each worker inherits that end of the pipe, to start processes of its own, and would keep
         # the server alive.
         server: Any = forkserver._forkserver
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = None
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process when the one that started it is gone. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -29,6 +29,8 @@ def run_jobs(
     ledger: Ledger,
     settings: SweepSettings,
     execute: Callable[[Job], Outcome],
+    known_failures: Collection[str] = (),
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
     """Run every job that is not done yet; return how each ended that was reached, in their order.
 
@@ -40,33 +42,45 @@ def run_jobs(
         ledger: of the sweep, with an entry for each job.
         settings: what to do about failures.
         execute: runs one job to its end.
+        known_failures: ids of jobs that had failed before the sweep was started this time.
+        stop_requested: whether to begin no other job.
     """
-    entries, outcomes = ledger.read(), dict[str, Outcome]()
-    to_retry = {h for h in jobs if settings.retry == "failed" and entries[h].status == "failed"}
-    num_failed, most_failed = 0, 1 if settings.fail_fast else settings.max_failures
+    outcomes = dict[str, Outcome]()
     while waiting := [job_id for job_id in jobs if job_id not in outcomes]:
         for job_id in waiting:
-            entry = ledger.read()[job_id]
-            if entry.status == "done" or (entry.status == "failed" and job_id not in to_retry):
-                outcomes[job_id] = _recorded(entry, jobs[job_id].run_dir)
+            entries = ledger.read()
+            if stop_requested() or failed_enough(entries, settings, known_failures):
+                return [outcomes[one] for one in jobs if one in outcomes]
+            if entries[job_id].status in ("done", "failed"):
+                outcomes[job_id] = recorded(entries[job_id], jobs[job_id].run_dir)
                 break
-            number = f"job {list(jobs).index(job_id) + 1} of {len(jobs)}"
-            outcome = _take(entry, jobs[job_id], ledger, execute, number=number)
+            outcome = _take(entries[job_id], jobs[job_id], ledger, execute)
             if outcome is None:
                 continue
             outcomes[job_id] = outcome
-            to_retry.discard(job_id)
-            num_failed += outcome.status == "failed"
-            if outcome.status == "preempted" or num_failed == most_failed:
+            if outcome.status == "preempted":
                 return [outcomes[one] for one in jobs if one in outcomes]
             break
         else:
             time.sleep(POLL_S)
-    return list(outcomes.values())
+    return [outcomes[one] for one in jobs]
+
+
+def failed_enough(
+    entries: Mapping[str, Entry], settings: SweepSettings, known_failures: Collection[str]
+) -> bool:
+    """Return whether as many jobs have failed since the start as a sweep may bear, or more."""
+    most = 1 if settings.fail_fast else settings.max_failures
+    failed = [
+        one.job_id
+        for one in entries.values()
+        if one.status == "failed" and one.job_id not in known_failures
+    ]
+    return most is not None and len(failed) >= most
 
 
 def _take(
-    entry: Entry, job: Job, ledger: Ledger, execute: Callable[[Job], Outcome], *, number: str
+    entry: Entry, job: Job, ledger: Ledger, execute: Callable[[Job], Outcome]
 ) -> Outcome | None:
     """Run a job; return None where another launcher has it, or was quicker."""
     assert job.run_dir is not None
@@ -78,7 +92,6 @@ def _take(
         if ledger.read()[entry.job_id] != entry:
             return None
         ledger.note(entry.job_id, status="running")
-        print(f"\n{number}: {job.run_dir.name}", flush=True)
         outcome = execute(replace(job, started_at=time.time()))
         status = {"completed": "done", "preempted": "interrupted"}.get(outcome.status, "failed")
         failure = outcome.failure
@@ -91,7 +104,7 @@ def _take(
         return outcome
 
 
-def _recorded(entry: Entry, run_dir: Path | None) -> Outcome:
+def recorded(entry: Entry, run_dir: Path | None) -> Outcome:
     """Return how a job ended that an earlier start, or another launcher, has run."""
     if entry.status == "done":
         return Outcome("completed", 0, run_dir)
@@ -101,7 +114,7 @@ def _recorded(entry: Entry, run_dir: Path | None) -> Outcome:
 
 
 def sweep_table(folder: Path) -> str:
-    """Return a line for each job of a sweep, and a sentence for each that failed."""
+    """Return a line for each job of a sweep, and a sentence for each that failed or was skipped."""
     rows, failures = [COLUMNS], []
     entries = Ledger(folder).read().values()
     for entry in entries:

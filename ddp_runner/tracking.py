@@ -5,20 +5,24 @@ worker.py gives rank 0 a `Tracker` and a `Progress`, every other rank a `NullTra
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from ddp_runner.dashboard import header, layout, session_end
 from ddp_runner.errors import UserError
 from ddp_runner.record import HEADLINES, json_safe, replace_file
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, EVENT_FILES = "metrics.jsonl", "events.out.tfevents.*"
+NO_METRICS = {"step", "epoch", "time_s"}  # the other fields of a line
+ENDED = ("completed", "failed")
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
 
 
@@ -30,7 +34,7 @@ class Tracker:
 
     Args:
         run_dir: The run's folder.
-        config_text: The run's YAML, shown under TensorBoard's Text once.
+        config_text: The run's YAML, shown under TensorBoard's Text; its keys under HParams.
         resume_step: The step of the checkpoint that the run goes on from. None: it begins anew,
             and what an attempt before its first checkpoint logged is cut away.
 
@@ -40,21 +44,28 @@ class Tracker:
 
     def __init__(self, run_dir: Path, *, config_text: str, resume_step: int | None = None) -> None:
         # Only rank 0 pays for this import.
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import FileWriter
 
-        first_step = 0 if resume_step is None else resume_step + 1
         self._run_dir = run_dir
         self._last_metrics: dict[str, float | None] = {}
         with self._writing():
             run_dir.mkdir(parents=True, exist_ok=True)
-            logged_s = self._cut_lines(first_step)
+            lines = self._cut_lines(0 if resume_step is None else resume_step + 1)
             self._lines = (run_dir / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
-            self._events = SummaryWriter(
-                log_dir=str(run_dir), purge_step=first_step, flush_secs=FLUSH_S
-            )
-            if resume_step is None:
-                self._events.add_text("config", f"```yaml\n{config_text}\n```", 0)
-        self._began = time.monotonic() - logged_s
+            logged_s = lines[-1]["time_s"] if lines else 0.0
+            self._began = time.monotonic() - logged_s
+            # TensorBoard's default loader knows no purge_step: it shows what lies in the files.
+            # So they are written anew from the lines, of which none is lost in a kill, either.
+            earlier_files = list(run_dir.glob(EVENT_FILES))
+            self._events = FileWriter(str(run_dir), flush_secs=FLUSH_S)
+            self._begin_events(config_text)
+            for line in lines:
+                metrics = {name: line[name] for name in line if name not in NO_METRICS}
+                self._add(metrics, step=line["step"], time_s=line["time_s"])
+            if earlier_files:
+                self._events.flush()
+            for path in earlier_files:
+                path.unlink()
 
     @property
     def last_metrics(self) -> dict[str, float | None]:
@@ -76,9 +87,7 @@ class Tracker:
         line = {"step": step, "epoch": epoch, "time_s": time_s, **values}
         with self._writing():
             self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-            for name, value in metrics.items():
-                self._events.add_scalar(name, value, step)
-        self._last_metrics.update(values)
+            self._add(metrics, step=step, time_s=time_s)
 
     def image(self, name: str, pixels: NDArray[np.uint8], *, step: int) -> None:
         """Writes a picture (height, width, 3) to TensorBoard.
@@ -86,14 +95,46 @@ class Tracker:
         Raises:
             UserError: The file cannot be written, as on a full disk.
         """
-        with self._writing():
-            self._events.add_image(name, pixels, step, dataformats="HWC")
+        from torch.utils.tensorboard.summary import image
 
-    def close(self) -> None:
-        """Writes what is left and closes the files."""
+        with self._writing():
+            self._events.add_summary(image(name, pixels, dataformats="HWC"), step)
+
+    def close(self, *, status: str | None = None) -> None:
+        """Writes what is left and closes the files.
+
+        Args:
+            status: How the run ended, for TensorBoard's HParams. One that was preempted has not.
+        """
         with self._writing():
             self._lines.close()
+            if status in ENDED:
+                self._events.add_summary(session_end(succeeded=status == "completed"))
             self._events.close()
+
+    def _begin_events(self, config_text: str) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # A TensorBoard that is open, and does know it, forgets what it has read.
+        self._events.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
+        for summary in header(self._run_dir, config_text):
+            self._events.add_summary(summary)
+
+    def _add(self, metrics: Mapping[str, float | None], *, step: int, time_s: float) -> None:
+        """Writes a line's numbers to TensorBoard, and its charts once it has new ones."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        is_new = not metrics.keys() <= self._last_metrics.keys()
+        self._last_metrics |= json_safe(metrics)
+        if is_new:
+            self._events.add_summary(layout(self._last_metrics))
+        # One summary for all: a seventh of the time that an add_scalar for each takes.
+        values = [
+            Summary.Value(tag=name, simple_value=math.nan if value is None else value)
+            for name, value in metrics.items()
+        ]
+        passed_s = time.monotonic() - self._began - time_s
+        self._events.add_summary(Summary(value=values), step, time.time() - passed_s)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -105,29 +146,27 @@ class Tracker:
                 "space or make the folder writable, then resume"
             ) from error
 
-    def _cut_lines(self, first_step: int) -> float:
-        """Keeps the lines before `first_step`; returns the last one's time_s, 0 if there is none.
+    def _cut_lines(self, first_step: int) -> list[dict[str, Any]]:
+        """Keeps the lines before `first_step` and returns them.
 
         The last line is broken where a kill came in the midst of it: it goes, too.
         """
         path = self._run_dir / METRICS_FILE
         if not path.exists():
-            return 0.0
-        kept, time_s = [], 0.0
+            return []
+        kept, lines = [], []
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 line = json.loads(text)
                 if line["step"] >= first_step:
                     continue
-                time_s = float(line["time_s"])
+                float(line["time_s"])
             except (ValueError, KeyError, TypeError):
                 continue
             kept.append(text + "\n")
-            self._last_metrics.update(
-                {name: line[name] for name in line if name not in ("step", "epoch", "time_s")}
-            )
+            lines.append(line)
         replace_file(path, "".join(kept))
-        return time_s
+        return lines
 
 
 class NullTracker:
@@ -138,7 +177,7 @@ class NullTracker:
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Does nothing."""
 
-    def close(self) -> None:
+    def close(self, *, status: str | None = None) -> None:
         """Does nothing."""
 
 

@@ -5,12 +5,15 @@ jobs that wait. Sweepers (grid, glob, range, Optuna) are Hydra's. Hydra finds th
 module by itself, and takes launchers from this namespace only.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
+
+GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 class SweepLauncher(Launcher):
@@ -22,9 +25,11 @@ class SweepLauncher(Launcher):
         """Take note of what composes the jobs."""
         self._loader, self._config = hydra_context.config_loader, config
         # Takes the composed configs, each with its hydra node; returns their objectives.
-        self._run_batch: Callable[[Sequence[DictConfig]], Sequence[float | None]] = vars(
-            task_function
-        )["run_batch"]
+        self._run_batch: Callable[..., Sequence[float | str | None]] = vars(task_function)[
+            "run_batch"
+        ]
+        self._searches = config.hydra.sweeper._target_ != GRID
+        logging.getLogger("hydra_plugins").setLevel(logging.CRITICAL)  # jobs tell how they failed
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -37,7 +42,9 @@ class SweepLauncher(Launcher):
             with open_dict(job):
                 job.hydra.job.id = job.hydra.job.num = number
             jobs.append(job)
-        objectives = self._run_batch(jobs)
+        objectives = self._run_batch(jobs, searches=self._searches)
+        # Said to have failed, a job would end the sweep. A search takes what is no number, such as
+        # the sentence of a failure, for a job that failed; NaN would end Optuna's.
         return [
             JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=value)
             for overrides, value in zip(job_overrides, objectives, strict=True)

@@ -137,12 +137,14 @@ def gang(launcher_pid: int) -> dict[int, psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> Any:
+def wait_for(
+    condition: Callable[[], Any], *, timeout_s: float = 60.0, every_s: float = 0.02
+) -> Any:
     """Return the first true value of a condition, asked again and again."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not true within {timeout_s} s"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return value
 
 

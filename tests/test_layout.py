@@ -29,8 +29,9 @@ LAYERS = (
         "schedules",
         "models",
     ),
-    ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules"),
-    ("rules", "folders", "job", "stop", "logs", "parallelism", "data.source"),
+    ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
+    ("rules", "folders", "job", "stop", "logs", "parallelism", "data.source", "dashboard"),
+    ("interrupts", "calibration"),
     ("ledger", "comparison", "distributed", "checkpoint", "tracking", "data", "gang"),
     ("compose", "compare", "sweep"),
     ("explain", "step", "weights", "collective_calls"),
@@ -41,6 +42,9 @@ LAYERS = (
     ("worker",),
     ("preload", "rendezvous"),
     ("launch",),
+    ("execution",),
+    ("slots",),
+    ("multirun",),
     ("__main__",),
 )
 TORCH_FREE = (
@@ -59,11 +63,12 @@ TORCH_FREE = (
         "stop",
         "sweep",
     ),
+    *("calibration", "execution", "interrupts", "multirun", "slots", "sweep_rules"),
     "text_files",
     *("compare", "comparison", "comparison.runs", "comparison.settings", "comparison.figures"),
     *("comparison.scaling", "comparison.parity", "comparison.analysis", "comparison.columns"),
     *("comparison.rows", "comparison.prediction", "comparison.parts_plot"),
-    *("comparison.tables", "comparison.drawing", "comparison.plots"),
+    *("comparison.tables", "comparison.drawing", "comparison.plots", "comparison.tensorboard"),
 )
 SLOW = ("torchvision", "sklearn", "transformers")  # seconds at import: inside functions only
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard import FileWriter
 
 from ddp_runner import record
 from ddp_runner.errors import UserError
@@ -93,8 +94,26 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
     expected = [(step, (1 if step < 5 else 10) / step) for step in range(1, 7)]
     assert [(line["step"], line["train/loss"]) for line in lines] == expected
     assert curve(events, "train/loss") == [(step, pytest.approx(y)) for step, y in expected]
-    assert num_event_files(tmp_path) == 2
+    assert num_event_files(tmp_path) == 1, "TensorBoard shows all that lies in any file"
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_what_a_kill_kept_from_tensorboard_is_there_after_a_resume(tmp_path: Path) -> None:
+    """Its file lags behind metrics.jsonl, out of which it is written again; the clock goes on."""
+    log_steps(Tracker(tmp_path, config_text=CONFIG), range(1, 5))
+    lines = read_lines(tmp_path)
+    lines[1] |= {"train/loss": None, "time_s": 100.0}
+    lines[2]["time_s"], lines[3]["time_s"] = 101.0, 102.0
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / METRICS_FILE).write_text(text)
+    for path in tmp_path.glob("events.out.tfevents.*"):
+        path.write_bytes(path.read_bytes()[:-100])
+    Tracker(tmp_path, config_text=CONFIG, resume_step=3).close()
+    events = read_events(tmp_path).Scalars("train/loss")
+    assert [event.step for event in events] == [1, 2, 3]
+    assert [event.value for event in events] == pytest.approx([1, math.nan, 1 / 3], nan_ok=True)
+    assert events[2].wall_time - events[1].wall_time == pytest.approx(1, abs=0.1)
+    assert events[2].wall_time == pytest.approx(time.time(), abs=5)
 
 
 def test_time_continues_after_a_resume(tmp_path: Path) -> None:
@@ -141,7 +160,7 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
     tracker = Tracker(tmp_path, config_text=CONFIG)
     with monkeypatch.context() as patch:
-        patch.setattr(SummaryWriter, "add_scalar", fail)
+        patch.setattr(FileWriter, "add_summary", fail)
         with pytest.raises(UserError, match=f"{tmp_path} .No space left on device") as caught:
             tracker.log({"a": 1.0}, step=1, epoch=0)
     assert "\n" not in str(caught.value)

@@ -1,0 +1,118 @@
+"""A comparison in TensorBoard: a curve over world sizes for each setting, the table, the plots.
+
+Called by ``compare``. The tensorboard package alone writes them, without torch.
+"""
+
+import shlex
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.comparison.analysis import Comparison
+from ddp_runner.comparison.settings import BATCH, label
+from ddp_runner.comparison.tables import as_markdown
+from ddp_runner.folders import safe_name
+
+CARDS = "table and plots"  # after the scaling in the alphabet, by which TensorBoard orders
+MOST_LETTERS = 150  # of a run's name; more make way for its number
+
+
+def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path]) -> list[str]:
+    """Write the runs into a folder, in place of those of an earlier comparison; return a line.
+
+    The step of a curve's point is its world size.
+
+    Args:
+        comparison: what is shown.
+        folder: for TensorBoard's --logdir.
+        pictures: the plots, as PNG.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    for path in folder.rglob("events.out.tfevents.*"):
+        path.unlink()  # else its points would be shown beside the new ones
+    images = [_image(path) for path in pictures]
+    _write(folder / CARDS, [(0, Summary(value=[_text(as_markdown(comparison)), *images]))])
+    for kind in ("strong", "weak"):
+        for number, (name, speedups) in enumerate(_curves(comparison, kind), start=1):
+            short = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]} {number}"
+            base = min(speedups)
+            points = {
+                world_size: {"speedup": speedup, "efficiency": speedup * base / world_size}
+                for world_size, speedup in speedups.items()
+            }
+            _write(
+                folder / kind / safe_name(short),
+                [(size, _scalars(f"scaling, {kind}", values)) for size, values in points.items()],
+            )
+    return [f"wrote {folder}: tensorboard --logdir {shlex.quote(str(folder))}"]
+
+
+def _curves(comparison: Comparison, kind: str) -> Iterator[tuple[str, dict[int, float]]]:
+    """Yield each setting without its world size, and its speedups by world size."""
+    keys = [key for key in comparison.keys if key not in ("world_size", *BATCH)]
+    rows = [(row, row.strong if kind == "strong" else row.weak) for row in comparison.rows]
+    found = [(row, scaling) for row, scaling in rows if scaling is not None]
+    if len({scaling.batch for _, scaling in found}) > 1:
+        keys.append(BATCH[0] if kind == "strong" else BATCH[1])
+    curves: dict[str, dict[int, float]] = {}
+    for row, scaling in found:
+        setting = {**row.setting, BATCH[0]: scaling.batch, BATCH[1]: scaling.batch}
+        points = curves.setdefault(label(setting, keys), {scaling.base_world_size: 1.0})
+        points[row.world_size] = scaling.speedup
+    for name, points in curves.items():
+        if len(points) > 1:
+            yield name, dict(sorted(points.items()))
+
+
+def _write(folder: Path, summaries: Sequence[tuple[int, Any]]) -> None:
+    """Write an event file with each step's summary."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    now = time.time()
+    events = [
+        Event(wall_time=now, file_version="brain.Event:2"),
+        # A TensorBoard that is open forgets what it has read of an earlier file.
+        Event(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
+        *(Event(wall_time=now, step=step, summary=summary) for step, summary in summaries),
+    ]
+    with (folder / f"events.out.tfevents.{now:.6f}").open("wb") as file:
+        records = RecordWriter(file)
+        for event in events:
+            records.write(event.SerializeToString())
+
+
+def _scalars(group: str, values: Mapping[str, float]) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(
+        value=[
+            Summary.Value(tag=f"{group}/{name}", simple_value=value)
+            for name, value in values.items()
+        ]
+    )
+
+
+def _text(markdown: str) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(
+        tag=f"{CARDS}/table",
+        metadata=SummaryMetadata(plugin_data=plugin),
+        tensor=make_tensor_proto(markdown.encode()),
+    )
+
+
+def _image(path: Path) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    data = path.read_bytes()
+    width, height = struct.unpack(">II", data[16:24])  # a PNG's header
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
+    return Summary.Value(tag=f"{CARDS}/{path.stem}", image=image)

@@ -1,0 +1,239 @@
+"""What TensorBoard itself makes of runs: curves after a resume, HParams, charts, cards."""
+
+import json
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from boards import answer, served
+from commands import metrics, record, run_command
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
+
+from ddp_runner.dashboard import CHARTS, METRICS, header, hyperparameters, run_card
+from ddp_runner.report import Reporter
+from ddp_runner.tracking import Tracker
+from ddp_runner.train import Position
+
+STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
+CONFIG: dict[str, Any] = {
+    "task": "train",
+    "world_size": 2,
+    "seed": 0,
+    "name": "mine",
+    "data_root": "/data",
+    "batch": {"global_size": None, "per_rank": 10, "eval_per_rank": None},
+    "model": {"name": "toy", "_target_": "ddp_runner.models.toy.ToyModel", "weights": "runs/a"},
+    "dataset": {"name": "digits", "num_classes": 10, "path": "digits", "mean": 0.3},
+    "parallelism": {"name": "ps", "mode": "async", "bucket_cap_mb": 25},
+    "optimizer": {"name": "sgd", "lr": 0.1, "nesterov": False, "note": "${oc.env:TOKEN}"},
+    "train": {"epochs": 2, "log_every_steps": 1},
+    "launch": {"nnodes": 1},
+}
+
+
+def track(run_dir: Path, *, resume_step: int | None = None, world_size: int = 2) -> Tracker:
+    """Return the tracker of a run with the config above."""
+    text = yaml.safe_dump({**CONFIG, "world_size": world_size})
+    return Tracker(run_dir, config_text=text, resume_step=resume_step)
+
+
+def log(tracker: Tracker, steps: Iterable[int], *, scale: float = 1.0) -> None:
+    """Log a loss at each of some steps, and an evaluation at each fourth."""
+    for step in steps:
+        tracker.log({"train/loss": scale / step}, step=step, epoch=1)
+        if step % 4 == 0:
+            tracker.log({"eval/loss": scale * step}, step=step, epoch=1)
+
+
+def curves(url: str, run: str, tag: str) -> list[tuple[int, float]]:
+    """Return the points of a curve as TensorBoard draws it."""
+    points = answer(f"{url}/data/plugin/scalars/scalars?run={run}&tag={tag}")
+    return [(step, value) for _, step, value in points]
+
+
+def session_groups(url: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of the HParams tab by their name."""
+    question = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
+    found = answer(f"{url}/data/plugin/hparams/session_groups", question)["sessionGroups"]
+    return {group["name"]: group for group in found}
+
+
+def plugin_data(run_dir: Path, plugin: str) -> dict[str, bytes]:
+    """Return what a run's event file holds for one of TensorBoard's plug-ins."""
+    events = EventAccumulator(str(run_dir)).Reload()
+    try:
+        return dict(events.PluginTagToContent(plugin))
+    except KeyError:
+        return {}
+
+
+def charts(run_dir: Path) -> dict[str, list[str]]:
+    """Return the titles of the Custom Scalars tab's charts by category."""
+    events = EventAccumulator(str(run_dir)).Reload()
+    *_, last = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(last.tensor_proto.string_val[0])
+    return {one.title: [chart.title for chart in one.chart] for one in layout.category}
+
+
+def test_the_default_loader_shows_no_point_twice_after_resumes(tmp_path: Path) -> None:
+    """What was logged after the checkpoint is gone, also where no later point takes its place."""
+    run_dir = tmp_path / "board" / "run"
+    killed = track(run_dir)
+    log(killed, range(1, 10))
+    killed.close()
+    killed_again = track(run_dir, resume_step=3)
+    log(killed_again, (4, 6, 7), scale=10)  # of another rhythm, and ended before an evaluation
+    killed_again.close()
+    last = track(run_dir, resume_step=6)
+    log(last, [10], scale=100)
+    last.close(status="completed")
+    wanted = {"run": {"train/loss", "eval/loss"}}
+    with served(tmp_path / "board", folder=tmp_path / "server", wanted=wanted) as url:
+        losses = curves(url, "run", "train/loss")
+        assert losses == [
+            (step, pytest.approx(scale / step))
+            for step, scale in ((1, 1), (2, 1), (3, 1), (4, 10), (6, 10), (10, 100))
+        ]
+        assert curves(url, "run", "eval/loss") == [(4, 40)]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 6, 10]
+
+
+def test_hparams_has_a_row_with_values_for_each_run_however_it_ended(tmp_path: Path) -> None:
+    """One row for a resumed run, with the keys and the status of its last attempt."""
+    board = tmp_path / "board"
+    for name, status in (("done", "completed"), ("failed", "failed"), ("stopped", "preempted")):
+        tracker = track(board / name)
+        log(tracker, range(1, 5))
+        tracker.close(status=status)
+    resumed = track(board / "resumed")
+    log(resumed, range(1, 5))
+    resumed.close(status="failed")
+    resumed = track(board / "resumed", resume_step=2, world_size=4)
+    log(resumed, range(3, 9))
+    resumed.close(status="completed")
+    names = ("done", "failed", "stopped", "resumed")
+    wanted = {name: {"train/loss", "eval/loss"} for name in names}
+    with served(board, folder=tmp_path / "server", wanted=wanted) as url:
+        rows = session_groups(url)
+    assert {name: [one["status"] for one in row["sessions"]] for name, row in rows.items()} == {
+        "done": ["STATUS_SUCCESS"],
+        "failed": ["STATUS_FAILURE"],
+        "stopped": ["STATUS_UNKNOWN"],  # it has not ended: it can be resumed
+        "resumed": ["STATUS_SUCCESS"],
+    }
+    values = {one["name"]["tag"]: one["value"] for one in rows["resumed"]["metricValues"]}
+    assert values == {"train/loss": pytest.approx(1 / 8), "eval/loss": 8}
+    assert rows["resumed"]["hparams"]["world_size"] == 4
+    assert rows["done"]["hparams"]["optimizer.nesterov"] is False
+
+
+def test_hparams_has_values_where_the_logdir_is_the_run_itself(tmp_path: Path) -> None:
+    """There TensorBoard finds no metric that is not named to it."""
+    tracker = track(tmp_path / "run")
+    log(tracker, range(1, 5))
+    tracker.close(status="completed")
+    wanted = {".": {"train/loss", "eval/loss"}}
+    with served(tmp_path / "run", folder=tmp_path / "server", wanted=wanted) as url:
+        (row,) = session_groups(url).values()
+        shown = answer(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
+    assert len(row["metricValues"]) == 2
+    first = {one["name"] for one in shown if one["differs"]}
+    names = ("model.name", "dataset.name", "parallelism.name", "world_size", "optimizer.lr")
+    assert first == set(names)
+
+
+def test_hyperparameters_are_what_is_tuned() -> None:
+    """Numbers, switches and words; no paths, secrets, classes, nor what follows from the data."""
+    found = hyperparameters(CONFIG)
+    assert found == {
+        **{"world_size": 2, "seed": 0, "batch.per_rank": 10, "model.name": "toy"},
+        **{"dataset.name": "digits", "parallelism.name": "ps", "parallelism.mode": "async"},
+        **{"parallelism.bucket_cap_mb": 25, "optimizer.name": "sgd", "optimizer.lr": 0.1},
+        **{"optimizer.nesterov": False, "train.epochs": 2},
+    }
+
+
+def test_a_sweeps_jobs_show_first_what_they_vary(tmp_path: Path) -> None:
+    """The job's folder says it; a benchmark among them is no row of the HParams tab."""
+    names = ("barrier", "reduce_float32_sum", "reduce_scatter_float32_sum")
+    ops = {f"collectives/{name}/latency_us_median" for name in names}
+    for name, task in (("model=toy,seed=0", "train"), ("bench", "collectives")):
+        tracker = Tracker(tmp_path / name, config_text=yaml.safe_dump(CONFIG | {"task": task}))
+        tracker.log(dict.fromkeys(ops, 5.0), step=8, epoch=0)
+        tracker.close()
+    assert not plugin_data(tmp_path / "bench", "hparams")
+    title = "collectives: median latency (us) by bytes"
+    assert charts(tmp_path / "bench") == {title: ["reduce", "reduce_scatter", "barrier"]}
+    content = plugin_data(tmp_path / "model=toy,seed=0", "hparams")
+    assert set(content) == {"_hparams_/experiment", "_hparams_/session_start_info"}
+    wanted = {"model=toy,seed=0": ops, "bench": ops}
+    with served(tmp_path, folder=tmp_path / ".server", wanted=wanted) as url:
+        shown = answer(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
+    assert [one["name"] for one in shown if one["differs"]] == ["model.name", "seed"]
+
+
+def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> None:
+    """The error passes on."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    reporter = Reporter(tmp_path, started_at=0.0, max_steps=9, steps_per_epoch=3, resume_step=None)
+    reporter.log({"train/loss": 1.0}, step=1, epoch=1)
+    with pytest.raises(ZeroDivisionError), reporter:
+        raise ZeroDivisionError
+    content = plugin_data(tmp_path, "hparams")["_hparams_/session_end_info"]
+    assert parse_session_end_info_plugin_data(content).status == 2  # failure
+    assert len(EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")) == 1
+
+
+def test_a_reporter_that_ends_well_says_nothing_of_failure(tmp_path: Path) -> None:
+    """And its block closes nothing twice."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    with Reporter(
+        tmp_path, started_at=0.0, max_steps=9, steps_per_epoch=3, resume_step=None
+    ) as reporter:
+        reporter.log({"train/loss": 1.0}, step=1, epoch=1)
+        reporter.finish("completed", Position(epoch=1, step=1))
+    content = plugin_data(tmp_path, "hparams")["_hparams_/session_end_info"]
+    assert parse_session_end_info_plugin_data(content).status == 1  # success
+
+
+def test_the_card_of_a_run_has_its_command_and_its_versions(tmp_path: Path) -> None:
+    """As Markdown: the command can be pasted; what is not known is left out."""
+    fields = {"host": "here", "world_size": 2, "versions": {"torch": "2.15.0", "hydra-core": None}}
+    card = run_card(["model=toy", "name=a b"], fields)
+    *command, _, _, _, host, ranks, torch = card.splitlines()
+    shell = ["sh", "-c", "printf '%s;' " + "\n".join(command).lstrip()]
+    words = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    assert words == "python;-m;ddp_runner;model=toy;name=a b;"
+    assert all(line.startswith("    ") for line in command), "else Markdown joins the lines"
+    assert [host, ranks, torch] == ["| host | here |", "| ranks | 2 |", "| torch | 2.15.0 |"]
+    assert len(header(tmp_path, yaml.safe_dump(CONFIG))) == 3  # also without run.json
+
+
+def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
+    """Of collective training, of a parameter server, and of a best model."""
+    end = run_command(
+        *("-m", "model=convnet", "parallelism=ddp,ps", "world_size=2", "train.max_steps=2"),
+        *("train.log_every_steps=1", "checkpoint.monitor=eval/accuracy"),
+        *("checkpoint.load_best=true", "batch.global_size=20"),
+        folder=tmp_path,
+    )
+    assert end.exit_code == 0, end.stderr
+    ddp, ps = end.run_dirs
+    tags: set[str] = set()
+    for run_dir in (ddp, ps):
+        tags |= set(record(run_dir)["metrics"])
+        assert metrics(run_dir)
+    assert tags <= set(METRICS)
+    assert {"best/f1", "perf/comm_share", "ps/staleness_max"} <= tags
+    assert list(charts(ddp)) == ["train", "eval", "perf"]
+    assert list(charts(ps)) == ["train", "eval", "perf", "ps"]
+    assert charts(ps)["ps"] == list(CHARTS["ps"])
+    assert "what a step's time goes into (ms)" in charts(ddp)["perf"]

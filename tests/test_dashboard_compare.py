@@ -1,0 +1,127 @@
+"""A comparison in TensorBoard: a curve over the world sizes for each setting, table and plots."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from boards import answer, served
+from generated_runs import SINGLE, lines_of, write_run
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddp_runner.compare import run
+from ddp_runner.comparison.analysis import compare
+from ddp_runner.comparison.runs import read_runs
+from ddp_runner.comparison.tensorboard import write_board
+
+STRONG = {"scaling, strong/speedup", "scaling, strong/efficiency"}
+KINDS = ("strong", "weak")
+WEAK = {"scaling, weak/speedup", "scaling, weak/efficiency"}
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """One process, and two learning rates at two and four ranks of one global batch."""
+    folder = tmp_path / "outputs"
+    write_run(folder / "single", config=SINGLE, lines=lines_of([1.0, 100.0]))
+    for world_size, pace in ((1, 100.0), (2, 150.0), (4, 300.0)):
+        for lr in (0.1, 0.2):
+            keys: dict[str, Any] = {"world_size": world_size, "optimizer.lr": lr}
+            keys["batch.per_rank"] = 64 // world_size
+            lines = lines_of([1.0, pace * lr * 10])
+            write_run(folder / f"{world_size}-{lr}", config=keys, lines=lines)
+    return folder
+
+
+def compared(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Compare the runs by the command, and return the folder for TensorBoard."""
+    folder = outputs.parent / "report"
+    assert run([str(outputs), "--out", str(folder)]) == 0
+    assert f"tensorboard --logdir {folder / 'tensorboard'}" in capsys.readouterr().err
+    return folder / "tensorboard"
+
+
+def events_of(folder: Path) -> EventAccumulator:
+    """Return what the event files of a folder hold."""
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_a_curve_over_world_sizes_for_each_setting(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named by what sets it apart; the step is the world size."""
+    board = compared(outputs, capsys)
+    assert {path.name for path in (board / "strong").iterdir()} == {
+        "ddp, optimizer.lr 0.1",
+        "ddp, optimizer.lr 0.2",
+    }
+    events = events_of(board / "strong" / "ddp, optimizer.lr 0.2")
+    assert set(events.Tags()["scalars"]) == STRONG
+    speedups = [(one.step, one.value) for one in events.Scalars("scaling, strong/speedup")]
+    assert speedups == [(1, 1), (2, 1.5), (4, 3)]
+    efficiencies = [one.value for one in events.Scalars("scaling, strong/efficiency")]
+    assert efficiencies == [1, 0.75, 0.75]
+    assert not (board / "weak").exists()
+
+
+def test_strong_and_weak_scaling_are_curves_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one setting as well."""
+    for world_size, per_rank in ((1, 64), (2, 32), (2, 64)):
+        keys = {"world_size": world_size, "batch.per_rank": per_rank}
+        keys["batch.global_size"] = world_size * per_rank
+        folder = tmp_path / "outputs" / f"{world_size}-{per_rank}"
+        write_run(folder, config=keys, lines=lines_of([1.0, 100.0 * world_size]))
+    board = compared(tmp_path / "outputs", capsys)
+    found = [set(events_of(next((board / kind).iterdir())).Tags()["scalars"]) for kind in KINDS]
+    assert found == [STRONG, WEAK]
+
+
+def test_table_and_plots_are_shown_as_they_are_written(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table as Markdown; only the plots of this comparison, not a picture that lay there."""
+    (outputs.parent / "report").mkdir()
+    Image.new("RGB", (8, 8)).save(outputs.parent / "report" / "other.png")
+    board = compared(outputs, capsys)
+    events = events_of(board / "table and plots")
+    (text,) = events.Tensors("table and plots/table")
+    markdown = (board.parent / "comparison.md").read_text()
+    assert text.tensor_proto.string_val[0].decode() == markdown.rstrip("\n")
+    names = [f"table and plots/{name}" for name in ("loss_by_step", "loss_by_time", "scaling")]
+    assert sorted(events.Tags()["images"]) == names
+    (picture,) = events.Images(names[2])
+    with Image.open(board.parent / "scaling.png") as plot:
+        assert (picture.width, picture.height) == plot.size
+    assert picture.encoded_image_string == (board.parent / "scaling.png").read_bytes()
+
+
+def test_a_second_comparison_takes_the_place_of_the_first(
+    outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No point twice, no curve of a setting that is gone: as TensorBoard serves them."""
+    compared(outputs, capsys)
+    for path in outputs.glob("*-0.1"):
+        path.rename(tmp_path / path.name)
+    board = compared(outputs, capsys)
+    (curve,) = (board / "strong").glob("*/events*")
+    name = f"strong/{curve.parent.name}"
+    with served(board, folder=tmp_path / "server", wanted={name: STRONG}) as url:
+        curve_of = urlencode({"run": name, "tag": "scaling, strong/speedup"})
+        points = answer(f"{url}/data/plugin/scalars/scalars?{curve_of}")
+    assert [(step, value) for _, step, value in points] == [(1, 1), (2, 1.5), (4, 3)]
+
+
+def test_a_name_that_is_too_long_for_a_folder_stays_apart(tmp_path: Path) -> None:
+    """Two settings whose names begin alike are two curves."""
+    for world_size in (1, 2):
+        for name in ("a", "b"):
+            keys = {"world_size": world_size, "optimizer.name": 200 * "long/" + name}
+            keys["batch.per_rank"] = 64 // world_size
+            folder = tmp_path / "outputs" / f"{world_size}-{name}"
+            write_run(folder, config=keys, lines=lines_of([1.0, 100.0]))
+    write_board(compare(read_runs([tmp_path / "outputs"])), tmp_path / "board", pictures=[])
+    curves = [events_of(path) for path in (tmp_path / "board" / "strong").iterdir()]
+    assert [len(one.Scalars("scaling, strong/speedup")) for one in curves] == [2, 2]

@@ -1,0 +1,105 @@
+"""Grids by the real command: globs and ranges, jobs that are left out, calibration, the report."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import record, run_command, run_dirs, write_experiment
+from omegaconf import OmegaConf
+from test_sweep_ledger import statuses, table_row, the_sweep
+
+TOY = ("train.max_steps=3", "train.num_threads=1", "backend=gloo")
+
+
+def test_a_grid_leaves_out_what_the_rules_refuse_and_reports(tmp_path: Path) -> None:
+    """Skipped jobs are named with their sentence; one calibration a gang; all are compared.
+
+    What a job says of its evaluation is the same for any number of ranks.
+    """
+    end = run_command(
+        *("-m", "model=glob(toy*)", "seed=range(1,3)", "world_size=1,2", "scaling=strong", *TOY),
+        *("sweep.skip_refused=true", "sweep.calibrate=true", "sweep.report=true"),
+        folder=tmp_path,
+    )
+    assert (end.exit_code, end.stderr) == (0, "")
+    sweep = the_sweep(tmp_path)
+    jobs = {
+        f"model={model},seed={seed},world_size={size}"
+        for model in ("toy", "toy_slow", "toy_mp")
+        for seed in (1, 2)
+        for size in (1, 2)
+    }
+    skipped = {name for name in jobs if "toy_mp" in name}
+    calibration = "calibration,world_size=2,backend=gloo"
+    found = statuses(sweep)
+    assert {name for name, status in found.items() if status == "skipped"} == skipped
+    assert {name for name, status in found.items() if status == "done"} == {
+        calibration,
+        *(jobs - skipped),
+    }
+    for name in skipped:
+        assert table_row(end.stdout, name)[1] == "skipped"
+        assert f"{name}: model=toy_mp is cut into 2 stages and parallelism=ddp" in end.stdout
+        assert not (sweep / name).exists()
+
+    measured = record(sweep / calibration)
+    assert {(row["op"], row["dtype"]) for row in measured["collectives"]} == {
+        ("all_reduce", "float32")
+    }
+    sizes = [row["bytes"] for row in measured["collectives"]]
+    assert (sizes[0], sizes[-1]) == (4 * 2**10, 64 * 2**20)
+    runs = [record(run_dir) for run_dir in run_dirs(sweep)]
+    assert min(runs, key=lambda one: one["started_at"]) == measured
+    for name in jobs - skipped:
+        alone = name.replace("world_size=2", "world_size=1")
+        losses = [record(sweep / one)["metrics"]["eval/loss"] for one in (name, alone)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+    report = json.loads((sweep / "report" / "comparison.json").read_text())
+    assert len(report["rows"]) == 4  # a row for both seeds
+    assert end.stdout.count("8 runs compared") == 1
+    assert end.stdout.index("tensorboard --logdir outputs/sweep") < end.stdout.index("8 runs")
+
+
+def test_refused_alone_is_an_error_still(tmp_path: Path) -> None:
+    """A grid of which nothing is left has no exit code of its jobs; without a run no report."""
+    end = run_command(
+        *("-m", "model=toy_mp", "seed=1,2", "sweep.skip_refused=true", "sweep.report=true"),
+        folder=tmp_path,
+    )
+    assert end.exit_code == 2
+    assert end.stderr.startswith("error: every job of the sweep breaks a rule and was skipped")
+    assert "no report: no run of this sweep was completed" in end.stdout
+
+
+def test_an_experiment_brings_its_own_grid(tmp_path: Path) -> None:
+    """It needs no -m; a key that the command line gives replaces the experiment's.
+
+    A metric that no job has, asked for as the objective, is named when the jobs are done.
+    """
+    write_experiment(tmp_path / "conf", "study", "model=toy", *TOY[:2], "name=my_study")
+    path = tmp_path / "conf" / "experiment" / "study.yaml"
+    params = {"scaling": "strong,weak", "world_size": "1,2", "seed": "0,1"}
+    grid = OmegaConf.create({"hydra": {"mode": "MULTIRUN", "sweeper": {"params": params}}})
+    path.write_text(path.read_text() + OmegaConf.to_yaml(grid))
+    end = run_command(
+        *("--config-dir", "conf", "experiment=study", "world_size=2", "seed=2,3"),
+        "sweep.objective=eval/los",
+        folder=tmp_path,
+    )
+    assert end.exit_code == 2
+    assert "sweep.objective (eval/los) is not a metric of scaling=strong,seed=2" in end.stderr
+    assert end.stderr.endswith("write sweep.objective=eval/loss\n")
+    sweep = the_sweep(tmp_path)
+    assert sweep.name.startswith("my_study-")
+    batches = {
+        run_dir.name: OmegaConf.load(run_dir / ".hydra" / "config.yaml").batch
+        for run_dir in run_dirs(sweep)
+    }
+    assert batches.keys() == {
+        f"scaling={kind},seed={seed}" for kind in ("strong", "weak") for seed in (2, 3)
+    }
+    for name, batch in batches.items():
+        strong = name.startswith("scaling=strong")
+        assert (batch.global_size, batch.per_rank) == ((128, 64) if strong else (256, 128))
+        assert record(sweep / name)["world_size"] == 2

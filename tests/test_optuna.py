@@ -1,0 +1,91 @@
+"""A search by Hydra's Optuna sweeper, through our launcher and the ledger of a sweep."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import (
+    background,
+    compose_raw,
+    ended,
+    last_step,
+    record,
+    wait_for,
+)
+from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
+from test_packing import POLL_S, both_train, needs_two_cores
+from test_sweep_ledger import statuses, table_row, the_sweep
+
+from ddp_runner.compose import register, to_config
+from ddp_runner.errors import UserError
+from ddp_runner.explain import user_error
+from ddp_runner.hardware import Hardware
+from ddp_runner.sweep_rules import check_sweep
+
+# Seed 18 of the sampler tries 0.1 and 0.01, both with seed 1, then 1e30, which diverges, and 0.1
+# with seed 1 once more.
+SEARCH = (
+    *("-m", "hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "train.epochs=8"),
+    *("hydra.sweeper.direction=maximize", "hydra.sweeper.sampler.seed=18"),
+    *("optimizer.lr=choice(0.01,0.05,0.1,1e30)", "seed=choice(1,2,3)", "hydra.sweeper.n_trials=4"),
+    *("hydra.sweeper.n_jobs=2", "world_size=1", "train.num_threads=1", "train.log_every_steps=1"),
+    "checkpoint.every_steps=10",
+)
+
+
+def test_a_search_without_a_metric_or_without_the_plugin_is_refused() -> None:
+    """In one line that says what to write, or to install."""
+    register(None)
+    config = to_config(compose_raw())
+    with pytest.raises(UserError, match=r"write sweep\.objective=eval/accuracy"):
+        check_sweep(config, Hardware(num_gpus=0, num_cores=4), searches=True)
+    lacking = MissingConfigException("", "hydra/sweeper/optuna", ["basic"])
+    assert "pip install 'ddp-runner[optuna]'" in str(user_error(lacking))
+
+
+@needs_two_cores
+def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
+    """The seed makes the same command try the same jobs; a diverged one is a trial that failed.
+
+    Started again it is packed; the slot that is left takes the jobs of the one that is killed.
+    """
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")
+    with background(*SEARCH, folder=tmp_path) as process:
+        wait_for(lambda: last_step(tmp_path) >= 3, every_s=POLL_S)
+        os.kill(process.pid, signal.SIGINT)
+        assert ended(process, tmp_path).exit_code == 130
+    sweep = the_sweep(tmp_path)
+    first, second, third = (
+        f"optimizer.lr={rate},seed={seed}" for rate, seed in ((0.1, 1), (0.01, 1), ("1e+30", 3))
+    )
+    assert statuses(sweep) == {first: "interrupted", second: "queued"}
+
+    with background(*SEARCH, "sweep.parallel_jobs=2", folder=tmp_path) as process:
+        wait_for(lambda: both_train(process, tmp_path), every_s=POLL_S)
+        slot(process.pid).kill()
+        end = ended(process, tmp_path)
+    assert the_sweep(tmp_path) == sweep
+    assert statuses(sweep) == {first: "done", second: "done", third: "failed"}
+    assert end.exit_code == 2
+    assert all(table_row(end.stdout, name) for name in (first, second, third))
+    assert f"job 4 of 4: {first} was run before: its result is taken" in end.stdout
+    assert "error: a slot of the sweep ended with exit code -9; the others go on" in end.stderr
+    assert "Traceback" not in end.stderr
+    assert "resumed from" in (sweep / first / "logs" / "rank-0.log").read_text()
+
+    best = OmegaConf.load(sweep / "optimization_results.yaml")
+    accuracies = {
+        name: record(sweep / name)["metrics"]["eval/accuracy"] for name in (first, second)
+    }
+    winner = max(accuracies, key=accuracies.__getitem__)
+    assert best.best_value == accuracies[winner]
+    assert f"optimizer.lr={best.best_params['optimizer.lr']},seed=1" == winner
+
+
+def slot(launcher_pid: int) -> psutil.Process:
+    """Return one of the processes that run the jobs of a packed sweep."""
+    children = psutil.Process(launcher_pid).children()
+    return next(one for one in children if "spawn_main" in " ".join(one.cmdline()))

@@ -1,0 +1,229 @@
+"""Jobs of a sweep side by side: each on cores and GPUs of its own, stopped and started as one."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import (
+    Ended,
+    background,
+    compose_raw,
+    ended,
+    last_step,
+    record,
+    run_command,
+    run_dirs,
+    session_pids,
+    steps,
+    wait_for,
+)
+from test_sweep_ledger import statuses, the_sweep
+
+from ddp_runner import hardware
+from ddp_runner.compose import register, to_config
+from ddp_runner.errors import UserError
+from ddp_runner.hardware import Hardware, core_shares, gpu_shares
+from ddp_runner.sweep_rules import check_sweep
+
+TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
+POLL_S = 0.2  # asked more often, the tests would take the cores for themselves
+PACKED = ("-m", *TOY, "sweep.parallel_jobs=2")
+needs_two_cores = pytest.mark.skipif(hardware.detect().num_cores < 2, reason="needs two cores")
+
+
+def workers(launcher_pid: int) -> Iterator[tuple[Path, psutil.Process]]:
+    """Yield the workers of all slots: each with its run's folder, where its log is open."""
+    for process in psutil.Process(launcher_pid).children(recursive=True):
+        with suppress(psutil.Error):
+            for file in process.open_files():
+                if Path(file.path).name.startswith("rank-"):
+                    yield Path(file.path).parent.parent, process
+
+
+def both_train(process: subprocess.Popen[str], folder: Path, *, beyond: int = 0) -> bool:
+    """Tell whether two jobs run and have come so far; fail if the command has ended."""
+    assert process.poll() is None, (folder / "stderr").read_text()
+    running = {run_dir for run_dir, _ in workers(process.pid)}
+    return len(running) == 2 and all(last_step(run_dir) > beyond for run_dir in running)
+
+
+def num_importing(launcher_pid: int) -> int:
+    """Return how many fork servers of slots have begun to import torch."""
+    return sum(
+        "multiprocessing.forkserver" in " ".join(process.cmdline())
+        and any("libtorch" in one.path for one in process.memory_maps())
+        for process in psutil.Process(launcher_pid).children(recursive=True)
+    )
+
+
+def test_cores_and_gpus_are_dealt_out_evenly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what this process may use, none twice, hyperthreads of a core together."""
+    core_of = {4: 0, 5: 1, 6: 0, 7: 1, 9: 2}
+    for cpu, core in core_of.items():
+        for name, value in {"physical_package_id": 0, "core_id": core}.items():
+            path = tmp_path / f"cpu{cpu}" / "topology" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n")
+    monkeypatch.setattr(hardware, "CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(core_of))
+    assert core_shares(2) == [(4, 6), (5, 7)]
+    assert core_shares(5) == [(4,), (6,), (5,), (7,), (9,)]
+
+    assert gpu_shares(2, num_gpus=5, environ={}) == ["0,1", "2,3"]
+    assert gpu_shares(2, num_gpus=3, environ={"CUDA_VISIBLE_DEVICES": "3,GPU-a,1"}) == [
+        "3",
+        "GPU-a",
+    ]
+    assert gpu_shares(2, num_gpus=1, environ={}) == ["", ""]  # the jobs compute on cores
+    assert gpu_shares(2, num_gpus=0, environ={}) == [None, None]
+    assert Hardware(num_gpus=5, num_cores=9).share(2) == Hardware(num_gpus=2, num_cores=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("sweep.parallel_jobs=0", "(0) must be greater than 0"),
+        ("sweep.parallel_jobs=5", "(5) is more than the 4 cores that this process may use; write"),
+        ("sweep.parallel_jobs=3", "(3) is more than the 2 GPUs that its jobs use; write 2 or"),
+        ("sweep.parallel_jobs=3 backend.device=cpu", None),
+        ("sweep.parallel_jobs=2", None),
+        ("sweep.parallel_jobs=2 launch.nnodes=2", "(2) would let jobs meet at one address"),
+        ("sweep.parallel_jobs=2 launch.init_method=file:///x", "launch.init_method (file:///x)"),
+        ("sweep.parallel_jobs=2 sweep.calibrate=true", "sweep.calibrate measures what the jobs"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(overrides: str, sentence: str | None) -> None:
+    """In one line for the whole sweep."""
+    register(None)
+    config = to_config(compose_raw(*overrides.split()))
+    refusal = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
+    with refusal:
+        check_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
+
+
+@needs_two_cores
+def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
+    """Two at a time; pinned as run.json says; each line tells its job; failures count over all."""
+    lost = "optimizer.lr=0.1,1e30", "seed=range(5)", "sweep.max_failures=2", "train.max_steps=300"
+    seen: dict[Path, set[int]] = {}
+    with background(*PACKED, *lost, folder=tmp_path) as process:
+        while process.poll() is None:
+            for run_dir, worker in workers(process.pid):
+                with suppress(psutil.Error):
+                    seen[run_dir] = set(worker.cpu_affinity())
+            time.sleep(POLL_S)
+        end = ended(process, tmp_path)
+    assert end.exit_code == 2
+    check_places(end, seen)
+    check_lines(end)
+    found = list(statuses(the_sweep(tmp_path)).values())
+    assert found[:5] == ["done"] * 5
+    assert found.count("failed") in (2, 3)  # what another slot had begun came to its end
+    assert set(found[5:]) == {"failed", "queued"}
+
+
+def check_places(end: Ended, seen: dict[Path, set[int]]) -> None:
+    """Assert that two runs, never three, went on at a time, on cores that they did not share."""
+    done = [record(run_dir) for run_dir in run_dirs(end.folder)]
+    assert all(one["packed"] is True for one in done)
+    assert len({tuple(one["cores"]) for one in done}) == 2
+    instants = sorted(
+        (one[key], change)
+        for one in done
+        for key, change in (("started_at", 1), ("finished_at", -1))
+    )
+    at_a_time = [sum(change for _, change in instants[: i + 1]) for i in range(len(instants))]
+    assert max(at_a_time) == 2
+    for one in done:
+        others = [
+            other
+            for other in done
+            if other["started_at"] < one["finished_at"] and one["started_at"] < other["finished_at"]
+        ]
+        assert all(not set(one["cores"]) & set(other["cores"]) for other in others if other != one)
+        assert len(one["cores"]) == hardware.detect().num_cores // 2
+    assert len(seen) >= 2
+    for run_dir, cores in seen.items():
+        assert cores == set(record(run_dir)["cores"])
+
+
+def check_lines(end: Ended) -> None:
+    """Assert that what a job says, and its errors, are marked with its number."""
+    live, _, table = end.stdout.partition("\njob  ")
+    lines = live.splitlines()
+    assert all(re.match(r"\[\d+\] \S", line) for line in lines)
+    titles = dict(re.findall(r"^\[(\d+)\] job \1 of 10: (\S+)$", live, flags=re.MULTILINE))
+    assert set(titles.values()) == {run_dir.name for run_dir in end.run_dirs}
+    for number, name in titles.items():
+        (told,) = [line for line in lines if re.match(rf"\[{number}\] run  ", line)]
+        assert told.endswith(f"/{name}")
+    assert "[" not in table
+    failed = [line for line in end.stderr.splitlines() if "error: train/loss became" in line]
+    assert {titles[line[1 : line.index("]")]] for line in failed} == {
+        run_dir.name for run_dir in end.run_dirs if record(run_dir)["status"] == "failed"
+    }
+
+
+@needs_two_cores
+def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
+    """SIGKILL leaves no process; Ctrl-C saves every job that runs; alone the rest comes to an end.
+
+    Ctrl-C reaches every process, as from a terminal, and counts once.
+    """
+    command = ("-m", *TOY, "seed=0,1,2", "train.max_steps=2000", "checkpoint.every_steps=100")
+    packed = (*command, "sweep.parallel_jobs=2")
+    with background(*packed, folder=tmp_path) as process:
+        wait_for(lambda: both_train(process, tmp_path, beyond=100), every_s=POLL_S)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+    sweep = the_sweep(tmp_path)
+    assert list(statuses(sweep).values()) == ["running", "running", "queued"]
+    reached = last_step(tmp_path)
+
+    with background(*packed, folder=tmp_path) as process:
+        wait_for(lambda: both_train(process, tmp_path, beyond=reached), every_s=POLL_S)
+        os.killpg(process.pid, signal.SIGINT)
+        end = ended(process, tmp_path)
+        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+    assert (end.exit_code, end.stderr) == (130, "")
+    assert end.stdout.count("again to end at once") == 1
+    assert list(statuses(sweep).values()) == ["interrupted", "interrupted", "queued"]
+    for run_dir in end.run_dirs:
+        assert record(run_dir)["status"] == "preempted"
+        assert steps(run_dir)[-1] == record(run_dir)["step"] > 100
+
+    assert run_command(*command, folder=tmp_path).exit_code == 0
+    assert the_sweep(tmp_path) == sweep
+    assert set(statuses(sweep).values()) == {"done"}
+    assert [record(run_dir).get("packed") for run_dir in run_dirs(sweep)] == [True, True, None]
+    for run_dir in run_dirs(sweep)[:2]:
+        assert (run_dir / "logs" / "rank-0.log").read_text().count("resumed from") == 2
+
+
+@needs_two_cores
+def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
+    """The first waits for a step, here while torch is imported still; the second for nothing."""
+    with background(*PACKED, "seed=0,1", folder=tmp_path) as process:
+        wait_for(lambda: num_importing(process.pid) == 2)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.wait(5)
+        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+        end = ended(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (130, "")
+    for run_dir in end.run_dirs:
+        fields = record(run_dir)
+        assert fields["status"] == "preempted"
+        assert fields["error"]["sentence"] == "ended without a checkpoint"
