@@ -169,7 +169,7 @@ class Multirun:
             place = f"job {planned.number} of {total}" if planned.number else "calibration"
             job = replace(planned, run_dir=run_dir, title=f"{place}: {run_dir.name}")
             jobs[job_id] = job
-            if self._searches and entries[job_id].status == "done":
+            if self._searches and planned.number and entries[job_id].status == "done":
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
             if entries[job_id].status == "queued":
                 freeze_config(run_dir, job.config, overrides=job.overrides, raw=job.raw_config)

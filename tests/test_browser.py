@@ -24,7 +24,17 @@ ROWS = """grid => [...grid.shadowRoot.querySelectorAll("#header tr, #items tr")]
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chromium() -> str:
+    """The path of a browser; without driver or browser the tests are skipped."""
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    browsers = [path for name in BROWSERS if (path := shutil.which(name))]
+    if not browsers:
+        pytest.skip(f"there is none of {', '.join(BROWSERS)} on the PATH")
+    return browsers[0]
+
+
+@pytest.fixture(scope="module")
+def sweep(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep over world sizes, of which the second job was resumed for two steps more."""
     folder = tmp_path_factory.mktemp("sweep")
     keys = ("train.max_steps=4", "train.log_every_steps=1", "batch.global_size=20")
@@ -38,16 +48,14 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def page() -> Iterator[Any]:
-    """A tab of a headless browser; without driver or browser the test is skipped."""
-    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    browsers = [path for name in BROWSERS if (path := shutil.which(name))]
-    if not browsers:
-        pytest.skip(f"there is none of {', '.join(BROWSERS)} on the PATH")
+def page(chromium: str) -> Iterator[Any]:
+    """A tab of a headless browser."""
+    from playwright.sync_api import sync_playwright
+
     # A root without a user namespace, as in a container, has no sandbox.
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with driver.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browsers[0], args=options)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=options)
         tab = browser.new_page(viewport={"width": 1800, "height": 1400})
         tab.set_default_timeout(TIME_LIMIT_MS)
         yield tab

@@ -19,6 +19,8 @@ from commands import (
     write_experiment,
 )
 
+from ddp_runner.comparison.analysis import compare
+from ddp_runner.comparison.runs import read_runs
 from ddp_runner.ledger import LEDGER
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
@@ -70,6 +72,8 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
         assert [line["step"] for line in metrics(run_dir) if "train/loss" in line] == [
             *range(1, 401)
         ]
+    rows = compare(read_runs([sweep]), each=True).rows
+    assert [row.setting["seed"] for row in rows] == [0, 1, 2, 3, 4]
 
 
 def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
