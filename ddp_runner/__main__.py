@@ -31,7 +31,7 @@ from ddp_runner.environment import dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute, told
 from ddp_runner.explain import user_error
-from ddp_runner.folders import check_writable, locked
+from ddp_runner.folders import check_writable, locked, resume_argument
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch import launch, start_fork_server
@@ -114,7 +114,8 @@ class Command:
             with locked(run_dir):
                 if job.config.resume is None and (run_dir / RUN_RECORD).exists():
                     raise UserError(
-                        f"{run_dir} already holds a run; give another folder, or resume={run_dir}"
+                        f"{run_dir} already holds a run; give another folder, or "
+                        f"{resume_argument(run_dir)}"
                     )
                 self._exit_code = execute(job).exit_code
         except UserError as error:

@@ -5,6 +5,7 @@ Torch-free: the launcher claims a folder before any worker exists. Under torchru
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -169,3 +170,12 @@ def _hide_secrets(resolved: Any, raw: Any) -> Any:
     if isinstance(resolved, dict) and isinstance(raw, dict):
         return {key: _hide_secrets(value, raw.get(key)) for key, value in resolved.items()}
     return raw if isinstance(raw, str) and "${oc.env:" in raw else resolved
+
+
+def resume_argument(run_dir: Path) -> str:
+    """Return what a shell and Hydra both take for ``resume=`` this folder, whatever its name."""
+    text = str(run_dir)
+    if re.fullmatch(r"[\w./~-]+", text):
+        return f"resume={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return shlex.quote(f"resume='{escaped}'")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 MOST_NUMBERED = 20  # classes up to which the cells hold numbers
 MOST_CLASSES = 100  # beyond it there is no picture
 PALE, DARK = (247, 251, 255), (8, 48, 107)  # colours of a cell without samples, and with all
-MARGIN, FONT_SIZE = 60, 15  # pixels
+MARGIN, FONT_SIZE, DIGIT = 40, 11, 6  # pixels: a card of TensorBoard is 300 wide
 
 
 def confusion_picture(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8] | None:
@@ -29,7 +29,8 @@ def confusion_picture(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8] | 
     if num_classes > MOST_CLASSES:
         return None
     shares = (matrix / matrix.sum(axis=1, keepdims=True).clip(min=1))[..., None]
-    cell = max(8, min(90, 900 // num_classes))  # pixels
+    widest = DIGIT * (len(str(int(matrix.max()))) + 1)
+    cell = max(8, min(max(26, widest, 220 // num_classes), 900 // num_classes))  # pixels
     shades = ((1 - shares) * PALE + shares * DARK).round().astype(np.uint8)
     cells = shades.repeat(cell, axis=0).repeat(cell, axis=1)
     pixels = np.full((len(cells) + 2 * MARGIN, len(cells) + 2 * MARGIN, 3), 255, dtype=np.uint8)

@@ -9,5 +9,8 @@ import importlib
 from ddp_runner.stop import die_with_parent
 
 die_with_parent()  # at once: by the end of its pipe it would be told after these seconds only
-for name in ("torch._dynamo", "torch.utils.tensorboard", "ddp_runner.worker"):
+for name in (
+    *("torch._dynamo", "torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata"),
+    "ddp_runner.worker",
+):
     importlib.import_module(name)

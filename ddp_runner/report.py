@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.folders import resume_argument
 from ddp_runner.pictures import confusion_picture
 from ddp_runner.record import HEADLINES, write_run_record
 from ddp_runner.step import Trainee
@@ -206,7 +207,7 @@ def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_d
     folder = shlex.quote(str(run_dir))
     lines = [f"{status} in {wall_s:.1f} s  {results}"]
     if status == "preempted":
-        lines.append(f"go on: python -m ddp_runner resume={folder}")
+        lines.append(f"go on: python -m ddp_runner {resume_argument(run_dir)}")
     lines.append(f"tensorboard --logdir {folder}")
     return "\n".join(lines)
 

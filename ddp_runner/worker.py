@@ -149,13 +149,14 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         save=save,
         stop_requested=stop_requested,
     )
-    status = train(trainee, position=position, control=control, reporter=reporter)
-    if trainee.gradients is not None:
-        trainee.gradients.close(status)
-        write_run_record(run_dir, lost_ranks=trainee.gradients.lost)
-    if status == "completed":
-        deliver(trainee, position, config, run_dir, reporter=reporter, say=say)
-    reporter.finish(status, position)
+    with reporter:
+        status = train(trainee, position=position, control=control, reporter=reporter)
+        if trainee.gradients is not None:
+            trainee.gradients.close(status)
+            write_run_record(run_dir, lost_ranks=trainee.gradients.lost)
+        if status == "completed":
+            deliver(trainee, position, config, run_dir, reporter=reporter, say=say)
+        reporter.finish(status, position)
     return status
 
 

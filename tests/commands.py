@@ -150,7 +150,8 @@ def wait_for(
 
 def run_dirs(folder: Path) -> list[Path]:
     """Return every run folder under a folder, by name."""
-    return sorted(path.parent for path in folder.rglob("run.json"))
+    # Not rglob, which fails over a folder that goes meanwhile, as a checkpoint's first one does.
+    return sorted(Path(name) for name, _, files in os.walk(folder) if "run.json" in files)
 
 
 def record(run_dir: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ KNOWN_FIELDS = {
     *("status", "error", "task", "git_revision", "versions", "host", "num_nodes", "parallelism"),
     *("backend", "devices", "num_threads", "restarts", "warnings", "started_at", "finished_at"),
     *("wall_s", "startup_s", "epoch", "step", "confusion_matrix", "lost_ranks", "packed"),
+    *("cores", "cuda_visible_devices"),
     *("collectives", "not_in_backend", "checks", "num_parameters", "gradient_bytes"),
 }
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.

@@ -20,6 +20,7 @@ from ddp_runner.record import json_safe
 WIDTH = 120  # characters, where there is no terminal
 MOST_REMARKS, MOST_FOLDERS = 20, 3  # of a list that people read
 UNEQUAL = "dropout, and BatchNorm that is not synchronised, differ by rank and explain a break"
+UNSTABLE = "without them it is rounding, which an unstable training makes larger: try optimizer.lr"
 
 
 def as_text(comparison: Comparison) -> str:
@@ -143,7 +144,8 @@ def _sections(
     yield from _gaps(comparison)
     if breaks := [one for one in comparison.parity if one.first_break is not None]:
         lines = [_broken(one) for one in breaks[:MOST_REMARKS]]
-        yield f"loss parity broken, {_runs(len(breaks))}", [*lines, *_more(breaks), UNEQUAL]
+        lines += [*_more(breaks), UNEQUAL, UNSTABLE]
+        yield f"loss parity broken, {_runs(len(breaks))}", lines
     yield from remarks(comparison)
     legends = [column.legend for column in shown if column.legend]
     if any(len(row.runs) > 1 for row in comparison.rows):
