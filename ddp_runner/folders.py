@@ -175,7 +175,7 @@ def _hide_secrets(resolved: Any, raw: Any) -> Any:
 def resume_argument(run_dir: Path) -> str:
     """Return what a shell and Hydra both take for ``resume=`` this folder, whatever its name."""
     text = str(run_dir)
-    if re.fullmatch(r"[\w./~-]+", text):
+    if re.fullmatch(r"[\w./~-]+", text, re.ASCII):
         return f"resume={text}"
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return shlex.quote(f"resume='{escaped}'")
