@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MOST_BARS = 20
 ORDER = ("data", "forward", "backward", "comm", "wait", "optimizer")  # as they follow in a step
+PART_COLOURS = (*COLOURS, "#6a5acd", "#a0522d")
 SEEN = 0.07  # of the longest bar: a part that is shorter has no number
 
 
@@ -27,7 +28,7 @@ def step_parts(comparison: Comparison) -> "Figure | str":
     names = list(dict.fromkeys([*ORDER, *(name for row in rows for name in _parts(row))]))
     names = [name for name in names if any(_parts(row).get(name) for row in rows)]
     names.sort(key="rest".__eq__)
-    colours = dict(zip(names, COLOURS * len(names), strict=False))
+    colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
     colours |= {"rest": GREY} if "rest" in names else {}
     has_predicted = any(row.predicted for row in rows)
     height = 1.8 + (0.65 if has_predicted else 0.4) * len(rows)
@@ -39,11 +40,11 @@ def step_parts(comparison: Comparison) -> "Figure | str":
         for one in list(row.predicted.values())[:1]:
             _bar(axes, place + 0.22, one.parts_ms, colours, longest, 0.18, word=" predicted")
     axes.set_yticks(range(len(rows)), [label(row.setting, comparison.keys) for row in rows])
-    axes.set_xlim(0, 1.15 * longest)
+    axes.set_xlim(0, 1.2 * longest)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("milliseconds a step (median without the first line)")
-    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
     return figure
 
 
