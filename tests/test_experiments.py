@@ -1,5 +1,6 @@
 """Every system of the tutorials through its own command, shortened; and what the YAMLs promise."""
 
+import json
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ OFFLINE = {
 # Covered elsewhere: by files of their own, or below.
 OTHERS = {
     *("mnist_ddp", "parameter_server", "two_nodes", "start_from_weights"),
-    *("reviews_bert", "reviews_bert_finetune", "resnet18_cifar10"),
+    *("reviews_bert", "reviews_bert_finetune", "resnet18_cifar10", "scaling_study"),
 }
 
 
@@ -102,6 +103,36 @@ def test_two_nodes_make_one_world(tmp_path: Path, is_static: bool) -> None:
     fields = record(run_dir)
     assert (fields["status"], fields["world_size"], fields["num_nodes"]) == ("completed", 4, 2)
     assert "0 to 3, over all nodes" in (run_dir / "logs" / "rank-0.log").read_text()
+
+
+def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
+    """Strong and weak, without -m: what cannot be is skipped, ddp is predicted, parity holds."""
+    end = run_command(
+        *("experiment=scaling_study", "seed=0", "parallelism=single,ddp", "train.max_steps=6"),
+        *("train.log_every_steps=2", "hydra.sweep.dir=sweep"),
+        folder=tmp_path,
+    )
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert "parallelism=single,world_size=2,scaling=weak" in end.stdout
+    report = tmp_path / "sweep" / "report"
+    found = json.loads((report / "comparison.json").read_text())
+    assert [link["world_size"] for link in found["links"]] == [2]
+    rows = {
+        (row["setting"]["parallelism.name"], row["world_size"], kind): row
+        for row in found["rows"]
+        for kind in ("strong", "weak")
+        if row[kind]
+    }
+    for kind in ("strong", "weak"):
+        row = rows["ddp", 2, kind]
+        predicted = row["predicted"][kind]
+        assert row[kind]["base_world_size"] == 1
+        assert 0 < predicted["speedup"] < 2
+        assert predicted["parts_ms"]["comm"] > 0
+        assert set(predicted["parts_ms"]) == set(predicted["measured_ms"])
+    assert all(one["first_break"] is None for one in found["parity"])
+    assert found["parity"]
+    assert {path.suffix for path in report.iterdir()} > {".png", ".svg", ".csv", ".md", ".txt"}
 
 
 def test_every_experiment_has_a_test() -> None:
