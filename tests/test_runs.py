@@ -28,7 +28,7 @@ from commands import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_reviews
 
-from ddp_runner.folders import claim
+from ddp_runner.folders import claim, resume_argument
 
 FIELDS = (
     *("status", "config_hash", "git_revision", "versions", "world_size", "parallelism"),
@@ -195,7 +195,7 @@ def test_the_default_run_learns_the_digits_in_a_folder_of_any_name(tmp_path: Pat
 
     again = run_command(f"hydra.run.dir='{quoted}'", folder=tmp_path)
     assert again.exit_code == 2
-    assert again.stderr.splitlines()[-1].endswith(f"give another folder, or resume={run_dir}")
+    assert again.stderr.splitlines()[-1].endswith(f"another folder, or {resume_argument(run_dir)}")
     assert record(run_dir)["status"] == "completed"
 
 

@@ -47,7 +47,7 @@ def table_row(stdout: str, job: str) -> list[str]:
 
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     """SIGKILL in the third of five jobs: two are skipped, the third resumes, all five are done."""
-    command = ("-m", "seed=0,1,2,3,4", *TOY, "train.max_steps=400", "checkpoint.every_steps=5")
+    command = ("-m", "seed=0,1,2,3,4", *TOY, "train.max_steps=300", "checkpoint.every_steps=15")
     with background(*command, folder=tmp_path) as process:
         third = "outputs/*/seed=2/checkpoints/step-*"
         wait_for(lambda: list(tmp_path.glob(third)))
@@ -70,7 +70,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert "resumed from" in (sweep / "seed=2" / "logs" / "rank-0.log").read_text()
     for run_dir in run_dirs(sweep):
         assert [line["step"] for line in metrics(run_dir) if "train/loss" in line] == [
-            *range(1, 401)
+            *range(1, 301)
         ]
     rows = compare(read_runs([sweep]), each=True).rows
     assert [row.setting["seed"] for row in rows] == [0, 1, 2, 3, 4]
