@@ -67,7 +67,7 @@ TORCH_FREE = (
     "text_files",
     *("compare", "comparison", "comparison.runs", "comparison.settings", "comparison.figures"),
     *("comparison.scaling", "comparison.parity", "comparison.analysis", "comparison.columns"),
-    *("comparison.rows", "comparison.prediction", "comparison.parts_plot"),
+    *("comparison.rows", "comparison.prediction", "comparison.parts_plot", "comparison.series"),
     *("comparison.tables", "comparison.drawing", "comparison.plots", "comparison.tensorboard"),
 )
 SLOW = ("torchvision", "sklearn", "transformers")  # seconds at import: inside functions only

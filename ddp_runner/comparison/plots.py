@@ -23,8 +23,8 @@ from ddp_runner.comparison.parity import LOSS
 from ddp_runner.comparison.parts_plot import step_parts
 from ddp_runner.comparison.rows import Row
 from ddp_runner.comparison.runs import Run
-from ddp_runner.comparison.scaling import Scaling
-from ddp_runner.comparison.settings import BATCH, label
+from ddp_runner.comparison.series import scaling_series
+from ddp_runner.comparison.settings import label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,32 +96,12 @@ def _scaling(comparison: Comparison) -> "Figure | str":
 
 def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
     """Return a line for each setting aside from its world size, the fastest at its end first."""
-    keys = [key for key in comparison.keys if key not in ("world_size", *BATCH)]
-    pairs = [(row, row.strong if kind == "strong" else row.weak) for row in comparison.rows]
-    found = [(row, scaling) for row, scaling in pairs if scaling is not None]
-    if len({scaling.batch for _, scaling in found}) > 1:
-        keys.append(BATCH[0] if kind == "strong" else BATCH[1])
-    series: dict[str, list[tuple[Row, Scaling]]] = {}
-    for row, scaling in found:
-        setting = {**row.setting, BATCH[0]: scaling.batch, BATCH[1]: scaling.batch}
-        series.setdefault(label(setting, keys), []).append((row, scaling))
     lines = []
-    for name, members in series.items():
-        base = members[0][1]
-        points = {base.base_world_size: 1.0}
-        points |= {row.world_size: scaling.speedup for row, scaling in members}
-        xs = sorted(points)
-        if len(xs) > 1:
-            speedup, efficiency = points[xs[-1]], points[xs[-1]] / (xs[-1] / xs[0])
-            text = f"{name}: {speedup:.2f}x ({efficiency:.0%})"
-            said = {xs[0]: 1.0} | {
-                row.world_size: row.predicted[kind].speedup
-                for row, _ in members
-                if kind in row.predicted
-            }
-            predicted = [said.get(x, math.nan) for x in xs] if len(said) > 1 else []
-            ys = [points[x] for x in xs]
-            lines.append(Line(text, xs, ys, base=base.base, predicted=predicted))
+    for one in scaling_series(comparison, kind):
+        xs, ys = list(one.speedups), list(one.speedups.values())
+        text = f"{one.name}: {ys[-1]:.2f}x ({ys[-1] / (xs[-1] / xs[0]):.0%})"
+        predicted = [one.predicted.get(x, math.nan) for x in xs] if one.predicted else []
+        lines.append(Line(text, xs, ys, base=one.base, predicted=predicted))
     return sorted(lines, key=lambda line: -line.ys[-1])
 
 

@@ -6,12 +6,12 @@ Called by ``compare``. The tensorboard package alone writes them, without torch.
 import shlex
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.comparison.analysis import Comparison
-from ddp_runner.comparison.settings import BATCH, label
+from ddp_runner.comparison.series import scaling_series
 from ddp_runner.comparison.tables import as_markdown
 from ddp_runner.folders import safe_name
 
@@ -36,35 +36,21 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
     images = [_image(path) for path in pictures]
     _write(folder / CARDS, [(0, Summary(value=[_text(as_markdown(comparison)), *images]))])
     for kind in ("strong", "weak"):
-        for number, (name, speedups) in enumerate(_curves(comparison, kind), start=1):
-            short = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]} {number}"
-            base = min(speedups)
+        for number, one in enumerate(scaling_series(comparison, kind), start=1):
+            name = (
+                one.name if len(one.name) <= MOST_LETTERS else f"{one.name[:MOST_LETTERS]} {number}"
+            )
+            base = min(one.speedups)
             points = {
-                world_size: {"speedup": speedup, "efficiency": speedup * base / world_size}
-                for world_size, speedup in speedups.items()
+                size: {"speedup": speedup, "efficiency": speedup * base / size}
+                | ({"predicted speedup": one.predicted[size]} if size in one.predicted else {})
+                for size, speedup in one.speedups.items()
             }
             _write(
-                folder / kind / safe_name(short),
+                folder / kind / safe_name(name),
                 [(size, _scalars(f"scaling, {kind}", values)) for size, values in points.items()],
             )
     return [f"wrote {folder}: tensorboard --logdir {shlex.quote(str(folder))}"]
-
-
-def _curves(comparison: Comparison, kind: str) -> Iterator[tuple[str, dict[int, float]]]:
-    """Yield each setting without its world size, and its speedups by world size."""
-    keys = [key for key in comparison.keys if key not in ("world_size", *BATCH)]
-    rows = [(row, row.strong if kind == "strong" else row.weak) for row in comparison.rows]
-    found = [(row, scaling) for row, scaling in rows if scaling is not None]
-    if len({scaling.batch for _, scaling in found}) > 1:
-        keys.append(BATCH[0] if kind == "strong" else BATCH[1])
-    curves: dict[str, dict[int, float]] = {}
-    for row, scaling in found:
-        setting = {**row.setting, BATCH[0]: scaling.batch, BATCH[1]: scaling.batch}
-        points = curves.setdefault(label(setting, keys), {scaling.base_world_size: 1.0})
-        points[row.world_size] = scaling.speedup
-    for name, points in curves.items():
-        if len(points) > 1:
-            yield name, dict(sorted(points.items()))
 
 
 def _write(folder: Path, summaries: Sequence[tuple[int, Any]]) -> None:
