@@ -76,7 +76,7 @@ class Command:
         def run_job(raw: DictConfig) -> None:
             self._run_job(raw)
 
-        run_job.run_batch = self._run_batch  # type: ignore[attr-defined]  # for our Hydra launcher
+        vars(run_job)["run_batch"] = self._run_batch  # for our Hydra launcher
         entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
         try:
             with self._multirun:

@@ -136,7 +136,7 @@ def flatten(config: Config) -> dict[str, Any]:
     """Return dotted keys and values, without those that only say where and how a gang starts."""
     return {
         key: value
-        for key, value in _leaves(asdict(config))
+        for key, value in leaves(asdict(config))
         if key not in ("resume", "data_root") and not key.startswith(("launch.", "sweep."))
     }
 
@@ -144,7 +144,7 @@ def flatten(config: Config) -> dict[str, Any]:
 def check_targets(config: Config) -> None:
     """Refuse a ``_target_`` (or a loss) outside the allowed prefixes: it would run its code."""
     allowed = (*TARGET_PREFIXES, *(f"{prefix.rstrip('.')}." for prefix in config.allowed_targets))
-    for key, value in _leaves(asdict(config)):
+    for key, value in leaves(asdict(config)):
         is_target = key.endswith("_target_") or key == "model.loss"
         if is_target and not str(value).startswith(allowed):
             raise UserError(
@@ -153,11 +153,15 @@ def check_targets(config: Config) -> None:
             )
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of a nested config and their values; items of a list by their number.
+
+    A list of plain values is one value.
+    """
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
-            yield from _leaves({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
+            yield from leaves({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value

@@ -6,7 +6,7 @@ TensorBoard looks for them: its HParams tab shows the last values of the curves 
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import yaml
 
 from ddp_runner.checkpoint_rules import CLASS_METRICS
 from ddp_runner.collectives_config import OPS
+from ddp_runner.config import leaves
 from ddp_runner.record import RUN_RECORD, read_run_record
 
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
@@ -170,7 +171,7 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
     """Return dotted keys and values: numbers, switches and words that a user tunes; no paths."""
     return {
         key: value
-        for key, value in _leaves(config)
+        for key, value in leaves(config)
         if key.startswith(TUNED)
         and not key.endswith(UNTUNED)
         and isinstance(value, bool | int | float | str)
@@ -207,11 +208,3 @@ def _hparams_summary(**parts: Any) -> Any:
             for name, data in parts.items()
         ]
     )
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

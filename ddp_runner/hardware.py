@@ -47,8 +47,7 @@ def _num_cuda_devices() -> int:
 
 def core_shares(num_slots: int) -> list[tuple[int, ...]]:
     """Return disjoint, equal parts of this process's cores. Linux only."""
-    if sys.platform != "linux":
-        raise NotImplementedError("cores can be given to a process on Linux only")
+    assert sys.platform == "linux"  # elsewhere `check_sweep` has refused it
     cores = sorted(os.sched_getaffinity(0), key=_place)
     size = len(cores) // num_slots
     return [tuple(sorted(cores[size * i : size * (i + 1)])) for i in range(num_slots)]

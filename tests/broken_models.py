@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.environment import DistEnv
 from ddp_runner.models.toy import ToyModel
@@ -118,7 +119,8 @@ def summed(trainee: Trainee, env: DistEnv) -> Trainee:
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
-    trainee.model.register_comm_hook(None, add)  # type: ignore[operator]
+    assert isinstance(trainee.model, DistributedDataParallel)
+    trainee.model.register_comm_hook(None, add)
     return trainee
 
 

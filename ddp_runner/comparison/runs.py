@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from ddp_runner.config import leaves
 from ddp_runner.errors import UserError
 from ddp_runner.record import RUN_RECORD, read_run_record
 
@@ -121,7 +122,7 @@ def read_run(folder: Path) -> Run:
         config = yaml.load((folder / CONFIG_FILE).read_bytes(), Loader=LOADER)  # a safe one
         if not isinstance(config, dict):
             raise ValueError("it holds no mapping")
-        keys = dict(_dotted(config))
+        keys = dict(leaves(config))
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
     except (
         OSError,
@@ -232,11 +233,3 @@ def _is_finite(value: Any) -> TypeGuard[float]:
 def _brief(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -3,6 +3,7 @@
 Either is a tokenizer of the ``tokenizers`` library: https://huggingface.co/docs/tokenizers
 """
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,7 +127,5 @@ def _bracketed(tokenizer: "Tokenizer") -> "Tokenizer":
 
 
 def _check_installed() -> None:
-    try:
-        import tokenizers  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"dataset=csv_text: {NEEDS_TEXT_EXTRA}") from error
+    if importlib.util.find_spec("tokenizers") is None:
+        raise UserError(f"dataset=csv_text: {NEEDS_TEXT_EXTRA}")
