@@ -16,28 +16,33 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ddp_runner.claims import AUTO
 from ddp_runner.compose import (
     CONFIG_DIR,
-    as_written,
-    chosen_keys,
+    Folders,
+    check_chdir,
     register,
     to_config,
-    with_resumed,
+    written,
 )
-from ddp_runner.environment import dist_env
+from ddp_runner.config import work_hash
+from ddp_runner.environment import check_rendezvous, dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute, told
 from ddp_runner.explain import user_error
 from ddp_runner.folders import check_writable, locked, resume_argument
 from ddp_runner.hardware import Hardware, detect
+from ddp_runner.identity import is_same_work
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch import launch, start_fork_server
 from ddp_runner.ledger import LEDGER
 from ddp_runner.multirun import Multirun
 from ddp_runner.record import RUN_RECORD, git_revision, versions
+from ddp_runner.resuming import chosen_keys, resumed_command, with_resumed
 from ddp_runner.rules import resolve
 from ddp_runner.text_files import check_text_files
 
@@ -68,61 +73,93 @@ class Command:
         self._exit_code = EXIT_COMPLETED
         self._refused: UserError | None = None
         self._multirun = Multirun(self._plan)
+        self._folders = Folders()
+        self._implied: list[str] = []
 
     def run(self) -> int:
         """Let Hydra compose and call back; return the exit code."""
-        claimed = register(self._env)
+        arguments, self._implied = resumed_command(sys.argv[1:], conf=CONFIG_DIR)
+        self._folders = register(self._env, implied=self._implied)
 
         def run_job(raw: DictConfig) -> None:
             self._run_job(raw)
 
         vars(run_job)["run_batch"] = self._run_batch  # for our Hydra launcher
         entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
+        given, sys.argv[1:] = sys.argv[1:], arguments
         try:
             with self._multirun:
                 entry(run_job)()
             if self._refused is not None:
                 raise self._refused
         except BaseException:
-            for path in map(Path, claimed.values()):
+            for path in filter(None, (self._folders.run, self._folders.sweep)):
                 if not any(path.rglob(RUN_RECORD)) and not (path / LEDGER).exists():
                     shutil.rmtree(path, ignore_errors=True)  # refused before anything ran in it
                     with suppress(OSError):
                         path.parent.rmdir()
             raise
+        finally:
+            sys.argv[1:] = given
         self._multirun.report()
         return max(self._exit_code, self._multirun.exit_code)
 
     def _run_job(self, raw: DictConfig) -> None:
         """Run the one composed config of a command that is no sweep."""
-        hydra_config = HydraConfig.get()
-        run_dir = Path(hydra_config.runtime.output_dir)
-        # Where rank 0 of the whole gang claims the folder, Hydra was given the current one.
-        is_ours = run_dir.resolve() != Path.cwd()
+        node = HydraConfig.get()
+        run_dir = None if self._folders.is_left_to_ranks else Path(node.runtime.output_dir)
         try:
-            job = self._plan(
-                raw, run_dir if is_ours else None, hydra_config.overrides.task, detect()
-            )
-            if self._env is not None:
-                from ddp_runner.worker import run_under_launcher
-
-                run_under_launcher(job, self._env)
-            if not is_ours:
-                self._exit_code = told(launch(job)).exit_code
+            check_chdir(node)
+            if self._env is not None or raw.launch.nnodes > 1:
+                self._run_elsewhere(self._plan(raw, run_dir, node, detect()))
                 return
+            assert run_dir is not None
             check_writable(run_dir)
             with locked(run_dir):
-                if job.config.resume is None and (run_dir / RUN_RECORD).exists():
-                    raise UserError(
-                        f"{run_dir} already holds a run; give another folder, or "
-                        f"{resume_argument(run_dir)}"
-                    )
-                self._exit_code = execute(job).exit_code
+                self._exit_code = execute(self._plan_in(run_dir, raw, node)).exit_code
         except UserError as error:
             self._refused = error  # raised here, Hydra would print a line of its own
-            if is_ours:
+            if run_dir is not None:
                 with suppress(OSError):
                     run_dir.rmdir()  # one that Hydra made just now is empty
+
+    def _run_elsewhere(self, job: Job) -> None:
+        """Run a job whose folder rank 0 claims, since this process may not be on its machine."""
+        if self._env is None:
+            self._exit_code = told(launch(job)).exit_code
+            return
+        from ddp_runner.worker import run_under_launcher
+
+        check_rendezvous(
+            self._env,
+            init_method=job.config.launch.init_method,
+            backend=job.config.backend.name,
+        )
+        run_under_launcher(job, self._env)
+
+    def _plan_in(self, run_dir: Path, raw: DictConfig, node: HydraConf) -> Job:
+        """Return the job of a folder whose lock is held.
+
+        Raises:
+            UserError: the folder holds a run that this command does not go on with.
+        """
+        job = self._plan(raw, run_dir, node, detect())
+        holds_run, resume = (run_dir / RUN_RECORD).exists(), job.config.resume
+        if resume == AUTO and is_same_work(run_dir, work=work_hash(job.config)):
+            with open_dict(raw):
+                raw.resume = str(run_dir)
+            return self._plan(raw, run_dir, node, detect())
+        if resume not in (None, AUTO):
+            if Path(resume).resolve() != run_dir.resolve():
+                raise UserError(
+                    f"hydra.run.dir ({run_dir}) and resume ({resume}) name two folders; leave "
+                    "hydra.run.dir out: a run goes on in its own"
+                )
+        elif holds_run:
+            raise UserError(
+                f"{run_dir} already holds a run; give another folder, or {resume_argument(run_dir)}"
+            )
+        return job
 
     def _run_batch(
         self, composed: Sequence[DictConfig], *, searches: bool
@@ -133,11 +170,11 @@ class Command:
         return self._multirun.run_batch(composed, searches=searches)
 
     def _plan(
-        self, raw: DictConfig, run_dir: Path | None, task_overrides: Any, hardware: Hardware
+        self, raw: DictConfig, run_dir: Path | None, node: HydraConf, hardware: Hardware
     ) -> Job:
-        """Resolve a composed config."""
-        overrides = tuple(as_written(task_overrides))
-        raw = with_resumed(raw, overrides)
+        """Resolve a composed config; `node` is what Hydra says of it."""
+        overrides = tuple(written(node.overrides.task, self._implied))
+        raw = with_resumed(raw, overrides, is_launched=self._env is not None)
         config, warnings = resolve(
             to_config(raw), hardware=hardware, chosen=chosen_keys(overrides), env=self._env
         )
@@ -151,6 +188,7 @@ class Command:
             run_dir=run_dir,
             overrides=overrides,
             raw_config=OmegaConf.to_container(raw, resolve=False),
+            choices={str(group): str(option) for group, option in node.runtime.choices.items()},
             warnings=tuple(warnings),
         )
 

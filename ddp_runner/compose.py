@@ -5,8 +5,8 @@ Called by ``__main__``; torch-free.
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,16 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from ddp_runner.config import Config
+from ddp_runner.claims import AUTO
+from ddp_runner.config import Config, work_hash
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.folders import claim, job_name, run_folder, sweep_folder
+from ddp_runner.folders import claim, job_name, run_folder, sibling_runs, sweep_folder
 from ddp_runner.hardware import detect
+from ddp_runner.identity import find_unfinished_run
 from ddp_runner.ledger import unfinished_sweep
+from ddp_runner.resuming import chosen_keys, with_resumed
 from ddp_runner.rules import resolve
 from ddp_runner.text_files import check_text_files
 
@@ -31,38 +32,48 @@ _PACKAGE = Path(__file__).resolve().parent
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 
-def register(env: DistEnv | None) -> dict[str, str]:
+@dataclass
+class Folders:
+    """What Hydra's questions have made this command claim: one folder, however often it asks."""
+
+    run: Path | None = None
+    sweep: Path | None = None
+    is_left_to_ranks: bool = False  # Hydra was given the current folder: rank 0 claims the run's
+
+
+def register(env: DistEnv | None, *, implied: Collection[str] = ()) -> Folders:
     """Tell Hydra the schema, and OmegaConf the resolvers that conf/config.yaml uses.
 
     Args:
         env: this process's rank facts if it is a worker already; such a process creates no folder.
-
-    Returns:
-        The folders that Hydra's questions will have made this command claim: run, or sweep.
+        implied: overrides that the user did not write; see ``resumed_groups``.
     """
     ConfigStore.instance().store(name="schema", node=Config)
-    claimed: dict[str, str] = {}  # one command has one folder, however often Hydra asks for it
+    claimed = Folders()
 
     def run_dir(*, _root_: DictConfig) -> str:
-        config = validated(_root_)
-        if config.resume is not None:
-            return config.resume
-        if env is not None or config.launch.nnodes > 1:
-            return "."  # rank 0 of the whole gang claims the folder
-        check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
-        if "run" not in claimed:
-            claimed["run"] = str(claim(run_folder(config)))
-        return claimed["run"]
-
-    def validated(root: DictConfig) -> Config:
         # Before Hydra creates anything: a mistake leaves no folder behind.
-        raw = OmegaConf.masked_copy(root, [str(key) for key in root if key != "hydra"])
-        overrides = root.hydra.overrides.task
-        config = to_config(with_resumed(raw, overrides))
-        return resolve(config, hardware=detect(), chosen=chosen_keys(overrides), env=env)[0]
+        raw = OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"])
+        overrides = written(_root_.hydra.overrides.task, implied)
+        config = to_config(with_resumed(raw, overrides, is_launched=env is not None))
+        config = resolve(config, hardware=detect(), chosen=chosen_keys(overrides), env=env)[0]
+        check_chdir(_root_.hydra)
+        if config.resume not in (None, AUTO):
+            return str(config.resume)
+        if env is not None or config.launch.nnodes > 1:
+            claimed.is_left_to_ranks = True
+            return "."
+        check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
+        if claimed.run is None and config.resume == AUTO:
+            unfinished = find_unfinished_run(sibling_runs(config), work=work_hash(config))
+            if unfinished is not None:
+                return str(unfinished)
+        if claimed.run is None:
+            claimed.run = claim(run_folder(config))
+        return str(claimed.run)
 
     def sweep_dir(*, _root_: DictConfig) -> str:
-        if "sweep" not in claimed:
+        if claimed.sweep is None:
             planned = sweep_folder(_root_.name)
             sampler = _root_.hydra.sweeper.get("sampler")  # of a search such as Optuna's
             begun = None
@@ -72,8 +83,8 @@ def register(env: DistEnv | None) -> dict[str, str]:
                     command=sweep_command(),
                     retry_failed=_root_.sweep.retry is not None,
                 )
-            claimed["sweep"] = str(begun or claim(planned))
-        return claimed["sweep"]
+            claimed.sweep = begun or claim(planned)
+        return str(claimed.sweep)
 
     def sweep_job_name(*, _root_: DictConfig) -> str:
         # What the command line gives without a choice is the same for all jobs: no part of a name.
@@ -96,6 +107,19 @@ def register(env: DistEnv | None) -> dict[str, str]:
     ):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
     return claimed
+
+
+def check_chdir(hydra_node: Any) -> None:
+    """Refuse to change the folder: relative paths would mean others before than after.
+
+    Raises:
+        UserError: hydra.job.chdir is on.
+    """
+    if hydra_node.job.chdir:
+        raise UserError(
+            "hydra.job.chdir=true would change what data_root and resume mean; leave it out: a run "
+            "writes all that it leaves into its own folder anyway"
+        )
 
 
 def to_config(raw: DictConfig) -> Config:
@@ -134,37 +158,6 @@ def sweep_command() -> list[str]:
     return [argument for argument in sys.argv[1:] if not argument.startswith("sweep.")]
 
 
-def chosen_keys(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that the command line gives."""
-    return [override.partition("=")[0].lstrip("+~") for override in overrides]
-
-
-def with_resumed(raw: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the composed config; of a resumed run what it had, with this command's keys on top.
-
-    Raises:
-        UserError: the run to resume does not exist, or a key cannot change it.
-    """
-    if raw.resume is None:
-        return raw
-    path = Path(raw.resume) / ".hydra" / "config.yaml"
-    if not path.exists():
-        raise UserError(
-            f"resume={raw.resume} is not a run folder: {path} does not exist; "
-            "name the folder that holds run.json"
-        )
-    try:
-        frozen = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path} is damaged or of another version ({reason}); restore it, or start anew"
-        ) from error
-    assert isinstance(frozen, DictConfig)
-    for key in chosen_keys(overrides):
-        if key == "experiment":
-            raise UserError("experiment= cannot change a run that is resumed; give single keys")
-        OmegaConf.update(frozen, key, OmegaConf.select(raw, key), merge=False, force_add=True)
-    # A config that came with somebody's run cannot allow itself to run code.
-    frozen.allowed_targets = raw.allowed_targets
-    return frozen
+def written(overrides: Any, implied: Collection[str]) -> list[str]:
+    """Return the overrides that the user wrote, as they were written."""
+    return [one for one in as_written(overrides) if one not in implied]

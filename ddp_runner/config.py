@@ -12,6 +12,7 @@ from typing import Any
 from ddp_runner.errors import UserError
 
 TARGET_PREFIXES = ("ddp_runner.", "torch.", "torchvision.", "transformers.")
+OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # what follows from the ranks
 
 
 @dataclass
@@ -61,7 +62,9 @@ class LaunchSettings:
     rdzv_endpoint: str | None = None  # HOST:PORT of the rendezvous; needed when nnodes > 1
     rdzv_id: str = "ddp_runner"  # the same on every machine of one run
     max_restarts: int = 0  # restarts of the whole gang, each from the last checkpoint
-    init_method: str | None = None  # tcp://HOST:PORT or file:///PATH in place of the rendezvous's
+    # tcp://HOST:PORT or file:///PATH in place of the rendezvous's; file://NAME: in the run folder.
+    # Of the present command alone: never taken from a run that is resumed. torchrun has its own.
+    init_method: str | None = None
     shutdown_timeout_s: float = 30.0  # from the first Ctrl-C or SIGTERM to SIGKILL
 
 
@@ -111,7 +114,9 @@ class Config:
     seed: int = 0
     name: str | None = None  # the run folder's first part; null: model-dataset-parallelism-wsN
     data_root: str = "data"
-    resume: str | None = None  # a run folder: go on exactly where it stopped
+    # A run folder: go on exactly where it stopped. last: the newest run. auto: the newest
+    # unfinished run of this very config, else a new one: for jobs that are queued again.
+    resume: str | None = None
     allowed_targets: list[str] = field(default_factory=list)  # more prefixes for `_target_`
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -139,6 +144,16 @@ def flatten(config: Config) -> dict[str, Any]:
         for key, value in leaves(asdict(config))
         if key not in ("resume", "data_root") and not key.startswith(("launch.", "sweep."))
     }
+
+
+def work_hash(config: Config) -> str:
+    """Return the identity of what a resolved config does, on however many ranks.
+
+    Of the two batch sizes one follows from the other and the number of ranks, so that neither
+    counts; a run that goes on keeps its own global batch.
+    """
+    work = {key: value for key, value in flatten(config).items() if key not in OF_RANKS}
+    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_targets(config: Config) -> None:

@@ -2,17 +2,18 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_runner.agent_store import fresh_store, serves_ranks
 from ddp_runner.config import BackendConfig
-from ddp_runner.environment import DistEnv
+from ddp_runner.environment import FROM_ENVIRONMENT, DistEnv, check_rendezvous
 from ddp_runner.errors import UserError
 
 T = TypeVar("T")
@@ -37,22 +38,22 @@ def process_group(
             "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never "
             "are); write backend=gloo, or build torch from source beside an MPI library"
         )
-    if init_method is None and os.environ.get("MASTER_ADDR") is None:
-        raise UserError(
-            "RANK is set but MASTER_ADDR is not; set MASTER_ADDR and MASTER_PORT, "
-            "or give launch.init_method=tcp://HOST:PORT"
-        )
+    check_rendezvous(env, init_method=init_method, backend=backend.name)
     if env.num_nodes == 1:
         # One machine's traffic needs no other interface than loopback, and listens on no other.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    timeout = timedelta(seconds=backend.timeout_s)
+    is_agents = init_method == FROM_ENVIRONMENT and serves_ranks()
+    store = fresh_store(env, timeout=timeout) if is_agents else None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
-        init_method=init_method,
+        init_method=None if is_agents else init_method,
+        store=store,
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=backend.timeout_s),
+        timeout=timeout,
     )
     # The group's threads take the GIL to let go of the last collective's tensors. Were the group to
     # end with DDP's reducer, which joins these threads while it holds the GIL, both would wait for
@@ -105,21 +106,53 @@ def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = No
         dist.broadcast(buffer, src=0, group=group)
 
 
-def check_agreement(facts: Mapping[str, object]) -> None:
+def from_rank_zero(compute: Callable[[], T]) -> T:
+    """Return on every rank what rank 0 computes. Collective: every rank must call.
+
+    Raises:
+        UserError: on every rank, the one that rank 0 raised.
+    """
+    answer: T | UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = compute()
+        except UserError as error:
+            answer = error
+    answer = broadcast_object(answer)
+    if isinstance(answer, UserError):
+        raise answer
+    return cast(T, answer)
+
+
+def check_agreement(
+    facts: Mapping[str, object], *, optional: Mapping[str, object] | None = None
+) -> None:
     """Compare what must be equal on every rank. Collective: every rank must call.
+
+    Args:
+        facts: of this rank.
+        optional: more of them; a rank that does not know one (None) agrees with any.
 
     Raises:
         UserError: on every rank, naming the first key that differs, its values and their ranks.
     """
-    by_rank = gather_objects(dict(facts))
-    for key in sorted(set().union(*by_rank)):
-        values = [str(one.get(key)) for one in by_rank]
-        if len(set(values)) > 1:
-            other = next(rank for rank, value in enumerate(values) if value != values[0])
-            raise UserError(
-                f"ranks were launched differently: {key} is {values[0]} on rank 0 and "
-                f"{values[other]} on rank {other}; start every rank with the same command and code"
-            )
+    known = {key: value for key, value in (optional or {}).items() if value is not None}
+    for own, may_lack in ((dict(facts), False), (known, True)):
+        by_rank = gather_objects(own)
+        for key in sorted(set().union(*by_rank)):
+            values = {
+                rank: str(one.get(key))
+                for rank, one in enumerate(by_rank)
+                if key in one or not may_lack
+            }
+            first = min(values)
+            for other, value in values.items():
+                if value != values[first]:
+                    raise UserError(
+                        f"ranks were launched differently: {key} is {values[first]} on rank "
+                        f"{first} and {value} on rank {other}; start every rank with the same "
+                        "command and code"
+                    )
 
 
 class StopVote:

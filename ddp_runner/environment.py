@@ -1,19 +1,27 @@
 """Rank facts: who this process is among its peers, read from what the launcher set.
 
-The only reader of RANK, WORLD_SIZE and their like from torchrun, Slurm and Open MPI. Imports no
-torch, since ``__main__`` must know at once whether it is a launcher or a worker.
+The only reader of RANK, WORLD_SIZE and their like from torchrun, Slurm, Open MPI and MPICH. Imports
+no torch, since ``__main__`` must know at once whether it is a launcher or a worker.
 """
 
 import os
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_runner.errors import UserError
 
+# Slurm numbers what is no srun step from here on: a batch script, an interactive shell.
+# https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in (SLURM_MAX_NORMAL_STEP_ID)
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below those that the kernel gives to clients
+FROM_ENVIRONMENT = "env://"
+
 
 @dataclass(frozen=True)
 class DistEnv:
-    """One rank's place in the gang, in torchrun's words."""
+    """One rank's place among all, in torchrun's words."""
 
     rank: int
     local_rank: int
@@ -21,15 +29,18 @@ class DistEnv:
     local_world_size: int
     node_rank: int = 0
     restart_count: int = 0
+    launcher: str = "torchrun"  # torchrun, srun, mpirun, or environment: variables set by hand
+    init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: the launcher says not
+    launch_id: str | None = None  # a scheduler's: the same when it starts this launch again
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on the one rank that writes what the whole gang shares."""
+        """True on the one rank that writes what all ranks share."""
         return self.rank == 0
 
     @property
     def num_nodes(self) -> int:
-        """Machines of the gang, each with the same number of ranks."""
+        """Machines, each with the same number of ranks."""
         return self.world_size // self.local_world_size
 
 
@@ -37,38 +48,184 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
     """Return this process's rank facts, or None where nobody launched it as a worker.
 
     Raises:
-        UserError: a variable of the launcher's is missing or no number.
+        UserError: a variable of the launcher's is missing or no number, or its machines run
+            different numbers of ranks.
     """
     environ = os.environ if environ is None else environ
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        world_size = _integer(environ, "WORLD_SIZE")
-        return DistEnv(
-            rank=_integer(environ, "RANK"),
-            local_rank=_integer(environ, "LOCAL_RANK", environ["RANK"]),
-            world_size=world_size,
-            local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", str(world_size)),
-            node_rank=_integer(environ, "GROUP_RANK", "0"),
-            restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return DistEnv(
-            rank=_integer(environ, "OMPI_COMM_WORLD_RANK"),
-            local_rank=_integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            world_size=_integer(environ, "OMPI_COMM_WORLD_SIZE"),
-            local_world_size=_integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-            node_rank=_integer(environ, "OMPI_COMM_WORLD_NODE_RANK", "0"),
-        )
-    # One task is no gang: a launcher inside `salloc` or `srun --ntasks=1` starts its own workers.
-    if "SLURM_PROCID" in environ and _integer(environ, "SLURM_NTASKS", "1") > 1:
-        num_tasks, num_nodes = _integer(environ, "SLURM_NTASKS"), _integer(environ, "SLURM_NNODES")
-        return DistEnv(
-            rank=_integer(environ, "SLURM_PROCID"),
-            local_rank=_integer(environ, "SLURM_LOCALID"),
-            world_size=num_tasks,
-            local_world_size=num_tasks // num_nodes,
-            node_rank=_integer(environ, "SLURM_NODEID"),
-        )
+    for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
+        if (env := read(environ)) is not None:
+            return env
     return None
+
+
+def check_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
+    """Refuse ranks that do not know where to meet.
+
+    Args:
+        env: of this rank.
+        init_method: launch.init_method.
+        backend: backend.name; MPI's ranks know each other already.
+
+    Raises:
+        UserError: neither the launcher nor the config gives an address.
+    """
+    if env.init_method is not None or init_method is not None or backend == "mpi":
+        return
+    how = {
+        "mpirun": "start with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT",
+        "srun": "set MASTER_ADDR and MASTER_PORT before srun",
+    }.get(env.launcher, "set MASTER_ADDR and MASTER_PORT")
+    raise UserError(
+        f"{env.launcher} started {env.world_size} ranks and nothing says where they meet; "
+        f"{how}, or give launch.init_method=tcp://HOST:PORT"
+    )
+
+
+def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
+    """Read torchrun's variables, which others may have set by hand."""
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    world_size = _integer(environ, "WORLD_SIZE")
+    return DistEnv(
+        rank=_integer(environ, "RANK"),
+        local_rank=_integer(environ, "LOCAL_RANK", environ["RANK"]),
+        world_size=world_size,
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", str(world_size)),
+        node_rank=_integer(environ, "GROUP_RANK", "0"),
+        restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
+        init_method=_master(environ),
+        launch_id=_slurm_step(environ),
+    )
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> DistEnv | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    return _from_mpi(
+        environ,
+        rank="OMPI_COMM_WORLD_RANK",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+
+
+def _from_mpich(environ: Mapping[str, str]) -> DistEnv | None:
+    """Read what the mpirun of MPICH and Intel MPI sets; one rank is no worker group."""
+    if "PMI_RANK" not in environ or _integer(environ, "PMI_SIZE", "1") < 2:
+        return None
+    if "MPI_LOCALRANKID" not in environ:
+        return None  # another program's PMI, such as Slurm's own
+    return _from_mpi(
+        environ,
+        rank="PMI_RANK",
+        local_rank="MPI_LOCALRANKID",
+        world_size="PMI_SIZE",
+        local_world_size="MPI_LOCALNRANKS",
+    )
+
+
+def _from_mpi(
+    environ: Mapping[str, str],
+    *,
+    rank: str,
+    local_rank: str,
+    world_size: str,
+    local_world_size: str,
+) -> DistEnv:
+    """Read the variables of these names; Open MPI's NODE_RANK is a rank within the machine."""
+    sizes = {name: _integer(environ, name) for name in (rank, world_size, local_world_size)}
+    init_method, namespace = _master(environ), environ.get("PMIX_NAMESPACE")
+    if init_method is None and namespace and sizes[world_size] == sizes[local_world_size]:
+        init_method = f"tcp://127.0.0.1:{_port(namespace)}"
+    return DistEnv(
+        rank=sizes[rank],
+        local_rank=_integer(environ, local_rank),
+        world_size=sizes[world_size],
+        local_world_size=sizes[local_world_size],
+        node_rank=sizes[rank] // sizes[local_world_size],
+        launcher="mpirun",
+        init_method=init_method,
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
+    """Read the variables of a srun step.
+
+    A batch script and a shell of salloc have most of them too, but no step of their own: there our
+    launcher starts the ranks. So it does in a step of one task.
+    """
+    step = _slurm_step(environ)
+    if step is None or "SLURM_PROCID" not in environ:
+        return None
+    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+    if world_size == 1:
+        return None
+    tasks = _tasks_per_node(environ, world_size)
+    if len(set(tasks)) > 1:
+        raise UserError(
+            f"srun started {', '.join(map(str, tasks))} tasks on its {len(tasks)} machines and "
+            "each must run as many; give srun --ntasks-per-node=N"
+        )
+    init_method = _master(environ)
+    if init_method is None:
+        nodes = environ.get("SLURM_STEP_NODELIST", "")
+        host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
+        init_method = f"tcp://{host}:{_port(step)}" if host else None
+    return DistEnv(
+        rank=_integer(environ, "SLURM_PROCID"),
+        local_rank=_integer(environ, "SLURM_LOCALID"),
+        world_size=world_size,
+        local_world_size=tasks[0],
+        node_rank=_integer(environ, "SLURM_NODEID", "0"),
+        launcher="srun",
+        init_method=init_method,
+        launch_id=step,
+    )
+
+
+def _slurm_step(environ: Mapping[str, str]) -> str | None:
+    """Return the name of the srun step that this process belongs to, None outside of one.
+
+    A job that is queued again keeps its number and counts its steps from 0 again, so that the same
+    srun command has the same name. The tasks of an array have job numbers of their own.
+    """
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_JOB_ID" not in environ:
+        return None
+    return f"slurm {environ['SLURM_JOB_ID']}.{step}"
+
+
+def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
+    """Return each machine's number of tasks: Slurm writes 2(x3),1 for 2, 2, 2, 1."""
+    written = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks = []
+    for part in written.split(",") if written else ():
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    if tasks:
+        return tasks
+    num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    rest = world_size % num_nodes
+    return [world_size // num_nodes + (node < rest) for node in range(num_nodes)]
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first of Slurm's list of hosts: n01 of n[01-03,07],gpu5."""
+    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _master(environ: Mapping[str, str]) -> str | None:
+    return FROM_ENVIRONMENT if environ.get("MASTER_ADDR") else None
+
+
+def _port(name: str) -> int:
+    """Return a port that all ranks of a launch derive alike, and other launches hardly ever do."""
+    return FIRST_PORT + zlib.crc32(name.encode()) % NUM_PORTS
 
 
 def _integer(environ: Mapping[str, str], key: str, default: str | None = None) -> int:

@@ -1,15 +1,16 @@
 """Run folders: how they are named, claimed and locked, and the frozen config inside.
 
-Torch-free: the launcher claims a folder before any worker exists. Under torchrun rank 0 does.
+Torch-free: the launcher of one machine claims a folder before any rank exists; else rank 0 does.
 """
 
+import glob
 import os
 import re
 import shlex
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +21,10 @@ from filelock import FileLock, Timeout
 
 from ddp_runner.config import Config
 from ddp_runner.errors import UserError
-from ddp_runner.record import RUN_RECORD, read_run_record
+from ddp_runner.record import RUN_RECORD, replace_file
 
 OUTPUTS = Path("outputs")
+CHOICES_FILE = Path(".hydra", "choices.yaml")  # the options of the groups that a run is made of
 MIN_FREE_MIB = 100
 MAX_NAME_LENGTH = 200  # file systems end at 255
 
@@ -99,22 +101,30 @@ def check_writable(path: Path) -> None:
         )
 
 
-def previous_attempt(path: Path, config_hash: str) -> Path | None:
-    """Return the newest run beside `path` with this config that has not been completed.
+def sibling_runs(config: Config) -> list[Path]:
+    """Return the runs that this config's could be among, newest first: of any world size."""
+    planned = run_folder(config)
+    pattern = glob.escape(planned.parent.name)
+    if config.name is None:
+        pattern = re.sub(r"-ws\d+$", "-ws*", pattern)
+    found = OUTPUTS.glob(f"{pattern}/*/{RUN_RECORD}")
+    return sorted((path.parent for path in found), key=lambda one: one.name, reverse=True)
 
-    A gang that another launcher restarts finds the folder of its earlier attempt so.
-    """
-    for run_dir in sorted(path.parent.glob("*"), reverse=True):
-        if (run_dir / RUN_RECORD).exists():
-            record = read_run_record(run_dir)
-            if record.get("config_hash") == config_hash and record.get("status") != "completed":
-                return run_dir
-    return None
+
+def newest_run() -> Path | None:
+    """Return the run below the outputs folder that was written to last, a sweep's job or not."""
+    found = [*OUTPUTS.glob(f"*/{RUN_RECORD}"), *OUTPUTS.glob(f"*/*/{RUN_RECORD}")]
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if newest is None else newest.parent
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold a run folder for this launcher alone.
+def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold a run folder for this process alone.
+
+    Args:
+        run_dir: the run's folder.
+        patience_s: how long to wait for another process to let go of it.
 
     Raises:
         UserError: another process holds it; the message says which.
@@ -122,7 +132,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     holder = run_dir / ".lock.holder"
     lock = FileLock(run_dir / ".lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=patience_s)
     except Timeout:
         who = holder.read_text().strip() if holder.exists() else "another process"
         raise UserError(
@@ -146,8 +156,15 @@ def is_locked(run_dir: Path) -> bool:
         return run_dir.is_dir()
 
 
-def freeze_config(run_dir: Path, config: Config, *, overrides: Sequence[str], raw: Any) -> str:
-    """Write .hydra/{config,overrides}.yaml and return the config's text.
+def freeze_config(
+    run_dir: Path,
+    config: Config,
+    *,
+    overrides: Sequence[str],
+    raw: Any,
+    choices: Mapping[str, str],
+) -> str:
+    """Write .hydra/{config,overrides,choices}.yaml and return the config's text.
 
     Args:
         run_dir: the run's folder.
@@ -155,6 +172,7 @@ def freeze_config(run_dir: Path, config: Config, *, overrides: Sequence[str], ra
         overrides: what was given on the command line.
         raw: the composed config with its interpolations; values that come from the environment
             (oc.env) stay as written there, so that no secret reaches the disk.
+        choices: the option of each group.
     """
     folder = run_dir / ".hydra"
     folder.mkdir(exist_ok=True)
@@ -163,6 +181,7 @@ def freeze_config(run_dir: Path, config: Config, *, overrides: Sequence[str], ra
     (folder / "overrides.yaml").write_text(
         yaml.safe_dump(list(overrides), allow_unicode=True), encoding="utf-8"
     )
+    replace_file(run_dir / CHOICES_FILE, yaml.safe_dump(dict(choices)))
     return text
 
 

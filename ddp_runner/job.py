@@ -1,7 +1,7 @@
 """What goes into a gang and what comes out: the two ends of ``launch``; torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Job:
     title: str = ""  # what a sweep calls it
     overrides: tuple[str, ...] = ()
     raw_config: Any = None  # as composed, with its interpolations
+    choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
     warnings: tuple[str, ...] = ()
 
 

@@ -144,7 +144,7 @@ class Multirun:
             raw, node = opened(one)
             name = node.sweep.subdir
             try:
-                job = self._plan(raw, folder / name, node.overrides.task, share)
+                job = self._plan(raw, folder / name, node, share)
                 # With its name: two jobs may differ in how their gangs start alone.
                 job_id = f"{config_hash(job.config)} {name}"
                 jobs.setdefault(job_id, replace(job, number=node.job.num + 1))
@@ -172,7 +172,13 @@ class Multirun:
             if self._searches and planned.number and entries[job_id].status == "done":
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
             if entries[job_id].status == "queued":
-                freeze_config(run_dir, job.config, overrides=job.overrides, raw=job.raw_config)
+                freeze_config(
+                    run_dir,
+                    job.config,
+                    overrides=job.overrides,
+                    raw=job.raw_config,
+                    choices=job.choices,
+                )
         return jobs, order
 
     def _run(self, jobs: Mapping[str, Job], ledger: Ledger, hardware: Hardware) -> None:

@@ -48,12 +48,16 @@ def resolve(
     ranks = _world_size(config, hardware, env.world_size if env else None)
     check_collectives(config, num_ranks=ranks)
     shares = num_shares(config, ranks)
+    _check_init_method(config, env)
     nproc = env.local_world_size if env else _nproc_per_node(config, ranks)
     backend = _backend(config, hardware, ranks, nproc)
     _check_mode(config, ranks, backend)
     batch = resolve_batch(config, shares, chosen)
     warnings = []
-    if backend.device == "cpu" and nproc > hardware.num_cores:
+    if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
+        warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
+    # Another launcher may have bound this rank to a part of the cores.
+    if env is None and backend.device == "cpu" and nproc > hardware.num_cores:
         warnings.append(
             f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
         )
@@ -157,6 +161,28 @@ def _nproc_per_node(config: Config, ranks: int) -> int:
             f"world_size ({ranks}); leave world_size out, or make them agree"
         )
     return nproc
+
+
+def _check_init_method(config: Config, env: DistEnv | None) -> None:
+    asked, launch = config.launch.init_method, config.launch
+    if asked is None:
+        return
+    if not asked.startswith(("tcp://", "file://")):
+        raise UserError(
+            f"launch.init_method ({asked}) must begin with tcp:// or file://; write "
+            "tcp://HOST:PORT or file:///PATH"
+        )
+    is_file, is_alone = asked.startswith("file://"), env is None and launch.nnodes == 1
+    if is_file and not is_alone and not asked.startswith("file:///"):
+        raise UserError(
+            f"launch.init_method ({asked}) names a file of this machine's launcher; on several "
+            "machines, or under another launcher, write file:///PATH, in a folder that all share"
+        )
+    if is_file and launch.nnodes > 1 and launch.max_restarts:
+        raise UserError(
+            f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
+            f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
+        )
 
 
 def _backend(config: Config, hardware: Hardware, ranks: int, nproc: int) -> BackendConfig:

@@ -9,23 +9,32 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ddp_runner.build import make
-from ddp_runner.config import Config, check_targets, config_hash, flatten
-from ddp_runner.distributed import broadcast_object, check_agreement, process_group
+from ddp_runner.claims import claim_run, with_global_size
+from ddp_runner.config import Config, check_targets, config_hash, flatten, work_hash
+from ddp_runner.distributed import (
+    check_agreement,
+    from_rank_zero,
+    gather_objects,
+    process_group,
+)
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.failures import first_failure
-from ddp_runner.folders import claim, freeze_config, previous_attempt, run_folder
+from ddp_runner.folders import freeze_config
 from ddp_runner.hardware import detect
+from ddp_runner.identity import own_marks
 from ddp_runner.job import Job
 from ddp_runner.logs import RankLog
 from ddp_runner.parallelism import Mode
 from ddp_runner.record import write_run_record
+
+INIT_FILE = "file://"  # how a launch.init_method begins that is a file
 
 
 @dataclass(frozen=True)
@@ -47,15 +56,14 @@ class Session:
 
 @contextmanager
 def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
-    """Set up this rank's process and join the gang. Collective: every rank must call.
+    """Set up this rank's process and join the others. Collective: every rank must call.
 
     Raises:
-        UserError: the config names what it may not, or the ranks were launched differently.
+        UserError: the config names what it may not, the ranks were launched differently, or the
+            run folder is another run's.
     """
     config = job.config
     check_targets(config)  # again: a config may have come with a run that somebody else made
-    num_threads = config.train.num_threads or max(1, detect().num_cores // env.local_world_size)
-    torch.set_num_threads(num_threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -65,16 +73,29 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         torch.cuda.set_device(devices[0])
 
     with ExitStack() as stack:
-        init_method = _init_method(job, env)
-        stack.enter_context(process_group(env, backend=config.backend, init_method=init_method))
-        check_agreement({**flatten(config), **job.code})
-        run_dir = broadcast_object(_open_run(job, env) if env.is_rank_zero else None)
-        assert run_dir is not None
-        log = stack.enter_context(RankLog(run_dir, env))
+        stack.enter_context(
+            process_group(env, backend=config.backend, init_method=_init_method(job, env))
+        )
+        check_agreement(flatten(config), optional=job.code)
+        num_threads = config.train.num_threads or _num_threads(env)
+        torch.set_num_threads(num_threads)
+        marks = _marks(job, env)
+        run = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
         if env.is_rank_zero:
-            stack.enter_context(_failure_recorded(run_dir))
-            _record_start(job, env, run_dir, num_threads=num_threads, devices=devices)
-        yield Session(job, env, mode, devices, run_dir, log.say)
+            stack.enter_context(_failure_recorded(run.folder))
+        job = replace(job, config=with_global_size(config, run.global_size, env.world_size))
+        log = stack.enter_context(RankLog(run.folder, env))
+        if env.is_rank_zero:
+            if run.is_held_here:
+                freeze_config(
+                    run.folder,
+                    job.config,
+                    overrides=job.overrides,
+                    raw=job.raw_config,
+                    choices=job.choices,
+                )
+            _record_start(job, env, run.folder, num_threads=num_threads, devices=devices)
+        yield Session(job, env, mode, devices, run.folder, log.say)
 
 
 def note_restart(session: Session, *, step: int) -> None:
@@ -121,25 +142,38 @@ def _failure_recorded(run_dir: Path) -> Iterator[None]:
         raise
 
 
+def _num_threads(env: DistEnv) -> int:
+    """Return the cores of this rank over the ranks that share them. Collective: every rank.
+
+    A launcher that binds each rank to cores of its own has divided the machine already.
+    """
+    mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    place = (socket.gethostname(), mask)
+    return max(1, detect().num_cores // gather_objects(place).count(place))
+
+
+def _marks(job: Job, env: DistEnv) -> list[str]:
+    """Return the marks of all ranks, by which their launch is known again. Collective."""
+    own = own_marks(env, has_agent=job.scratch is not None)
+    return sorted(set().union(*gather_objects(own)))
+
+
 def _init_method(job: Job, env: DistEnv) -> str | None:
-    if job.config.launch.init_method is not None or job.scratch is None or env.num_nodes > 1:
-        return job.config.launch.init_method
-    # A file needs no port, so that the gangs of parallel sweeps can never meet on one.
-    return (job.scratch / f"store-{env.restart_count}").as_uri()
-
-
-def _open_run(job: Job, env: DistEnv) -> Path:
-    """Return the run folder, on rank 0; claimed here where no launcher of ours has done it."""
-    if job.scratch is not None and job.run_dir is not None:
-        return job.run_dir
-    planned = job.run_dir or run_folder(job.config)
-    if env.restart_count and job.run_dir is None:
-        run_dir = previous_attempt(planned, config_hash(job.config)) or claim(planned)
-    else:
-        run_dir = job.run_dir or claim(planned)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    freeze_config(run_dir, job.config, overrides=job.overrides, raw=job.raw_config)
-    return run_dir
+    """Return where the ranks meet."""
+    asked, scratch = job.config.launch.init_method, job.scratch
+    if scratch is None:
+        return env.init_method if env.launcher == "torchrun" else asked or env.init_method
+    if asked is None and env.num_nodes > 1:
+        return env.init_method
+    # A file needs no port, so that parallel sweeps can never meet on one. Each attempt has its own:
+    # an earlier one's would keep the addresses of ranks that are gone.
+    if asked is None or asked.startswith(INIT_FILE):
+        name = (asked or "store").removeprefix(INIT_FILE)
+        if env.num_nodes > 1:
+            return asked
+        suffix = f"{scratch.name}-{env.restart_count}"
+        return f"{INIT_FILE}{Path(scratch, name).absolute()}.{suffix}"
+    return asked
 
 
 def _record_start(
@@ -152,6 +186,7 @@ def _record_start(
         error=None,
         task=config.task,
         config_hash=config_hash(config),
+        work_hash=work_hash(config),
         **job.code,
         host=socket.gethostname(),
         world_size=env.world_size,

@@ -24,6 +24,11 @@ def check_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
             "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
             "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
         )
+    if launch.nnodes > 1:
+        raise UserError(
+            f"-m runs its jobs on one machine and launch.nnodes is {launch.nnodes}: two launchers "
+            "would take different jobs and wait for each other; run the jobs one by one, without -m"
+        )
     slots = sweep.parallel_jobs
     if slots == 1:
         return
@@ -44,11 +49,10 @@ def check_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
             f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_gpus} GPUs that its "
             f"jobs use; write {hardware.num_gpus} or fewer, or backend.device=cpu"
         )
-    if launch.nnodes > 1 or launch.init_method is not None:
-        key = "nnodes" if launch.nnodes > 1 else "init_method"
+    if launch.init_method is not None:
         raise UserError(
             f"sweep.parallel_jobs ({slots}) would let jobs meet at one address, which "
-            f"launch.{key} ({getattr(launch, key)}) gives; leave one of them out"
+            f"launch.init_method ({launch.init_method}) gives; leave one of them out"
         )
     if sweep.calibrate:
         raise UserError(

@@ -16,11 +16,12 @@ import psutil
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from ddp_runner.compose import CONFIG_DIR, chosen_keys, register, to_config, with_resumed
+from ddp_runner.compose import CONFIG_DIR, register, to_config
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.explain import user_error
 from ddp_runner.hardware import Hardware
+from ddp_runner.resuming import chosen_keys, with_resumed
 from ddp_runner.rules import resolve
 
 TIME_LIMIT_S = 240.0

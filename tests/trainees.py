@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ddp_runner.build import build_trainee, make
 from ddp_runner.checkpoint import save_checkpoint
-from ddp_runner.compose import CONFIG_DIR, chosen_keys, register, to_config
+from ddp_runner.compose import CONFIG_DIR, register, to_config
 from ddp_runner.config import Config
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.data.source import Dataset, Split
 from ddp_runner.environment import DistEnv
 from ddp_runner.hardware import Hardware
+from ddp_runner.resuming import chosen_keys
 from ddp_runner.rules import resolve
 from ddp_runner.serving import take_part
 from ddp_runner.state import restore, snapshot
