@@ -188,7 +188,11 @@ class Command:
             run_dir=run_dir,
             overrides=overrides,
             raw_config=OmegaConf.to_container(raw, resolve=False),
-            choices={str(group): str(option) for group, option in node.runtime.choices.items()},
+            choices={
+                str(group): str(option)
+                for group, option in node.runtime.choices.items()
+                if option is not None and "/" not in str(group)
+            },
             warnings=tuple(warnings),
         )
 

@@ -28,8 +28,8 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
     """Return the agent's store under a prefix of this worker group alone. Collective: every rank.
 
     Each rank writes a greeting that it has just drawn, and rank 0 answers each with the prefix. It
-    may first find the greeting of a rank that is gone: it goes on to answer until it has a receipt
-    for the greeting that it finds.
+    may first find the greeting of a rank that is gone: it goes on to answer until each rank has
+    confirmed the prefix.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not come in time.
@@ -41,9 +41,9 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
         greeting = uuid.uuid4().hex
         shared.set(f"greeting/{env.rank}", greeting)
         prefix = shared.get(f"answer/{greeting}").decode()  # waits for it
-        shared.set(f"receipt/{greeting}", "")
+        shared.set(f"{prefix}/{greeting}", "received")
         return dist.PrefixStore(prefix, store)
-    prefix = f"ddp_runner/{uuid.uuid4().hex}"
+    prefix = f"group-{uuid.uuid4().hex}"
     deadline = time.monotonic() + timeout.total_seconds()
     missing, answered = set(range(1, env.world_size)), set[str]()
     while missing:
@@ -54,7 +54,7 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
             if greeting not in answered:
                 shared.set(f"answer/{greeting}", prefix)
                 answered.add(greeting)
-            if shared.check([f"receipt/{greeting}"]):
+            if shared.check([f"{prefix}/{greeting}"]):
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(

@@ -71,13 +71,13 @@ def check_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> 
     """
     if env.init_method is not None or init_method is not None or backend == "mpi":
         return
-    how = {
-        "mpirun": "start with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT",
-        "srun": "set MASTER_ADDR and MASTER_PORT before srun",
-    }.get(env.launcher, "set MASTER_ADDR and MASTER_PORT")
+    who, how = {
+        "mpirun": ("mpirun started", "start with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT"),
+        "srun": ("srun started", "set MASTER_ADDR and MASTER_PORT before srun"),
+    }.get(env.launcher, ("RANK and WORLD_SIZE tell of", "set MASTER_ADDR and MASTER_PORT"))
     raise UserError(
-        f"{env.launcher} started {env.world_size} ranks and nothing says where they meet; "
-        f"{how}, or give launch.init_method=tcp://HOST:PORT"
+        f"{who} {env.world_size} ranks and nothing says where they meet; {how}, or give "
+        "launch.init_method=tcp://HOST:PORT"
     )
 
 

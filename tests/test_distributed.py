@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from ranks import GLOO, RankFailedError, run_ranks
 from torch import nn
 
+from ddp_runner.agent_store import fresh_store
 from ddp_runner.distributed import (
     StopVote,
     broadcast_buffers,
     broadcast_object,
     check_agreement,
+    from_rank_zero,
     gather_objects,
     process_group,
     sum_over_ranks,
@@ -62,6 +66,74 @@ def test_disagreement_names_key_values_and_ranks() -> None:
         first, *others = run_ranks(agreement, 3, [same, same, other])
         assert others == [first, first]
         assert all(part in first for part in parts)
+
+
+def optional_agreement(env: DistEnv, revisions: list[str | None]) -> str:
+    """Compare what a rank may not know."""
+    try:
+        check_agreement({"seed": 0}, optional={"git_revision": revisions[env.rank]})
+    except UserError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_a_rank_whose_git_is_slow_agrees_with_any_revision() -> None:
+    """Only revisions that are known can differ; the first rank may be the one that knows none."""
+    assert run_ranks(optional_agreement, 3, ["a", None, "a"]) == ["agreed"] * 3
+    assert run_ranks(optional_agreement, 2, [None, None]) == ["agreed"] * 2
+    for refusal in run_ranks(optional_agreement, 3, [None, "a", "b"]):
+        assert "git_revision is a on rank 1 and b on rank 2" in refusal
+
+
+def from_first(env: DistEnv, fails: bool) -> str:
+    """Ask rank 0 for a value, or for the reason why there is none."""
+
+    def compute() -> str:
+        if fails:
+            raise UserError("no folder")
+        return f"from {env.rank}"
+
+    try:
+        return from_rank_zero(compute)
+    except UserError as error:
+        return f"refused: {error}"
+
+
+def test_what_rank_zero_cannot_do_every_rank_is_told() -> None:
+    """All ranks get the value, or all raise the same sentence; none is left waiting."""
+    assert run_ranks(from_first, 3, False) == ["from 0"] * 3
+    assert run_ranks(from_first, 3, True) == ["refused: no folder"] * 3
+
+
+def agents_store(env: DistEnv, port: int) -> tuple[list[bytes], bool]:
+    """Meet at an agent's store twice, as a group and the one that takes its place."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        first = fresh_store(env, timeout=timedelta(seconds=30))
+        first.set(f"address/{env.rank}", "of a rank that is gone")
+        second = fresh_store(env, timeout=timedelta(seconds=30))
+        is_clean = not second.check([f"address/{rank}" for rank in range(env.world_size)])
+        second.set(f"hello/{env.rank}", str(env.rank))
+        return [second.get(f"hello/{rank}") for rank in range(env.world_size)], is_clean
+    finally:
+        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+
+def test_a_restarted_group_reads_none_of_the_keys_of_the_one_before() -> None:
+    """The store of torchrun outlives a worker group; its addresses would make the next one fail."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = run_ranks(agents_store, 3, server.port, backend=None)
+    assert found == [([b"0", b"1", b"2"], True)] * 3
+
+
+def test_a_rank_that_greeted_and_died_is_not_taken_for_the_one_that_comes() -> None:
+    """Its greeting, even one that was answered, waits for nobody."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stale = dist.PrefixStore("ddp_runner", server)
+    stale.set("greeting/1", "dead")
+    stale.set("answer/dead", "group-dead")
+    found = run_ranks(agents_store, 2, server.port, backend=None)
+    assert found == [([b"0", b"1"], True)] * 2
 
 
 def stop_steps(env: DistEnv, wishes: dict[int, int]) -> int:
@@ -131,7 +203,7 @@ def test_group_is_destroyed_on_success_only(tmp_path: Any, fails: bool) -> None:
 def group_without_address(env: DistEnv) -> str:
     """Open a group as a worker whose launcher said nothing about an address."""
     try:
-        with process_group(env, backend=GLOO):
+        with process_group(replace(env, init_method=None), backend=GLOO):
             return "opened"
     except UserError as error:
         return str(error)

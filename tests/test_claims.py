@@ -1,0 +1,171 @@
+"""Whose run a folder is: a restart goes on in its own, and nobody in anybody else's."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import record, resolved
+
+from ddp_runner.claims import Claim, claim_run, with_global_size
+from ddp_runner.config import Config, work_hash
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.folders import freeze_config, locked
+from ddp_runner.identity import find_unfinished_run, own_marks
+from ddp_runner.job import Job
+from ddp_runner.record import write_run_record
+
+OURS, THEIRS = ["agent here 1"], ["agent here 2"]
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    """What rank 0 holds until its process ends; outputs/ is in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as opened:
+        yield opened
+
+
+def job(*overrides: str, run_dir: Path | None = None, ranks: int = 2) -> Job:
+    """Return a job as torchrun's ranks plan it."""
+    env = DistEnv(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks)
+    config, _ = resolved("model=toy", *overrides, env=env)
+    return Job(config=config, started_at=0.0, code={}, run_dir=run_dir)
+
+
+def attempt(
+    planned: Job, marks: list[str], *, status: str | None = None, error: object = None
+) -> Claim:
+    """Claim and freeze a run as one attempt of a launch does, which then ends with a status."""
+    with ExitStack() as held:
+        claim = claim_run(planned, marks=marks, stack=held)
+        config = with_global_size(planned.config, claim.global_size, planned.config.world_size)
+        freeze_config(claim.folder, config, overrides=(), raw={}, choices={})
+        if status is not None:
+            write_run_record(claim.folder, status=status, error=error)
+    return claim
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "preempted", "completed"])
+def test_a_restart_goes_on_in_its_own_folder_alone(stack: ExitStack, status: str) -> None:
+    """An equal run that is newer stands beside it; its launch is another one."""
+    own = attempt(job(), OURS, status=status)
+    other = attempt(job(), THEIRS, status=status)
+    assert other.folder != own.folder
+    again = claim_run(job(), marks=[*OURS, "agent there 3"], stack=stack)
+    assert (again.folder, again.global_size, again.is_held_here) == (own.folder, 40, True)
+    assert record(own.folder)["launches"] == [*OURS, "agent there 3"]
+    assert claim_run(job(), marks=["agent here 9"], stack=stack).folder not in (
+        own.folder,
+        other.folder,
+    )
+
+
+def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitStack) -> None:
+    """The number of ranks is no part of a run's identity; 2 x 20 samples become 1 x 40."""
+    own = attempt(job(ranks=2), OURS)
+    alone = job(ranks=1)
+    again = claim_run(alone, marks=OURS, stack=stack)
+    assert again.folder == own.folder
+    batch = with_global_size(alone.config, again.global_size, 1).batch
+    assert (batch.global_size, batch.per_rank) == (40, 40)
+    with pytest.raises(UserError, match=r"batch.global_size \(40\) is not divisible"):
+        with_global_size(job(ranks=3).config, again.global_size, 3)
+
+
+def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) -> None:
+    """A script may run one command after another under one torchrun."""
+    own = attempt(job("name=both"), OURS)
+    assert claim_run(job("name=both", "seed=1"), marks=OURS, stack=stack).folder != own.folder
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """As our own launcher does; a restart of the launch that made it goes on."""
+    folder = tmp_path / "mine"
+    attempt(job(run_dir=folder), THEIRS, status="completed")
+    with pytest.raises(UserError, match=rf"^{folder} already holds a run.*resume={folder}"):
+        claim_run(job(run_dir=folder), marks=OURS, stack=stack)
+    resumed = job(run_dir=folder)
+    resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
+    assert attempt(resumed, OURS).folder == folder
+    assert attempt(job(run_dir=folder), OURS).folder == folder
+
+
+def test_two_launches_never_hold_one_folder(tmp_path: Path, stack: ExitStack) -> None:
+    """The second is told who has it."""
+    planned = job("resume=auto", run_dir=tmp_path / "mine")
+    claim_run(planned, marks=OURS, stack=stack)
+    with pytest.raises(UserError, match=r"mine is in use by process \d+"):
+        claim_run(planned, marks=THEIRS, stack=stack)
+
+
+def test_resume_auto_takes_this_configs_newest_unfinished_run(stack: ExitStack) -> None:
+    """Not one of another config, one that is completed, or one that somebody is at."""
+    oldest, held, done = (
+        attempt(job(), [f"agent {status}"], status=status)
+        for status in ("preempted", "running", "completed")
+    )
+    attempt(job("optimizer.lr=0.5"), THEIRS, status="preempted")
+    stack.enter_context(locked(held.folder))
+    found = attempt(job("resume=auto"), OURS)
+    assert (found.folder, found.global_size) == (oldest.folder, 40)
+    write_run_record(oldest.folder, status="completed")
+    new = claim_run(job("resume=auto"), marks=["agent here 4"], stack=stack)
+    assert new.folder not in (oldest.folder, held.folder, done.folder)
+    assert new.global_size is None
+
+
+def test_a_damaged_run_is_nobodys_to_go_on_with(tmp_path: Path) -> None:
+    """Its run.json says neither whose nor what it was."""
+    work = work_hash(job().config)
+    write_run_record(tmp_path / "run", status="failed", work_hash=work)
+    assert find_unfinished_run([tmp_path / "run"], work=work) is not None
+    (tmp_path / "run" / "run.json").write_text("{")
+    assert find_unfinished_run([tmp_path / "run", tmp_path / "none"], work=work) is None
+
+
+def test_what_the_user_must_mend_is_not_restarted(stack: ExitStack) -> None:
+    """The agent's next attempt ends at once with the first one's sentence."""
+    error = {"rank": 0, "kind": "user", "sentence": "train/loss became nan by step 3"}
+    attempt(job(), OURS, status="failed", error=error)
+    with pytest.raises(UserError, match=r"^train/loss became nan by step 3$"):
+        claim_run(job(), marks=OURS, stack=stack)
+
+
+def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -> None:
+    """Between two starts by the scheduler somebody may have mended it."""
+    error = {"rank": 0, "kind": "user", "sentence": "the disk is full"}
+    own = attempt(job(), ["slurm 7.0"], status="failed", error=error)
+    assert claim_run(job(), marks=["slurm 7.0"], stack=stack).folder == own.folder
+
+
+def test_only_a_launcher_that_restarts_ranks_marks_them() -> None:
+    """The parent of ranks that somebody starts by hand is a shell, which starts other runs too."""
+    env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    (mark,) = own_marks(env, has_agent=False)
+    assert own_marks(replace(env, launcher="environment"), has_agent=True) == [mark]
+    assert own_marks(replace(env, launcher="environment"), has_agent=False) == []
+    srun = replace(env, launcher="srun", launch_id="slurm 7.0")
+    assert own_marks(srun, has_agent=False) == ["slurm 7.0"]
+
+
+def test_work_is_the_same_on_any_number_of_ranks() -> None:
+    """All else counts: a seed, a rate, a mode."""
+
+    def work(*overrides: str) -> str:
+        return work_hash(resolved("model=toy", *overrides)[0])
+
+    assert work() == work("world_size=3") == work("batch.per_rank=7") == work("data_root=conf")
+    changes = ("seed=1", "optimizer.lr=0.5", "parallelism=single", "train.max_steps=3")
+    assert len({work(), *map(work, changes)}) == 1 + len(changes)
+
+
+def test_the_config_type_is_kept() -> None:
+    """A claim without a global batch of its own leaves the config as it is."""
+    config: Config = job().config
+    assert with_global_size(config, None, 2) is config
+    assert with_global_size(config, 40, 2) is config

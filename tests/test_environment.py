@@ -1,0 +1,108 @@
+"""Rank facts from what each launcher sets, and where its ranks meet."""
+
+import pytest
+
+from ddp_runner.environment import DistEnv, check_rendezvous, dist_env
+from ddp_runner.errors import UserError
+
+BATCH_STEP = str(0xFFFFFFFB)
+SLURM = {
+    **{"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
+    **{"SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+OPEN_MPI = {
+    **{"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"},
+    **{"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1"},
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def read(environ: dict[str, str]) -> DistEnv:
+    """Return the facts of a process that is a worker."""
+    env = dist_env(environ)
+    assert env is not None
+    return env
+
+
+def test_a_srun_step_says_who_a_rank_is_and_where_all_meet() -> None:
+    """Tasks per machine, address and port come from Slurm's own facts."""
+    env = read(SLURM)
+    assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (3, 1, 4, 2)
+    assert (env.node_rank, env.num_nodes, env.launcher) == (1, 2, "srun")
+    assert env.init_method is not None
+    assert env.init_method.startswith("tcp://gpu07:")
+    others = [read({**SLURM, "SLURM_PROCID": str(rank)}).init_method for rank in range(4)]
+    assert others == [env.init_method] * 4
+    assert read({**SLURM, "SLURM_STEP_ID": "1"}).init_method != env.init_method
+    assert read({**SLURM, "MASTER_ADDR": "h", "MASTER_PORT": "1"}).init_method == "env://"
+    one_machine = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "n1"}
+    assert str(read(one_machine).init_method).startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n[1-3,7],m2", "n1"), ("a-b,c", "a-b"), ("r[2-3]n[04,06]", "r2n04")],
+)
+def test_the_first_machine_of_slurms_list_is_where_ranks_meet(nodes: str, first: str) -> None:
+    """Lists are as Slurm shortens them."""
+    assert f"tcp://{first}:" in str(read({**SLURM, "SLURM_STEP_NODELIST": nodes}).init_method)
+
+
+def test_a_job_that_is_queued_again_keeps_its_name() -> None:
+    """The same step of the same job is the same launch; another step or job is another one."""
+    again = read({**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert again.launch_id == read(SLURM).launch_id is not None
+    others = [read({**SLURM, key: "78"}).launch_id for key in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    assert again.launch_id not in others
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "h"}
+    assert read({**torchrun, **SLURM}).launch_id == again.launch_id
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"SLURM_STEP_ID": BATCH_STEP},
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["batch script", "no step", "one task"],
+)
+def test_only_a_step_of_several_tasks_makes_workers(changed: dict[str, str]) -> None:
+    """In a batch script our own launcher starts the ranks, whatever tasks the job has."""
+    assert dist_env({**SLURM, "SLURM_NTASKS": "4", **changed}) is None
+
+
+def test_machines_with_different_numbers_of_tasks_are_refused() -> None:
+    """The sentence says what srun did, and its option that mends it."""
+    uneven = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NUM_TASKS": "3"}
+    with pytest.raises(UserError, match=r"started 2, 1 tasks.*--ntasks-per-node=N"):
+        dist_env(uneven)
+
+
+def test_open_mpis_node_rank_is_no_number_of_a_machine() -> None:
+    """It counts ranks within a machine; the machine follows from the ranks before it."""
+    env = read(OPEN_MPI)
+    assert (env.rank, env.local_rank, env.node_rank, env.num_nodes) == (5, 1, 1, 2)
+    assert env.init_method is None
+    alone = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "PMIX_NAMESPACE": "x.1"}
+    assert str(read(alone).init_method).startswith("tcp://127.0.0.1:")
+
+
+def test_mpich_and_intel_mpi_start_workers() -> None:
+    """Their variables are PMI's; a single process of theirs is no worker."""
+    env = read(MPICH)
+    assert (env.rank, env.local_rank, env.node_rank, env.launcher) == (3, 1, 1, "mpirun")
+    assert dist_env({**MPICH, "PMI_SIZE": "1"}) is None
+
+
+def test_ranks_that_know_no_address_are_told_by_their_launchers_name() -> None:
+    """The way out is the launcher's; MPI's own backend needs no address."""
+    env = read(OPEN_MPI)
+    with pytest.raises(UserError, match=r"^mpirun started 8 ranks.*mpirun -x MASTER_ADDR=HOST"):
+        check_rendezvous(env, init_method=None, backend="gloo")
+    check_rendezvous(env, init_method=None, backend="mpi")
+    check_rendezvous(env, init_method="tcp://h:1", backend="gloo")
+    by_hand = read({"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(UserError, match=r"^RANK and WORLD_SIZE tell of 2 ranks"):
+        check_rendezvous(by_hand, init_method=None, backend="gloo")

@@ -1,0 +1,164 @@
+"""What a resumed run brings: its groups and its frozen config, with this command's keys on top."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import LAPTOP, compose_raw, record, refusal, resolved, run_command
+
+from ddp_runner.compose import CONFIG_DIR, register, to_config
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.folders import freeze_config
+from ddp_runner.job import Job
+from ddp_runner.record import write_run_record
+from ddp_runner.resuming import chosen_keys, resumed_command, with_resumed
+from ddp_runner.rules import resolve
+from ddp_runner.session import _init_method
+
+CHOICES = {"model": "toy", "dataset": "random", "optimizer": "adam", "scheduler": "cosine"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with another optimizer and schedule than the default ones, below outputs/."""
+    monkeypatch.chdir(tmp_path)
+    config, _ = resolved(*(f"{group}={option}" for group, option in CHOICES.items()))
+    run_dir = Path("outputs", "toy", "first")
+    write_run_record(run_dir, status="preempted")
+    freeze_config(run_dir, config, overrides=(), raw={}, choices=CHOICES)
+    return run_dir
+
+
+def resume(*arguments: str, env: DistEnv | None = None) -> Config:
+    """Return what a command line that resumes a run resolves to, in this process."""
+    command, implied = resumed_command(arguments, conf=CONFIG_DIR)
+    register(env, implied=implied)
+    raw = compose_raw(*command)
+    raw = with_resumed(raw, arguments, is_launched=env is not None)
+    chosen = chosen_keys(arguments)
+    return resolve(to_config(raw), hardware=LAPTOP, chosen=chosen, env=env)[0]
+
+
+def test_keys_of_the_runs_own_groups_can_be_changed(run: Path) -> None:
+    """Neither cosine nor adam is a default, and both have keys that the defaults lack."""
+    config = resume(f"resume={run}", "scheduler.warmup_steps=1", "optimizer.weight_decay=0.5")
+    assert (config.scheduler["name"], config.scheduler["warmup_steps"]) == ("cosine", 1)
+    assert (config.optimizer["name"], config.optimizer["weight_decay"]) == ("adam", 0.5)
+    assert resume(f"resume={run}", "scaling=strong").batch.global_size == 128
+    assert resume(f"resume={run}", "optimizer=sgd").optimizer["name"] == "sgd"
+
+
+def test_last_is_the_newest_run(run: Path) -> None:
+    """Whatever its name; a folder with odd characters is quoted for Hydra."""
+    newest = run.with_name("a b=1,c='d'")
+    shutil.copytree(run, newest)
+    os.utime(newest / "run.json", (2e9, 2e9))
+    assert resume("resume=last").resume == str(newest)
+    shutil.rmtree("outputs")
+    with pytest.raises(UserError, match="resume=last finds no run below outputs"):
+        resumed_command(["resume=last"], conf=CONFIG_DIR)
+
+
+def test_only_groups_that_exist_here_are_implied(run: Path, tmp_path: Path) -> None:
+    """A group of the user's own is found where this command says; nothing else gets into it."""
+    own = {"model": "mine", "dataset": "random", "optimizer": "../../evil", "backend": "gloo"}
+    (run / ".hydra" / "choices.yaml").write_text(yaml.safe_dump({**own, "hydra/launcher": "x"}))
+    _, implied = resumed_command([f"resume={run}", "backend=auto"], conf=CONFIG_DIR)
+    assert implied == ["dataset=random"]
+    mine = tmp_path / "conf" / "model" / "mine.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("name: mine")
+    for option in (["--config-dir", "conf"], ["--config-dir=conf"], ["-cd", "conf"]):
+        command, implied = resumed_command([*option, f"resume={run}", "seed=1"], conf=CONFIG_DIR)
+        assert implied == ["model=mine", "dataset=random", "backend=gloo"]
+        assert command == [*option, f"resume={run}", *implied, "seed=1"]
+
+
+def test_the_number_of_ranks_that_run_wins_over_the_frozen_one(run: Path) -> None:
+    """The global batch stays: 4 ranks share what 2 had."""
+    assert resume(f"resume={run}").world_size == 2
+    env = DistEnv(rank=0, local_rank=0, world_size=4, local_world_size=4)
+    config = resume(f"resume={run}", env=env)
+    assert (config.world_size, config.batch.global_size, config.batch.per_rank) == (4, 40, 10)
+
+
+def test_where_ranks_met_is_not_taken_over(run: Path) -> None:
+    """A file or a port of the first launch may be gone, or somebody else's by now."""
+    path = run / ".hydra" / "config.yaml"
+    frozen = yaml.safe_load(path.read_text())
+    frozen["launch"] |= {"init_method": "file:///tmp/gone", "node_rank": 1, "max_restarts": 3}
+    path.write_text(yaml.safe_dump(frozen, sort_keys=False))
+    launch = resume(f"resume={run}").launch
+    assert (launch.init_method, launch.node_rank, launch.max_restarts) == (None, None, 3)
+
+
+@pytest.mark.parametrize("group", ["model", "dataset", "parallelism", "optimizer", "scheduler"])
+def test_a_frozen_config_that_was_cut_off_is_refused(run: Path, group: str) -> None:
+    """Filled up with defaults, it would be another run's."""
+    path = run / ".hydra" / "config.yaml"
+    text = path.read_text()
+    path.write_text(text[: text.index(f"\n{group}:") + 1])
+    assert f"{path} is damaged" in refusal(f"resume={run}")
+    path.write_text("")
+    assert f"{path} is damaged" in refusal(f"resume={run}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("launch.init_method=here", "must begin with tcp:// or file://"),
+        ("launch.init_method=file://x launch.nnodes=2 launch.rdzv_endpoint=h:1",
+         "write file:///PATH, in a folder that all share"),
+        ("launch.init_method=file:///x launch.nnodes=2 launch.rdzv_endpoint=h:1 "
+         "launch.max_restarts=1", "serves one start"),
+    ],
+)  # fmt: skip
+def test_a_rendezvous_that_cannot_be_is_refused(overrides: str, sentence: str) -> None:
+    """Before any rank waits for one that never comes."""
+    assert sentence in refusal(*overrides.split())
+
+
+def test_each_attempt_meets_at_a_file_of_its_own(tmp_path: Path) -> None:
+    """One that was used has the addresses of ranks that are gone."""
+    seen = set()
+    for asked in ("file://rendezvous", f"file://{tmp_path}/store", "null"):
+        config, _ = resolved("model=toy", f"launch.init_method={asked}")
+        for scratch in ("one", "two"):
+            for attempt in range(2):
+                env = DistEnv(0, 0, 2, 2, restart_count=attempt)
+                job = Job(config=config, started_at=0, code={}, scratch=tmp_path / scratch)
+                seen.add(_init_method(job, env))
+    assert len(seen) == 12
+    assert all(str(one).startswith(f"file://{tmp_path}/") for one in seen)
+
+
+def test_torchrun_has_a_rendezvous_of_its_own() -> None:
+    """What the config says is not used, and that is said."""
+    env = DistEnv(0, 0, 2, 2)
+    config, warnings = resolved("launch.init_method=tcp://h:1", env=env)
+    job = Job(config=config, started_at=0, code={})
+    assert _init_method(job, env) == "env://"
+    assert any("torchrun has a rendezvous of its own" in one for one in warnings)
+    by_hand = DistEnv(0, 0, 2, 2, launcher="environment")
+    assert _init_method(job, by_hand) == "tcp://h:1"
+
+
+def test_a_run_folder_of_the_users_is_taken_as_it_is_written(tmp_path: Path) -> None:
+    """Also the current one; a change of folder, or a second name for it, is refused."""
+    toy = ("model=toy", "train.max_steps=2", "train.num_threads=1", "parallelism=single")
+    end = run_command(*toy, "hydra.run.dir=.", folder=tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert end.run_dirs == [tmp_path]
+    assert record(tmp_path)["status"] == "completed"
+
+    changed = run_command(*toy, "hydra.job.chdir=true", folder=tmp_path / "changed")
+    assert changed.exit_code == 2
+    assert "hydra.job.chdir=true would change" in changed.stderr
+    assert not (tmp_path / "changed" / "outputs").exists()
+    both = run_command(f"resume={tmp_path}", "hydra.run.dir=other", folder=tmp_path / "both")
+    assert both.exit_code == 2
+    assert "name two folders; leave hydra.run.dir out" in both.stderr
