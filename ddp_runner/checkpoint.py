@@ -6,19 +6,25 @@ a rename, so a folder with a checkpoint's name was once whole; the checksum tell
 is. train.py calls this module: rank 0 saves, every rank loads.
 """
 
-import json
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_runner.errors import UserError
-from ddp_runner.manifest import FORMAT_VERSION, MANIFEST, STATE, measure, read_manifest, verify
+from ddp_runner.manifest import (
+    MANIFEST,
+    STATE,
+    manifest_text,
+    measure,
+    read_manifest,
+    verify,
+)
+from ddp_runner.plain_data import load_plain_data, refuse_sharded
 from ddp_runner.record import json_safe, replace_file
 
 TEMP_PREFIX = ".tmp-"
@@ -52,10 +58,12 @@ def save_checkpoint(
         The new checkpoint's folder.
 
     Raises:
-        UserError: It could not be written; the checkpoints before it are untouched.
+        UserError: It could not be written, and the checkpoints before it are untouched; or it
+            holds a rank's part of a tensor.
         TypeError: The state holds an object that a weights-only load would refuse.
     """
     assert keep >= 1
+    refuse_sharded(state)
     final = folder / f"step-{step:08d}"
     temp = folder / (TEMP_PREFIX + final.name)
     try:
@@ -72,11 +80,11 @@ def save_checkpoint(
         ) from error
     if replaced:
         _delete(replaced, say=say)
-    best = best_checkpoint(folder, monitor=monitor, mode=mode) if monitor else None
+    ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
     # Later ones than this are left alone: they are those that this run could not resume from.
     up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
     for path in up_to_now[:-keep]:
-        if path != best:
+        if path not in ranking[:1]:
             _delete(path, say=say)
     return final
 
@@ -87,9 +95,29 @@ def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | Non
     Args:
         folder: The run's checkpoints folder; it need not exist.
         say: Takes a sentence for each damaged checkpoint, and for the one used in its place.
+
+    Raises:
+        UserError: There are checkpoints and all of them are damaged.
     """
+    paths = list(reversed(_checkpoints(folder).values()))
+    found = first_whole(paths, say=say)
+    if found is None and paths:
+        raise UserError(
+            f"nothing is left to resume from: every checkpoint in {folder} is damaged "
+            f"({len(paths)} of {len(paths)}); put back a copy of one, or start a new run"
+        )
+    return found
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Returns whether a run has saved anything, whole or damaged by now."""
+    return bool(_checkpoints(folder))
+
+
+def first_whole(paths: Iterable[Path], *, say: Callable[[str], None]) -> Path | None:
+    """Returns the first checkpoint that matches its checksum; says which were passed over."""
     damaged = False
-    for path in reversed(_checkpoints(folder).values()):
+    for path in paths:
         try:
             verify(path)
         except UserError as error:
@@ -97,15 +125,15 @@ def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | Non
             damaged = True
             continue
         if damaged:
-            say(f"the previous checkpoint is used: {path}")
+            say(f"{path} is used in its place")
         return path
     return None
 
 
-def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Path | None:
-    """Returns the checkpoint with the best value of a metric, the earliest among equals.
+def best_checkpoints(folder: Path, *, monitor: str, mode: str) -> list[Path]:
+    """Returns the checkpoints with a finite value of a metric, best first, by their manifests.
 
-    None where no checkpoint has a finite value of it. `mode` is ``max`` or ``min``.
+    Among equals the earliest comes first. `mode` is ``max`` or ``min``.
     """
     scores = {}
     for path in _checkpoints(folder).values():
@@ -115,8 +143,8 @@ def best_checkpoint(folder: Path, *, monitor: str, mode: str) -> Path | None:
             continue  # damaged: cannot be the best of what loads
         if score is not None:
             scores[path] = score
-    choose = {"max": max, "min": min}[mode]
-    return choose(scores, key=lambda path: scores[path]) if scores else None
+    sign = {"max": -1, "min": 1}[mode]
+    return sorted(scores, key=lambda path: sign * scores[path])
 
 
 def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str, Any]:
@@ -137,28 +165,6 @@ def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str
         fix="use a checkpoint that this program wrote",
     )
     return state
-
-
-def load_plain_data(file: Path, *, named: str, map_location: torch.device | str, fix: str) -> Any:
-    """Returns what torch.save wrote, as long as it is plain data.
-
-    Args:
-        file: What to read.
-        named: What it is called in the refusal.
-        map_location: Where its tensors go.
-        fix: What to do about a refusal.
-
-    Raises:
-        UserError: It holds anything else: it is refused, and none of its code runs.
-    """
-    try:
-        return torch.load(file, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        global_name = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it names {global_name[1]}" if global_name else "it is not a file of plain data"
-        raise UserError(
-            f"{named} was refused: {what}, which could run code (none was run); {fix}"
-        ) from error
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
@@ -190,13 +196,8 @@ def _write_files(
     if unsafe:
         raise TypeError(f"the state holds what cannot be loaded safely again: {', '.join(unsafe)}")
     size, sha256 = measure(folder / STATE)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "metrics": json_safe(metrics),
-        "files": {STATE: {"size": size, "sha256": sha256}},
-    }
-    replace_file(folder / MANIFEST, json.dumps(manifest, indent=2, allow_nan=False))
+    text = manifest_text(step=step, metrics=json_safe(metrics), size=size, sha256=sha256)
+    replace_file(folder / MANIFEST, text)
     _sync_folder(folder)
 
 

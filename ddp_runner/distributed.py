@@ -106,6 +106,15 @@ def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = No
         dist.broadcast(buffer, src=0, group=group)
 
 
+@torch.no_grad()
+def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Give the group's ranks what a checkpoint of rank 0's module would hold. Collective."""
+    for tensor in module.state_dict().values():
+        value = tensor.contiguous()  # a channels_last weight is not
+        dist.broadcast(value, src=0, group=group)
+        tensor.copy_(value)
+
+
 def from_rank_zero(compute: Callable[[], T]) -> T:
     """Return on every rank what rank 0 computes. Collective: every rank must call.
 

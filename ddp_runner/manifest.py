@@ -1,19 +1,24 @@
 """What a checkpoint says about itself, and whether it is still true; used by ``checkpoint``.
 
-Torch-free: a comparison of runs reads manifests too.
+Torch-free: the launcher's rules name its file.
 """
 
 import hashlib
 import json
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # version 1 has no checksum of the manifest itself
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+CHECKSUM = "sha256"  # of the manifest's other fields
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,17 @@ class Manifest:
     sha256: str  # of state.pt, hexadecimal
 
 
+def manifest_text(*, step: int, metrics: Mapping[str, float | None], size: int, sha256: str) -> str:
+    """Return the content of a manifest file, its own checksum included."""
+    fields = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "metrics": dict(metrics),
+        "files": {STATE: {"size": size, "sha256": sha256}},
+    }
+    return json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=2, allow_nan=False)
+
+
 def read_manifest(path: Path) -> Manifest:
     """Returns the manifest of a checkpoint folder.
 
@@ -34,25 +50,29 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         fields = json.loads((path / MANIFEST).read_bytes())
-        version, files = fields["format_version"], fields["files"]
-        manifest = Manifest(
-            step=int(fields["step"]),
-            metrics={
-                name: None if value is None else float(value)
-                for name, value in dict(fields["metrics"]).items()
-            },
-            size=int(files[STATE]["size"]),
-            sha256=str(files[STATE]["sha256"]),
+        version = _whole_number(fields["format_version"])
+        if version not in READABLE_VERSIONS:
+            raise UserError(
+                f"checkpoint {path} has format version {version}, this program reads "
+                f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
+            )
+        checksum = fields.pop(CHECKSUM, None)
+        if version > 1 and checksum != _checksum(fields):
+            raise ValueError("fields that do not match their checksum")
+        file = fields["files"][STATE]
+        return Manifest(
+            step=_whole_number(fields["step"]),
+            metrics={name: _finite(value) for name, value in fields["metrics"].items()},
+            size=_whole_number(file["size"]),
+            sha256=str(file["sha256"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    # Whatever the bytes are: a number that overflows and a nesting too deep raise other kinds.
+    except Exception as error:
         raise UserError(
             f"checkpoint {path} is damaged: expected a manifest in {MANIFEST}, found {error!r}"
         ) from error
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}"
-        )
-    return manifest
 
 
 def verify(path: Path) -> None:
@@ -73,3 +93,20 @@ def measure(path: Path) -> tuple[int, str]:
     """Returns a file's size in bytes and its SHA-256."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of fields as JSON, whatever their order and layout in the file."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]} where a whole number belongs")
+    return value
+
+
+def _finite(value: Any) -> float | None:
+    if value is not None and type(value) not in (int, float):
+        raise ValueError(f"{str(value)[:40]} where a metric's number belongs")
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -1,7 +1,7 @@
 """What a checkpoint holds and how a run takes it up again; called by ``worker``."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
+from ddp_runner.data.source import Dataset
 from ddp_runner.distributed import broadcast_object, gather_objects
 from ddp_runner.errors import UserError
+from ddp_runner.manifest import read_manifest
+from ddp_runner.plain_data import refuse_sharded
 from ddp_runner.step import Trainee
 from ddp_runner.train import Position
 
@@ -20,17 +23,20 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
     """Return all that the next step depends on. Collective: every rank must call.
 
     Raises:
-        UserError: a parameter is NaN or infinite; such a state is never saved.
+        UserError: a parameter is NaN or infinite, or a tensor is only this rank's part of one;
+            such a state is never saved.
     """
     check_finite(trainee, position)
+    tensors = {"model": trainee.module.state_dict(), "optimizer": trainee.optimizer.state_dict()}
+    refuse_sharded(tensors)
     return {
-        "model": trainee.module.state_dict(),
-        "optimizer": trainee.optimizer.state_dict(),
+        **tensors,
         "scheduler": trainee.scheduler.state_dict(),
         "scaler": trainee.scaler.state_dict(),
         "position": asdict(position),
         "rng": gather_objects(_rng_state(), group=trainee.group),
         "made_of": _made_of(config),
+        "data": _data_facts(trainee.dataset),
     }
 
 
@@ -50,14 +56,16 @@ def restore(
         The step that the run goes on from; None where it begins anew.
 
     Raises:
-        UserError: the checkpoint belongs to another model, optimizer or dataset.
+        UserError: on every rank alike: the checkpoint belongs to another model, optimizer or
+            dataset, or every checkpoint is damaged.
     """
-    found = latest_checkpoint(folder, say=say) if trainee.env.is_rank_zero else None
-    path = broadcast_object(found)
+    path = _newest(folder, is_rank_zero=trainee.env.is_rank_zero, say=say)
     if path is None:
+        if config.resume is not None:
+            say(f"{folder} holds no checkpoint: the run begins at step 0")
         return None
     state = load_checkpoint(path, map_location=trainee.devices[0])
-    saved, current = Position(**state["position"]), _made_of(config)
+    saved, current = _checked_position(state, path), _made_of(config)
     differing = [key for key, value in current.items() if state["made_of"].get(key) != value]
     if saved.step_in_epoch == 0 and "batch.global_size" in differing:
         differing.remove("batch.global_size")  # between two epochs it may change
@@ -69,21 +77,98 @@ def restore(
             + ", ".join(f"{key}={current[key]}" for key in differing)
             + "; leave these keys as they were"
         )
+    if saved.step_in_epoch > trainee.batches.steps_per_epoch:
+        raise UserError(
+            f"checkpoint {path} stands at step {saved.step_in_epoch} of an epoch that has "
+            f"{trainee.batches.steps_per_epoch}; use a checkpoint that this program wrote"
+        )
+    _refuse_other_data(state.get("data"), trainee.dataset, path)
     try:
         trainee.module.load_state_dict(state["model"])
         _restore_optimizer(trainee, state)
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        trainee.scaler.load_state_dict(state["scaler"])
+        if len(state["rng"]) == trainee.env.world_size:
+            _set_rng_state(state["rng"][trainee.env.rank])
+        elif trainee.env.is_rank_zero:
+            say("the world size differs from the checkpoint's: dropout draws new random numbers")
+    # Of any kind: what a foreign state makes of torch's loaders.
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
-    trainee.scaler.load_state_dict(state["scaler"])
     position.epoch, position.step = saved.epoch, saved.step
     position.step_in_epoch = saved.step_in_epoch
-    if len(state["rng"]) == trainee.env.world_size:
-        _set_rng_state(state["rng"][trainee.env.rank])
-    elif trainee.env.is_rank_zero:
-        say("the world size differs from the checkpoint's: dropout draws new random numbers")
     say(f"resumed from {path}, step {position.step}")
     return position.step
+
+
+def _newest(folder: Path, *, is_rank_zero: bool, say: Callable[[str], None]) -> Path | None:
+    """Return what rank 0 found, or raise what it raised. Collective: every rank must call."""
+    found: Path | UserError | None = None
+    if is_rank_zero:
+        try:
+            found = latest_checkpoint(folder, say=say)
+        except UserError as error:
+            found = error
+    answer = broadcast_object(found)
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def _checked_position(state: Any, path: Path) -> Position:
+    """Return where the run stood.
+
+    Raises:
+        UserError: the state is not one that `snapshot` made, whatever its checksum says.
+    """
+    parts = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
+    fault = None
+    if not isinstance(state, dict) or not parts <= state.keys():
+        fault = f"it is not a mapping with {', '.join(sorted(parts))}"
+    elif not isinstance(state["made_of"], dict):
+        fault = "its made_of is not a mapping"
+    else:
+        numbers = state["position"]
+        known = {field.name: type(field.default) for field in fields(Position)}
+        if (
+            not isinstance(numbers, dict)
+            or not numbers.keys() <= known.keys()
+            or any(type(value) is not known[name] for name, value in numbers.items())
+            or any(type(value) is int and value < 0 for value in numbers.values())
+            or numbers.get("step") != read_manifest(path).step
+        ):
+            fault = f"its position is {str(numbers)[:200]}"
+    if fault is not None:
+        raise UserError(
+            f"checkpoint {path} is not one of a training run: {fault}; use a checkpoint that this "
+            "program wrote"
+        )
+    return Position(**state["position"])
+
+
+def _refuse_other_data(saved: Any, dataset: Dataset, path: Path) -> None:
+    """Refuse to go on with other samples: the order of the epoch would be another.
+
+    Raises:
+        UserError: with the number of samples then and now.
+    """
+    current = _data_facts(dataset)
+    if not isinstance(saved, dict):  # a checkpoint from before they were saved
+        return
+    names = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
+    changed = [
+        f"{saved.get(key):,} {name} then, {current[key]:,} now"
+        for key, name in names.items()
+        if saved.get(key) != current[key]
+    ]
+    known = saved.get("digest") is not None and current["digest"] is not None
+    if not changed and known and saved["digest"] != current["digest"]:
+        changed = [f"{current['train_samples']:,} training samples then as now, but other ones"]
+    if changed:
+        raise UserError(
+            f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "
+            f"dataset={dataset.name} back as it was, or start a new run"
+        )
 
 
 def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
@@ -98,6 +183,7 @@ def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
         scheduler.load_state_dict(state["scheduler"])  # it may have changed the rates as it went
         return
     scheduler.last_epoch = state["scheduler"]["last_epoch"]
+    scheduler._step_count = state["scheduler"]["_step_count"]
     for group, keys, factor in zip(
         optimizer.param_groups, chosen, scheduler.lr_lambdas, strict=True
     ):
@@ -114,8 +200,9 @@ def check_finite(trainee: Trainee, position: Position) -> None:
     for name, parameter in trainee.module.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(
-                f"parameter {name} became NaN or infinite by step {position.step}; the last "
-                "checkpoint is from before: resume it with a smaller optimizer.lr"
+                f"parameter {name} became NaN or infinite by step {position.step}; start again "
+                "with a smaller optimizer.lr, or resume with one from a checkpoint that was saved "
+                "before the loss grew"
             )
 
 
@@ -137,6 +224,15 @@ def _made_of(config: Config) -> dict[str, Any]:
         "scheduler.name": config.scheduler.get("name"),
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
+    }
+
+
+def _data_facts(dataset: Dataset) -> dict[str, Any]:
+    """Return what tells the samples that a run was trained on from others."""
+    return {
+        "train_samples": len(dataset.train),
+        "eval_samples": len(dataset.eval),
+        "digest": dataset.digest,
     }
 
 

@@ -150,8 +150,9 @@ def finite_loss(loss: float, *, step: int) -> float:
     """
     if not math.isfinite(loss):
         raise UserError(
-            f"train/loss became {loss} by step {step}; the last checkpoint is from before: "
-            "resume it with a smaller optimizer.lr, or with train.clip_norm=1.0"
+            f"train/loss became {loss} by step {step}; start again with a smaller optimizer.lr or "
+            "with train.clip_norm=1.0, or resume with them from a checkpoint that was saved before "
+            "the loss grew"
         )
     return loss
 

@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint import (
-    best_checkpoint,
+    best_checkpoints,
+    first_whole,
+    has_checkpoints,
     latest_checkpoint,
     load_checkpoint,
-    load_plain_data,
 )
 from ddp_runner.config import Config
 from ddp_runner.errors import UserError
 from ddp_runner.manifest import MANIFEST
+from ddp_runner.plain_data import load_plain_data
 
 EXPORT = "model.safetensors"
 MOST_NAMES = 3  # of a mismatch that are listed
@@ -35,14 +37,14 @@ def starting_weights(
 
     Args:
         config: of the run.
-        checkpoints: its own; if one of them is whole, the run has read its weights before.
+        checkpoints: its own; if it has saved any, the run has read its weights before.
         say: gets a line with what was found.
 
     Raises:
         UserError: there is nothing to start from where `model.weights` points.
     """
     asked = config.model.get("weights")
-    if asked is None or latest_checkpoint(checkpoints, say=lambda _: None) is not None:
+    if asked is None or has_checkpoints(checkpoints):
         return None
     found = _find(Path(asked), say=say)
     say(f"starts from the weights in {found}")
@@ -128,8 +130,8 @@ def _find(path: Path, *, say: Callable[[str], None]) -> Path:
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
     folder = path / "checkpoints"
-    best = best_checkpoint(folder, monitor=monitor, mode=mode) if monitor else None
-    found = best or latest_checkpoint(folder, say=say)
+    ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
+    found = first_whole(ranking, say=say) or latest_checkpoint(folder, say=say)
     if found is None:
         raise UserError(f"model.weights ({path}) has no whole checkpoint; give another run")
     return found
@@ -137,24 +139,17 @@ def _find(path: Path, *, say: Callable[[str], None]) -> Path:
 
 def _read(path: Path) -> Mapping[str, Tensor]:
     named = f"model.weights ({path})"
+    if path.is_dir():
+        return _state_dict(load_checkpoint(path, map_location="cpu"), named=named)
+    if path.suffix != ".safetensors":
+        fix = "save the model's state_dict(), not the model"
+        loaded = load_plain_data(path, named=named, map_location="cpu", fix=fix)
+        return _state_dict(loaded, named=named)
     try:
-        if path.is_dir():
-            return _state_dict(load_checkpoint(path, map_location="cpu"), named=named)
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        loaded = load_plain_data(
-            path,
-            named=named,
-            map_location="cpu",
-            fix="save the model's state_dict(), not the model",
-        )
-    # What is no file of torch's ends in any of these, as the first byte has it.
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError) as error:
-        if isinstance(error, UserError):
-            raise
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{named} cannot be read ({reason}); give another file") from error
-    return _state_dict(loaded, named=named)
 
 
 def _state_dict(loaded: Any, *, named: str) -> Mapping[str, Tensor]:

@@ -26,6 +26,7 @@ LAYERS = (
         "manifest",
         "metrics",
         "pace",
+        "plain_data",
         "schedules",
         "models",
     ),

@@ -55,6 +55,7 @@ class Dataset:
     group_by_length: bool = False  # batches of sequences of similar length
     files: Mapping[str, bytes] = field(default_factory=dict)  # a vocabulary: kept with the run
     notes: tuple[str, ...] = ()  # what a user should know of the data; said at start
+    digest: str | None = None  # of all samples' bytes; None: they are drawn, not prepared
 
     def prepare(
         self, inputs: Tensor, device: torch.device, *, randoms: Tensor | None = None
