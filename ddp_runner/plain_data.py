@@ -33,7 +33,10 @@ def load_plain_data(file: Path, *, named: str, map_location: torch.device | str,
         ) from error
     except Exception as error:  # of any kind, as bytes that are no file of torch's mean anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{named} cannot be read ({reason[:200]}); {fix}") from error
+        raise UserError(
+            f"{named} cannot be read ({reason[:200]}); it is damaged or of another kind: use "
+            "another one"
+        ) from error
 
 
 def refuse_sharded(state: Any, name: str = "the state") -> None:

@@ -26,9 +26,9 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's part of one;
             such a state is never saved.
     """
-    check_finite(trainee, position)
     tensors = {"model": trainee.module.state_dict(), "optimizer": trainee.optimizer.state_dict()}
     refuse_sharded(tensors)
+    check_finite(trainee, position)
     return {
         **tensors,
         "scheduler": trainee.scheduler.state_dict(),

@@ -1,5 +1,6 @@
 """What is read from a CSV file, and how a faulty one is refused."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,13 @@ def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -
         (b"\n \n", "is empty"),
         (b'label,review\n1,"a\n0,b\n', "line 2: unexpected end of data"),
         (b"\xff\xfel\x00a\x00", "line 1, column 1: not utf-8"),
+        (b"label,review\n1,a\n0,b\0c\n", "line 3, column review: a NUL byte"),
+        ("label,review\n1,a\n".encode("utf-16-le"), "line 1, column 1: a NUL byte"),
+        (b'label,review\n1,"' + b"a" * 200_000, "line 2: unexpected end of data; close its quotes"),
     ],
 )
 def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
-    """An empty file, quotes that nobody closes, UTF-16."""
+    """An empty file, quotes that nobody closes, UTF-16, a NUL byte."""
     path = tmp_path / "x.csv"
     path.write_bytes(content)
     assert sentence in refused(path)
@@ -51,7 +55,8 @@ def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path
     ("keys", "sentence"),
     [
         ({"path": "nowhere.csv"}, "cannot be read (No such file"),
-        ({"encoding": "utf-99"}, "dataset.encoding (utf-99) is not known"),
+        ({"encoding": "utf-99"}, "dataset.encoding (utf-99) is no text encoding"),
+        ({"encoding": "base64"}, "dataset.encoding (base64) is no text encoding"),
         ({"delimiter": "::"}, "dataset.delimiter ('::') must be one character"),
         ({"vocabulary": "words"}, "must be one of wordpiece, characters"),
         ({"vocab_size": 4}, "dataset.vocab_size (4) must be at least 5"),
@@ -74,6 +79,15 @@ def test_rows_that_lack_something_are_left_out_and_counted(tmp_path: Path) -> No
     assert dataset.notes == ("x.csv: 4 rows without review or label are left out",)
     targets = torch.cat([dataset.train.targets, dataset.eval.targets])
     assert sorted(targets.tolist()) == [0, 1, 1]
+
+
+def test_a_text_may_be_long(tmp_path: Path) -> None:
+    """Longer than the csv module's own limit, which is as it was afterwards."""
+    limit = csv.field_size_limit()
+    rows = [HEADER, (1, "a" * 200_000), (0, "b c")]
+    dataset = load(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
+    assert len(dataset.train) + len(dataset.eval) == 2
+    assert csv.field_size_limit() == limit
 
 
 def test_files_of_other_programs_are_read(tmp_path: Path) -> None:

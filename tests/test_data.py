@@ -1,7 +1,9 @@
 """The same global batch at every world size; each sample once; sources; caches."""
 
+import gzip
 import json
 import os
+import shutil
 import struct
 import threading
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from ddp_runner.data import files, prepared
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
 from ddp_runner.data.fake_images import FakeImages
 from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
@@ -312,6 +315,85 @@ def test_damaged_cache_is_rebuilt_and_said(
     assert (len(said), num_builds(tmp_path)) == (1, 2)
 
 
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read in full from now on."""
+    found: list[Path] = []
+    original = prepared._sha256
+
+    def counting(path: Path) -> str:
+        found.append(path)
+        return original(path)
+
+    monkeypatch.setattr(prepared, "_sha256", counting)
+    return found
+
+
+def test_one_process_verifies_a_cache_and_the_others_trust_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in full once it was noted too long ago, or has changed in any way."""
+    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    read = hashed(monkeypatch)
+    for _ in range(3):
+        load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+    assert read == []
+    note = json.loads((folder / "verified.json").read_text())
+    (folder / "verified.json").write_text(json.dumps(note | {"at": note["at"] - 9999}))
+    for _ in range(3):
+        load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+    assert read == [folder / "tensors.pt"]
+    before = (folder / "tensors.pt").stat()
+    flip_a_byte(folder)
+    os.utime(folder / "tensors.pt", ns=(before.st_atime_ns, before.st_mtime_ns))
+    said: list[str] = []
+    load_dataset(Counting("c"), data_root=tmp_path, say=said.append)
+    assert len(said) == 1
+    assert "sha256" in said[0]
+
+
+@pytest.mark.parametrize("note", ["", "[]", "{}", "[" * 9999, '{"at": "x", "stamp": 1}'])
+def test_a_damaged_note_is_no_note(note: str, tmp_path: Path, cache: Path) -> None:
+    """The cache is read in full then, and not rebuilt."""
+    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    (folder / "verified.json").write_text(note)
+    load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+    assert num_builds(tmp_path) == 1
+
+
+def test_a_cache_that_only_others_may_write_to_serves(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sound, it is read without a lock and without a note."""
+    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    (folder / "verified.json").unlink()
+
+    def refuse(self: object, *args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)  # root may write everywhere
+    data = load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+    assert data.train.targets.tolist() == list(range(1000))
+    flip_a_byte(folder)
+    with pytest.raises(UserError, match="cannot be written"):
+        load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+
+
+def test_the_digest_is_that_of_the_samples_alone(tmp_path: Path) -> None:
+    """A copy of the files has the same, whatever their times; one other label has another."""
+    raw = idx_folder(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    os.utime(tmp_path / "b" / "MNIST" / "raw" / "t10k-labels-idx1-ubyte", (1, 1))
+    first, copied = (load_dataset(TINY, data_root=tmp_path / x, say=print) for x in "ab")
+    assert first.digest is not None
+    assert first.digest == copied.digest
+    (raw / "t10k-labels-idx1-ubyte").write_bytes(struct.pack(">2I", LABELS_MAGIC, 3) + bytes(3))
+    os.utime(raw / "t10k-labels-idx1-ubyte", (2, 2))
+    assert load_dataset(TINY, data_root=tmp_path / "a", say=print).digest != first.digest
+
+
 def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, cache: Path) -> None:
     """The way out is another folder; root ignores permissions, hence a file in the way."""
     cache.write_text("a file")
@@ -346,6 +428,75 @@ def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:
     os.utime(labels, (1, 1))
     again = load_dataset(TINY, data_root=tmp_path, say=print)
     assert again.eval.targets.tolist() == [9, 8, 7]
+
+
+def test_gzipped_idx_files_are_read_as_they_are(tmp_path: Path) -> None:
+    """Debian's package lays them so; where both are there, the plain file counts."""
+    raw = idx_folder(tmp_path)
+    plain = load_dataset(TINY, data_root=tmp_path, say=print)
+    for path in raw.glob("*ubyte"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    gzipped = load_dataset(TINY, data_root=tmp_path, say=print)
+    assert torch.equal(gzipped.train.inputs, plain.train.inputs)
+    assert torch.equal(gzipped.eval.targets, plain.eval.targets)
+    (raw / "t10k-labels-idx1-ubyte").write_bytes(
+        struct.pack(">2I", LABELS_MAGIC, 3) + bytes([9, 8, 7])
+    )
+    both = load_dataset(TINY, data_root=tmp_path, say=print)
+    assert both.eval.targets.tolist() == [9, 8, 7]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "plain", "folder"])
+def test_a_damaged_gzipped_file_is_named(damage: str, tmp_path: Path) -> None:
+    """Truncated, altered, not gzipped at all, a folder: one line with the path."""
+    plain = idx_folder(tmp_path) / "t10k-images-idx3-ubyte"
+    path, content = plain.with_name(f"{plain.name}.gz"), gzip.compress(plain.read_bytes())
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    plain.unlink()
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes({"cut": content[:-20], "flipped": flipped, "plain": b"abc"}[damage])
+    with pytest.raises(UserError) as caught:
+        load_dataset(TINY, data_root=tmp_path, say=print)
+    assert str(caught.value).startswith(f"{path} cannot be read (")
+    assert "\n" not in str(caught.value)
+
+
+def test_machines_that_share_a_folder_download_into_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their caches are their own; one downloads, the others wait for its last file."""
+
+    def download(*args: object) -> str:
+        with (tmp_path / "downloads").open("a") as file:
+            file.write("x")
+        for path in sorted(idx_folder(tmp_path / "elsewhere").iterdir()):
+            threading.Event().wait(0.1)
+            shutil.copy(path, tmp_path / "MNIST" / "raw")
+        return ""
+
+    monkeypatch.setattr(files, "_download", download)
+    paths = TINY._files(tmp_path)
+    children = []
+    for number in range(3):
+        child = os.fork()
+        if child == 0:  # leave by os._exit alone: pytest must not go on twice
+            try:
+                if number:  # as if it had waited: the first file is there already
+                    while not paths[0].parent.exists() or not any(paths[0].parent.glob("t10k*")):
+                        threading.Event().wait(0.01)
+                files.fetch_missing(
+                    paths, name="tiny", torchvision_class="MNIST", data_root=tmp_path
+                )
+                os._exit(0 if all(path.exists() for path in paths) else 1)
+            finally:
+                os._exit(2)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert (tmp_path / "downloads").read_text() == "x"
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,11 @@ def test_keys_that_cannot_be_are_refused(
     """Key, value and rule; a dataset larger than the memory is refused before it is decoded."""
     with pytest.raises(UserError, match=message):
         load_dataset(replace(SOURCE, **keys), data_root=tmp_path, say=print)
+
+
+def test_a_link_to_nowhere_is_named(root: Path, tmp_path: Path) -> None:
+    """As when the pictures it points to were moved since."""
+    link = root / "train" / "cat" / "9.png"
+    link.symlink_to(tmp_path / "gone.png")
+    with pytest.raises(UserError, match=r"cat/9\.png cannot be read \(No such file"):
+        load_dataset(SOURCE, data_root=tmp_path, say=print)

@@ -79,6 +79,9 @@ def _records(content: str, delimiter: str, path: Path) -> Iterator[tuple[int, li
     """Yield the rows, the first line's included, each with the line that it begins at."""
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     line = 1
+    # The csv module's own limit of 128 KiB is there to find quotes that nobody closes. A text may
+    # be longer, and such quotes are found at the end of the file.
+    limit = csv.field_size_limit(max(len(content), 1))
     try:
         for fields in reader:
             yield line, fields
@@ -87,6 +90,8 @@ def _records(content: str, delimiter: str, path: Path) -> Iterator[tuple[int, li
         raise UserError(
             f"{path}, line {line}: {error}; close its quotes, and double those within a text"
         ) from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _decoded(path: Path, encoding: str, delimiter: str) -> str:
@@ -102,14 +107,29 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
         content = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         # What comes before is sound: its last row ends within the column that is not.
-        before = data[: error.start].decode(encoding)
-        rows = list(csv.reader(io.StringIO(f"{before}?", newline=""), delimiter=delimiter))
-        index = len(rows[-1]) - 1
-        column = rows[0][index] if len(rows) > 1 and index < len(rows[0]) else index + 1
+        place = _place(data[: error.start].decode(encoding), delimiter)
         raise UserError(
-            f"{path}, line {before.count(chr(10)) + 1}, column {column}: not {encoding}; save the "
-            "file as utf-8, or name its encoding, as in dataset.encoding=gb18030"
+            f"{path}, {place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
+            "dataset.encoding=gb18030"
         ) from error
+    if "\0" in content:
+        place = _place(content[: content.index("\0")], delimiter)
+        raise UserError(
+            f"{path}, {place}: a NUL byte, which no text holds; save the file as utf-8, or name "
+            "its encoding, as in dataset.encoding=utf-16"
+        )
     if not content.strip():
         raise UserError(f"{path} is empty; its first line must name its columns")
     return content
+
+
+def _place(before: str, delimiter: str) -> str:
+    """Return the line and the column at which a text that is sound so far goes on."""
+    limit = csv.field_size_limit(len(before) + 1)
+    try:
+        rows = list(csv.reader(io.StringIO(f"{before}?", newline=""), delimiter=delimiter))
+    finally:
+        csv.field_size_limit(limit)
+    index = len(rows[-1]) - 1
+    column = rows[0][index] if len(rows) > 1 and index < len(rows[0]) else index + 1
+    return f"line {before.count(chr(10)) + 1}, column {column}"

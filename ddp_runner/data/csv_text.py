@@ -1,6 +1,5 @@
 """Texts and their classes from a CSV file, split and turned into token ids once."""
 
-import codecs
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -64,11 +63,11 @@ class CsvText:
                 f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"
             )
         try:
-            codecs.lookup(self.encoding)
+            "a".encode(self.encoding)
             csv.reader([], delimiter=self.delimiter)
         except LookupError as error:
             raise UserError(
-                f"dataset.encoding ({self.encoding}) is not known to Python; use utf-8 or gb18030"
+                f"dataset.encoding ({self.encoding}) is no text encoding; use utf-8 or gb18030"
             ) from error
         except (TypeError, ValueError) as error:
             raise UserError(

@@ -7,24 +7,35 @@ from collections.abc import Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
 
+from filelock import FileLock
 from torch import Tensor
 
 from ddp_runner.errors import UserError
 
 REMEDY = "replace the file, or delete it to have it downloaded"
 DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision itself would wait for ever
+DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, and no cache
 
 
 def stamps(paths: Sequence[Path]) -> dict[str, object]:
     """Return size (bytes) and modification time (ns) of each file by name; None: it is missing."""
-    stats = {path.name: path.stat() if path.exists() else None for path in paths}
-    return {name: stat and [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    found: dict[str, object] = {}
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError:  # building names it
+            found[path.name] = None
+        else:
+            found[path.name] = [stat.st_size, stat.st_mtime_ns]
+    return found
 
 
 def fetch_missing(
     paths: Sequence[Path], *, name: str, torchvision_class: str, data_root: Path
 ) -> None:
     """Have torchvision download a dataset, unless all its files are there.
+
+    Of several machines that share the folder one downloads, and the others wait for it.
 
     Args:
         paths: the files, all in one folder under ``data_root``.
@@ -35,26 +46,48 @@ def fetch_missing(
     Raises:
         UserError: a file is missing and cannot be downloaded.
     """
-    if all(path.exists() for path in paths):
+    folder = paths[0].parent
+    if all(path.exists() for path in paths) and not (folder / DOWNLOAD_LOCK).exists():
         return
-    from torchvision import datasets  # slow to import, and needed only here
-
-    try:
-        with _patient_only_for(DOWNLOAD_TIMEOUT_S), contextlib.redirect_stdout(sys.stderr):
-            getattr(datasets, torchvision_class)(data_root, download=True)
-        reason = "the download left them out"
-    # torchvision also reads the files, and trips over damaged ones that we name better.
-    except (RuntimeError, OSError, HTTPException, ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())
+    with _download_lock(folder):
+        if all(path.exists() for path in paths):
+            return
+        reason = _download(torchvision_class, data_root)
     missing = [path.name for path in paths if not path.exists()]
     if missing:
-        folder = paths[0].parent
         raise UserError(
             f"dataset {name}: {', '.join(missing)} not found in {folder.absolute()}, and the "
             f"download failed ({reason}); copy the files into that folder, point data_root at the "
             f"folder that holds {folder.relative_to(data_root)}, connect to the network once, or "
             "use dataset=digits, which is bundled and needs no network"
         )
+
+
+def _download(torchvision_class: str, data_root: Path) -> str:
+    """Download what torchvision has; return why a file may still be missing."""
+    from torchvision import datasets  # slow to import, and needed only here
+
+    try:
+        with _patient_only_for(DOWNLOAD_TIMEOUT_S), contextlib.redirect_stdout(sys.stderr):
+            getattr(datasets, torchvision_class)(data_root, download=True)
+    # torchvision also reads the files, and trips over damaged ones that we name better.
+    except (RuntimeError, OSError, HTTPException, ValueError, AssertionError) as error:
+        return " ".join(str(error).split())
+    return "the download left them out"
+
+
+@contextlib.contextmanager
+def _download_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; go on without it where the folder cannot be written or locked."""
+    lock = FileLock(folder / DOWNLOAD_LOCK)
+    # Nobody downloads into a folder like that: the download fails, and its reason is told.
+    with contextlib.suppress(OSError, RuntimeError):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def check_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:

@@ -60,7 +60,7 @@ class ImageFolder:
         digest = hashlib.sha256()
         for samples in self._samples(data_root):
             for path, label in samples:
-                stat = path.stat()
+                stat = _stat(path)
                 digest.update(f"{path}\0{label}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
             digest.update(b"\n")
         return {
@@ -173,6 +173,15 @@ class ImageFolder:
             ) from error
         pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
         return pixels.reshape(self.height, self.width, self.channels).permute(2, 0, 1)
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:  # a link to nowhere, or one removed meanwhile
+        raise UserError(
+            f"{path.absolute()} cannot be read ({error.strerror}); replace or remove it"
+        ) from error
 
 
 def _pictures(folder: Path) -> list[Path]:

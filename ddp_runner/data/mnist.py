@@ -1,10 +1,12 @@
-"""MNIST and Fashion-MNIST from their IDX files, laid out as torchvision does.
+"""MNIST and Fashion-MNIST from their IDX files, laid out as torchvision does, or gzipped there.
 
 The format: http://yann.lecun.com/exdb/mnist/ (big-endian magic number, sizes, then bytes).
 """
 
+import gzip
 import math
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,10 @@ LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
 
 @dataclass(frozen=True)
 class IdxImages:
-    """60000 train and 10000 eval images of 28x28 grey pixels, in ``data_root/folder/raw``."""
+    """60000 train and 10000 eval images of 28x28 grey pixels, in ``data_root/folder/raw``.
+
+    A file may be there as ``.gz``, as it is published and as Debian packages it.
+    """
 
     name: str
     folder: str  # MNIST or FashionMNIST: also the name of torchvision's class
@@ -76,19 +81,35 @@ class IdxImages:
 
     def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
         raw = data_root / self.folder / "raw"
-        return raw / f"{prefix}-images-idx3-ubyte", raw / f"{prefix}-labels-idx1-ubyte"
+        images, labels = f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
+        return _plain_or_gzipped(raw / images), _plain_or_gzipped(raw / labels)
 
     def _files(self, data_root: Path) -> tuple[Path, ...]:
         return self._pair(data_root, "train") + self._pair(data_root, "t10k")
 
 
+def _plain_or_gzipped(path: Path) -> Path:
+    gzipped = path.with_name(f"{path.name}.gz")
+    return gzipped if gzipped.exists() and not path.exists() else path
+
+
 def read_idx(path: Path, *, magic: int) -> Tensor:
     """The uint8 tensor in an IDX file; its number of dimensions is the magic number's last byte.
 
+    Args:
+        path: of the file; one that ends in ``.gz`` is unpacked in memory.
+        magic: the number that it must begin with.
+
     Raises:
-        UserError: magic number or size is not as expected.
+        UserError: it cannot be read or unpacked, or magic number or size is not as expected.
     """
-    data = bytearray(path.read_bytes())
+    try:
+        data = bytearray(path.read_bytes())
+        if path.suffix == ".gz":
+            data = bytearray(gzip.decompress(data))
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{path} cannot be read ({reason}); {REMEDY}") from error
     num_dims = magic & 0xFF
     header = struct.Struct(f">{1 + num_dims}I")
     if len(data) < header.size:

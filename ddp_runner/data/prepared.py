@@ -1,24 +1,31 @@
 """Prepares a dataset once a machine and maps it into every rank; ``load_dataset`` is for worker.py.
 
 A cache folder holds ``tensors.pt`` and, written last, ``manifest.json`` with its size and SHA-256.
+To hash a large file takes seconds, so one process of a machine does it at a time and notes in
+``verified.json`` which file it found whole; the others trust a recent note.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
+from torch import Tensor
 
 from ddp_runner.data.source import Dataset, Source
 from ddp_runner.errors import UserError
 
-FORMAT_VERSION = 1  # raise it when what a source builds from the same fingerprint changes
-TENSORS, MANIFEST = "tensors.pt", "manifest.json"
+# Raise it when the manifest changes, or what a source builds from the same fingerprint.
+FORMAT_VERSION = 2
+TENSORS, MANIFEST, NOTE = "tensors.pt", "manifest.json", "verified.json"
+TRUST_S = 3600.0  # how long a note counts: a disk may damage a file without touching its times
 
 
 def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None]) -> Dataset:
@@ -35,14 +42,15 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
         UserError: the source's files or fields are not usable, or the cache cannot be written.
     """
     if source.fingerprint(data_root) is None:
-        tensors = source.build(data_root)
-    else:
-        # Ranks that find a sound cache need no lock, so a read-only cache serves as well.
-        folder, fingerprint = _identity(source, data_root)
-        if _fault(folder, fingerprint) is not None:
-            folder = _prepare(source, data_root, say)
-        tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
-    return source.dataset(tensors)
+        return source.dataset(source.build(data_root))
+    # Ranks that find a sound cache need no lock, so a read-only cache serves as well.
+    folder, fingerprint = _identity(source, data_root)
+    noted = _noted(folder)
+    if noted is None or _fault(folder, fingerprint, sha256=noted) is not None:
+        folder = _prepare(source, data_root, say)
+    tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
+    digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
+    return replace(source.dataset(tensors), digest=digest)
 
 
 def _cache_root() -> Path:
@@ -58,47 +66,100 @@ def _identity(source: Source, data_root: Path) -> tuple[Path, Any]:
     return _cache_root() / f"{source.name}-{digest}", json.loads(text)
 
 
-def _describe(tensors: Path, fingerprint: object) -> dict[str, object]:
-    with tensors.open("rb") as file:
-        return {
-            "format_version": FORMAT_VERSION,
-            "fingerprint": fingerprint,
-            "size": tensors.stat().st_size,
-            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-        }
+def _fault(folder: Path, fingerprint: object, *, sha256: str | None = None) -> str | None:
+    """Why the folder does not hold the whole dataset; None if it does.
 
-
-def _fault(folder: Path, fingerprint: object) -> str | None:
-    """Why the folder does not hold the whole dataset; None if it does."""
+    Args:
+        folder: of the cache.
+        fingerprint: of the source.
+        sha256: of the tensors' file, if it is known; None: it is read in full.
+    """
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
-        expected = _describe(folder / TENSORS, fingerprint)
+        size = (folder / TENSORS).stat().st_size
+        expected = {
+            "format_version": FORMAT_VERSION,
+            "fingerprint": fingerprint,
+            "size": size,
+            "sha256": sha256 or _sha256(folder / TENSORS),
+        }
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"{MANIFEST} is not JSON"
-    if found == expected:
-        return None
     if not isinstance(found, dict):
         return f"{MANIFEST} is not a mapping"
-    return ", ".join(
+    differing = [
         f"{key} is {value}, {MANIFEST} has {found.get(key)}"
         for key, value in expected.items()
         if value != found.get(key)
-    )
+    ]
+    if not isinstance(found.get("digest"), str):
+        differing.append(f"{MANIFEST} has no digest")
+    return ", ".join(differing) or None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(path: Path) -> list[int]:
+    """What changes with a file's content; ctime as well, which no program can set back."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _noted(folder: Path) -> str | None:
+    """The tensors' SHA-256 that a process of this machine found lately; None: nobody did."""
+    try:
+        note = json.loads((folder / NOTE).read_bytes())
+        is_recent = 0 <= time.time() - note["at"] < TRUST_S
+        return (
+            str(note["sha256"]) if is_recent and note["stamp"] == _stamp(folder / TENSORS) else None
+        )
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None  # a note that is missing, half-written or another's is no note
+
+
+def _note(folder: Path, sha256: str) -> None:
+    note = {"stamp": _stamp(folder / TENSORS), "sha256": sha256, "at": time.time()}
+    part = folder / f"{NOTE}.part"
+    part.write_text(json.dumps(note))
+    part.replace(folder / NOTE)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of the samples' shapes and bytes, the same under every version of torch."""
+    digest = hashlib.sha256()
+    for name in ("train_inputs", "train_targets", "eval_inputs", "eval_targets"):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Path:
-    """Build the cache under the lock, unless somebody just did; returns its folder."""
+    """Verify or build the cache under the lock, unless somebody just did; returns its folder."""
     root = _cache_root()
     lock = FileLock(root / f"{source.name}.lock")
-    with _cache_writable(root):
+    try:
         root.mkdir(parents=True, exist_ok=True)
         lock.acquire()
+    except (OSError, RuntimeError) as error:  # filelock's own where files cannot be locked
+        # A cache that only others may write to serves as well, if it is sound.
+        folder, fingerprint = _identity(source, data_root)
+        if _fault(folder, fingerprint) is None:
+            return folder
+        raise _unwritable(root, error) from error
     try:
         folder, fingerprint = _identity(source, data_root)
-        fault = _fault(folder, fingerprint)
+        sha256 = _noted(folder)
+        fault = _fault(folder, fingerprint, sha256=sha256)
         if fault is None:
+            if sha256 is None:
+                with suppress(OSError):  # a folder of others, or a full disk: each rank reads it
+                    _note(folder, json.loads((folder / MANIFEST).read_bytes())["sha256"])
             return folder
         if folder.exists():
             say(f"dataset {source.name}: rebuilding the cache in {folder} ({fault})")
@@ -110,9 +171,16 @@ def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Pat
             folder.mkdir(exist_ok=True)
             part = folder / f"{TENSORS}.part"
             torch.save(tensors, part)
-            manifest = _describe(part, fingerprint)
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "fingerprint": fingerprint,
+                "size": part.stat().st_size,
+                "sha256": _sha256(part),
+                "digest": _digest(tensors),
+            }
             part.replace(folder / TENSORS)  # never in place: other runs have the old file mapped
             (folder / MANIFEST).write_text(json.dumps(manifest))
+            _note(folder, str(manifest["sha256"]))
         return folder
     finally:
         lock.release()
@@ -123,8 +191,12 @@ def _cache_writable(root: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"the dataset cache {root} cannot be written ({reason}); free some space there, or "
-            "name another folder in the environment variable DDP_RUNNER_CACHE"
-        ) from error
+        raise _unwritable(root, error) from error
+
+
+def _unwritable(root: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    return UserError(
+        f"the dataset cache {root} cannot be written ({reason}); free some space there, or "
+        "name another folder in the environment variable DDP_RUNNER_CACHE"
+    )
