@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddp_runner.environment import DistEnv
 from ddp_runner.step import Trainee, backward
+from ddp_runner.train import Position
 
 
 def take_part(
@@ -15,6 +16,7 @@ def take_part(
     env: DistEnv,
     *,
     seed: int,
+    position: Position,
     num_steps: int,
     timeout_s: float,
     ended: Callable[[], Collection[int]],
@@ -28,6 +30,7 @@ def take_part(
         trainee: of this rank, at the place where the run goes on.
         env: this rank among all.
         seed: of the run.
+        position: where the run goes on.
         num_steps: how many steps the loop will take.
         timeout_s: after so long without an answer a rank counts as lost.
         ended: tells which ranks' processes are known to have ended.
@@ -38,11 +41,22 @@ def take_part(
     """
     role = trainee.mode.role(env)
     if role.serving is None:
-        return trainee
+        if not position.outstanding:
+            return trainee
+        # An asynchronous run left them out; they come first, and their places catch up with it.
+        first = position.epoch * trainee.batches.steps_per_epoch + position.step_in_epoch
+        instead = dict(enumerate(position.outstanding, start=first))
+        return replace(trainee, batches=replace(trainee.batches, instead=instead))
     links = role.serving.connect(env, timeout_s=timeout_s)
     if role.loop is not None:
         gradients = role.serving.serve(
-            trainee.module, links, num_steps=num_steps, ended=ended, say=say
+            trainee.module,
+            links,
+            num_steps=num_steps,
+            outstanding=position.outstanding,
+            timeout_s=timeout_s,
+            ended=ended,
+            say=say,
         )
         return replace(trainee, gradients=gradients)
     order = lru_cache(maxsize=2)(trainee.batches.order)

@@ -1,7 +1,7 @@
 """What a checkpoint holds and how a run takes it up again; called by ``worker``."""
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
-from ddp_runner.data.source import Dataset
 from ddp_runner.distributed import broadcast_object, gather_objects
 from ddp_runner.errors import UserError
-from ddp_runner.manifest import read_manifest
 from ddp_runner.plain_data import refuse_sharded
+from ddp_runner.resumable import checked_position, data_facts, refuse_other_data
 from ddp_runner.step import Trainee
 from ddp_runner.train import Position
 
@@ -33,10 +32,10 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
         **tensors,
         "scheduler": trainee.scheduler.state_dict(),
         "scaler": trainee.scaler.state_dict(),
-        "position": asdict(position),
+        "position": asdict(replace(position, outstanding=_outstanding(trainee, position))),
         "rng": gather_objects(_rng_state(), group=trainee.group),
         "made_of": _made_of(config),
-        "data": _data_facts(trainee.dataset),
+        "data": data_facts(trainee.dataset),
     }
 
 
@@ -65,9 +64,10 @@ def restore(
             say(f"{folder} holds no checkpoint: the run begins at step 0")
         return None
     state = load_checkpoint(path, map_location=trainee.devices[0])
-    saved, current = _checked_position(state, path), _made_of(config)
+    saved, current = checked_position(state, path), _made_of(config)
     differing = [key for key, value in current.items() if state["made_of"].get(key) != value]
-    if saved.step_in_epoch == 0 and "batch.global_size" in differing:
+    at_epoch_end = saved.step_in_epoch == 0 and not saved.outstanding
+    if at_epoch_end and "batch.global_size" in differing:
         differing.remove("batch.global_size")  # between two epochs it may change
     if differing:
         raise UserError(
@@ -82,7 +82,7 @@ def restore(
             f"checkpoint {path} stands at step {saved.step_in_epoch} of an epoch that has "
             f"{trainee.batches.steps_per_epoch}; use a checkpoint that this program wrote"
         )
-    _refuse_other_data(state.get("data"), trainee.dataset, path)
+    refuse_other_data(state.get("data"), trainee.dataset, path)
     try:
         trainee.module.load_state_dict(state["model"])
         _restore_optimizer(trainee, state)
@@ -96,9 +96,17 @@ def restore(
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
     position.epoch, position.step = saved.epoch, saved.step
-    position.step_in_epoch = saved.step_in_epoch
+    position.step_in_epoch, position.outstanding = saved.step_in_epoch, saved.outstanding
     say(f"resumed from {path}, step {position.step}")
     return position.step
+
+
+def _outstanding(trainee: Trainee, position: Position) -> tuple[int, ...]:
+    """Return the batches before the position that have not been computed."""
+    if trainee.gradients is not None:
+        return trainee.gradients.outstanding()
+    here = position.epoch * trainee.batches.steps_per_epoch + position.step_in_epoch
+    return tuple(batch for place, batch in trainee.batches.instead.items() if place >= here)
 
 
 def _newest(folder: Path, *, is_rank_zero: bool, say: Callable[[str], None]) -> Path | None:
@@ -113,62 +121,6 @@ def _newest(folder: Path, *, is_rank_zero: bool, say: Callable[[str], None]) -> 
     if isinstance(answer, UserError):
         raise answer
     return answer
-
-
-def _checked_position(state: Any, path: Path) -> Position:
-    """Return where the run stood.
-
-    Raises:
-        UserError: the state is not one that `snapshot` made, whatever its checksum says.
-    """
-    parts = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
-    fault = None
-    if not isinstance(state, dict) or not parts <= state.keys():
-        fault = f"it is not a mapping with {', '.join(sorted(parts))}"
-    elif not isinstance(state["made_of"], dict):
-        fault = "its made_of is not a mapping"
-    else:
-        numbers = state["position"]
-        known = {field.name: type(field.default) for field in fields(Position)}
-        if (
-            not isinstance(numbers, dict)
-            or not numbers.keys() <= known.keys()
-            or any(type(value) is not known[name] for name, value in numbers.items())
-            or any(type(value) is int and value < 0 for value in numbers.values())
-            or numbers.get("step") != read_manifest(path).step
-        ):
-            fault = f"its position is {str(numbers)[:200]}"
-    if fault is not None:
-        raise UserError(
-            f"checkpoint {path} is not one of a training run: {fault}; use a checkpoint that this "
-            "program wrote"
-        )
-    return Position(**state["position"])
-
-
-def _refuse_other_data(saved: Any, dataset: Dataset, path: Path) -> None:
-    """Refuse to go on with other samples: the order of the epoch would be another.
-
-    Raises:
-        UserError: with the number of samples then and now.
-    """
-    current = _data_facts(dataset)
-    if not isinstance(saved, dict):  # a checkpoint from before they were saved
-        return
-    names = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
-    changed = [
-        f"{saved.get(key):,} {name} then, {current[key]:,} now"
-        for key, name in names.items()
-        if saved.get(key) != current[key]
-    ]
-    known = saved.get("digest") is not None and current["digest"] is not None
-    if not changed and known and saved["digest"] != current["digest"]:
-        changed = [f"{current['train_samples']:,} training samples then as now, but other ones"]
-    if changed:
-        raise UserError(
-            f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "
-            f"dataset={dataset.name} back as it was, or start a new run"
-        )
 
 
 def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
@@ -224,15 +176,6 @@ def _made_of(config: Config) -> dict[str, Any]:
         "scheduler.name": config.scheduler.get("name"),
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
-    }
-
-
-def _data_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return what tells the samples that a run was trained on from others."""
-    return {
-        "train_samples": len(dataset.train),
-        "eval_samples": len(dataset.eval),
-        "digest": dataset.digest,
     }
 
 

@@ -23,6 +23,9 @@ class Position:
     epoch: int = 0  # epochs that have ended
     step: int = 0  # optimizer steps since the run began
     step_in_epoch: int = 0
+    # Batches before this place that have not been computed, numbered since the run began: an
+    # asynchronous run takes them as they come. Empty in all others; filled in while saving.
+    outstanding: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

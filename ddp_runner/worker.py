@@ -100,6 +100,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         trainee,
         env,
         seed=config.seed,
+        position=position,
         num_steps=max_steps - position.step,
         timeout_s=config.backend.timeout_s,
         ended=partial(ended_ranks, session.job.scratch),

@@ -3,7 +3,9 @@
 import os
 import re
 import signal
+import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,13 @@ from commands import (
 )
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from trainees import TOY, build, compose_config, take_steps
 
+from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.parallelism.ps import ParameterServer
+from ddp_runner.parallelism.server import Server
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.
@@ -148,6 +154,27 @@ def _server(folder: Path) -> int:
     return int(match[1])
 
 
+def serving(
+    mode: ParameterServer,
+    module: nn.Module,
+    links: Sequence[ProcessGroup],
+    *,
+    num_steps: int,
+    outstanding: tuple[int, ...] = (),
+    timeout_s: float = 30,
+) -> Server:
+    """Return the server's side of a test that needs no launcher."""
+    return mode.serve(
+        module,
+        links,
+        num_steps=num_steps,
+        outstanding=outstanding,
+        timeout_s=timeout_s,
+        ended=set,
+        say=print,
+    )
+
+
 def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
     """Return the batches that this trainer computed; rank 2 falls silent after its third."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="async")
@@ -162,7 +189,7 @@ def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
         return torch.tensor(float(step))
 
     if env.rank == 0:
-        server = mode.serve(module, links, num_steps=num_steps, ended=set, say=print)
+        server = serving(mode, module, links, num_steps=num_steps)
         losses = [int(server.collect(step=step)) for step in range(100, 100 + num_steps)]
         server.close("completed")
         assert server.lost == [2]
@@ -182,6 +209,120 @@ def test_each_batch_is_computed_once_even_if_a_trainer_is_lost() -> None:
     assert Counter(applied) == wanted
     assert Counter(step for steps in computed for step in steps) == wanted
     assert len(computed[1]) == 3
+
+
+def partly_trained(env: DistEnv, config: Config) -> dict[str, Tensor]:
+    """Return the parameters of a model with a frozen and an unused one after some steps."""
+    torch.set_default_dtype(torch.float64)
+    trainee = build(env, config)
+    trainee.module.net1.weight.requires_grad_(False)
+    trainee.module.unused = nn.Parameter(torch.ones(3))
+    trainee.optimizer.param_groups[0]["params"].append(trainee.module.unused)
+    take_steps(env, config, 6, trainee=trainee)
+    return {name: one.detach() for name, one in trainee.module.named_parameters()}
+
+
+def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+    """Neither weight decay nor momentum moves a frozen or an unused one, as in one process."""
+    keys = (*TOY, "optimizer.weight_decay=0.5", "optimizer.momentum=0.9")
+    (single,) = run_ranks(partly_trained, 1, compose_config(*keys, "parallelism=single"))
+    served, *_ = run_ranks(partly_trained, 3, compose_config(*keys, "parallelism=ps", world_size=3))
+    assert torch.equal(served["unused"], torch.ones(3, dtype=torch.float64))
+    for name, expected in single.items():
+        torch.testing.assert_close(served[name], expected, rtol=1e-13, atol=1e-14)
+
+
+def applied_steps(env: DistEnv, folder: Path) -> list[int]:
+    """Stop an asynchronous run while trainer 2 holds its first batch, and go on from there."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="async")
+    module, stopped = nn.Linear(3, 1), folder / "stopped"
+    outstanding, applied = (), list[int]()
+    for num_steps in (10, 20):  # of 30
+        links = mode.connect(env, timeout_s=30)
+        if env.rank == 0:
+            place = len(applied)
+            server = serving(mode, module, links, num_steps=30 - place, outstanding=outstanding)
+            applied += [int(server.collect(step=place + i)) for i in range(num_steps)]
+            outstanding = server.outstanding()
+            assert (len(outstanding) > 0) == (len(applied) < 30)
+            stopped.touch()
+            server.close("preempted")
+            continue
+
+        def compute(step: int) -> Tensor:
+            while env.rank == 2 and not stopped.exists():
+                time.sleep(0.01)
+            module(torch.ones(1, 3)).sum().backward()
+            return torch.tensor(float(step))
+
+        assert mode.follow(module, links, seed=0, compute=compute) == "preempted"
+    return applied
+
+
+def test_a_stopped_asynchronous_run_applies_each_batch_once(tmp_path: Path) -> None:
+    """What was handed out and not applied when it stopped is computed again, and nothing else."""
+    applied, *_ = run_ranks(applied_steps, 4, tmp_path)
+    assert Counter(applied) == Counter(range(30))
+    assert sorted(applied[:10]) != list(range(10)), "it stopped at a place without a gap"
+
+
+def patient_steps(env: DistEnv, how: str) -> list[int]:
+    """Return the batches collected by a server that is busy for longer than the timeout."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode=how)
+    module = nn.Linear(3, 1)
+    links = mode.connect(env, timeout_s=2)
+    if env.rank == 0:
+        server = serving(mode, module, links, num_steps=4, timeout_s=2)
+        applied = []
+        for step in range(4):
+            if step == 2:
+                time.sleep(4.5)  # an evaluation, a slow disk
+            applied.append(int(server.collect(step=step)))
+        server.close("completed")
+        assert server.lost == []
+        return applied
+
+    def compute(step: int) -> Tensor:
+        module(torch.ones(1, 3)).sum().backward()
+        return torch.tensor(step / (2 if how == "sync" else 1))
+
+    assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+    return []
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_trainers_outlast_a_server_that_is_busy(how: str) -> None:
+    """However long it evaluates or saves: the timeout is for one that says nothing at all."""
+    applied, *_ = run_ranks(patient_steps, 3, how)
+    assert sorted(applied) == [0, 1, 2, 3]
+
+
+def silent_server(env: DistEnv) -> str:
+    """Return what a trainer says of a server whose process stands still."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    module = nn.Linear(3, 1)
+    pids: list[int] = [0]
+    if env.rank == 0:
+        pids = [os.getpid()]
+    torch.distributed.broadcast_object_list(pids, src=0)
+    links = mode.connect(env, timeout_s=2)
+    if env.rank == 0:
+        serving(mode, module, links, num_steps=1, timeout_s=2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    try:
+        mode.follow(module, links, seed=0, compute=lambda step: torch.zeros(()))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+    return "it never noticed"
+
+
+def test_a_server_that_stands_still_is_noticed() -> None:
+    """Its signs of life come from its process: a stopped one sends none."""
+    _, told = run_ranks(silent_server, 2)
+    assert "imed out" in told
 
 
 @pytest.mark.parametrize(

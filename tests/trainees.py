@@ -94,13 +94,16 @@ def flat_weights(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-def take_steps(env: DistEnv, config: Config, num_steps: int) -> Trace:
+def take_steps(
+    env: DistEnv, config: Config, num_steps: int, *, trainee: Trainee | None = None
+) -> Trace:
     """Take steps from the first epoch on. Collective: every rank must call."""
-    trainee, trace = build(env, config), Trace()
+    trainee, trace = trainee or build(env, config), Trace()
     part = take_part(
         trainee,
         env,
         seed=config.seed,
+        position=Position(),
         num_steps=num_steps,
         timeout_s=30,
         ended=set,

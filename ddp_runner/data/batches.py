@@ -1,8 +1,8 @@
 """The order of samples: the same global batches at every world size; train.py iterates them."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class GlobalBatches:
     seed: int
     num_randoms: int = 0  # random numbers of a sample, for its augmentation
     lengths: Tensor | None = None  # (num_samples,): put samples of similar length together
+    # At these places of the run, counted in batches, another batch: one that it left out before.
+    instead: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -58,7 +60,12 @@ class GlobalBatches:
         """The steps of an epoch from ``start_step`` on; those before it cost nothing."""
         order = self.order(epoch)
         for index in range(start_step, self.steps_per_epoch):
-            yield self.step(epoch, index, order=order)
+            other = self.instead.get(epoch * self.steps_per_epoch + index)
+            if other is None:
+                yield self.step(epoch, index, order=order)
+            else:
+                of_epoch, of_index = divmod(other, self.steps_per_epoch)
+                yield self.step(of_epoch, of_index, order=self.order(of_epoch))
 
     def order(self, epoch: int) -> Tensor:
         """The epoch's order of all samples, int64 ``(num_samples,)``."""

@@ -36,6 +36,9 @@ class Gradients(Protocol):
     def collect(self, *, step: int) -> Tensor:
         """Leave the gradients of a step in the module; return the mean loss over its samples."""
 
+    def outstanding(self) -> tuple[int, ...]:
+        """Return the batches before the newest one whose gradients have not been collected."""
+
     def figures(self) -> dict[str, float]:
         """Return metrics of the steps since the last call."""
 
@@ -55,6 +58,8 @@ class Serving(Protocol):
         links: Sequence[ProcessGroup],
         *,
         num_steps: int,
+        outstanding: Sequence[int],
+        timeout_s: float,
         ended: Callable[[], Collection[int]],
         say: Callable[[str], None],
     ) -> Gradients:
@@ -64,6 +69,8 @@ class Serving(Protocol):
             module: whose gradients are collected.
             links: from `connect`.
             num_steps: how many steps will be taken.
+            outstanding: batches to compute before any new one.
+            timeout_s: after so long without a message a rank counts as lost.
             ended: tells which ranks' processes are known to have ended.
             say: takes a line for the user.
         """

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism import Role, rank_devices
-from ddp_runner.parallelism.server import STATUS_OF, Server, copy_parts, packed
+from ddp_runner.parallelism.messages import ALIVE, STATUS_OF, copy_parts, packed
+from ddp_runner.parallelism.server import Server
 
 SERVER = 0
 
@@ -85,12 +86,22 @@ class ParameterServer:
         links: Sequence[dist.ProcessGroup],
         *,
         num_steps: int,
+        outstanding: Sequence[int],
+        timeout_s: float,
         ended: Callable[[], Collection[int]],
         say: Callable[[str], None],
     ) -> Server:
         """Return the server's side. Rank 0 only."""
-        waits = self.mode == "sync"
-        return Server(module, links=links, waits=waits, num_steps=num_steps, ended=ended, say=say)
+        return Server(
+            module,
+            links=links,
+            waits=self.mode == "sync",
+            num_steps=num_steps,
+            outstanding=outstanding,
+            timeout_s=timeout_s,
+            ended=ended,
+            say=say,
+        )
 
     def follow(
         self,
@@ -132,5 +143,8 @@ class ParameterServer:
 
 
 def _received(box: Tensor, link: dist.ProcessGroup) -> int:
+    """Wait for the next batch or the end, as long as the server says that it is alive."""
     dist.recv(box, src=SERVER, group=link)
+    while int(box) == ALIVE:
+        dist.recv(box, src=SERVER, group=link)
     return int(box)

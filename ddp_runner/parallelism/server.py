@@ -1,18 +1,29 @@
 """The server's side of ``ps``: hands out batches with the parameters, and collects gradients."""
 
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_runner.parallelism.messages import (
+    ALIVE,
+    ALIVE_PER_TIMEOUT,
+    STATUS_OF,
+    copy_parts,
+    message_dtype,
+    packed,
+)
+
 POLL_S = 0.2  # between two looks at which trainers have ended
 LAST_WORDS_S = 5.0  # for the trainers to be told of the end
-STATUS_OF = {-1: "completed", -2: "preempted"}  # what a trainer is sent in place of a batch
 
 
 @dataclass
@@ -32,7 +43,8 @@ class _Task:
 
     step: int
     version: int  # updates that its parameters have seen
-    push: Future[Tensor]
+    values: Tensor  # the packed parameters
+    push: Future[Tensor] = field(default_factory=Future)
 
 
 class Server:
@@ -45,20 +57,31 @@ class Server:
         links: Sequence[dist.ProcessGroup],
         waits: bool,
         num_steps: int,
+        outstanding: Sequence[int],
+        timeout_s: float,
         ended: Callable[[], Collection[int]],
         say: Callable[[str], None],
     ) -> None:
         self._module, self._waits, self._ended, self._say = module, waits, ended, say
         self._links = dict(enumerate(links, start=1))  # by trainer
         self._idle, self._tasks = list(self._links), dict[int, _Task]()
-        self._version, self._left = 0, num_steps  # updates taken; batches not handed out yet
-        self._todo = deque[int]()  # batches of trainers that were lost
+        self._version = 0  # updates taken
+        self._todo = deque(outstanding)  # batches to hand out before any new one
+        self._left = max(0, num_steps - len(outstanding))  # new batches not handed out yet
         self._next: int | None = None
         self._size = packed(module, gradients=True, facts=torch.zeros(2)).numel()
-        self._dtype = _dtype(module)
-        # A thread for each trainer, so that none waits for the messages of another.
-        self._pool = ThreadPoolExecutor(max_workers=len(links))
+        self._dtype = message_dtype(module)
         self._lap, self.lost = _Lap(), list[int]()
+        self._alive_s = timeout_s / ALIVE_PER_TIMEOUT
+        # A thread for each trainer, so that none waits for the messages of another. It tells its
+        # trainer that the server lives while the main thread evaluates or saves for long.
+        self._inboxes = {rank: queue.SimpleQueue[_Task | int | None]() for rank in self._links}
+        self._threads = [
+            threading.Thread(target=self._talk, args=(rank,), name=f"trainer-{rank}", daemon=True)
+            for rank in self._links
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def collect(self, *, step: int) -> Tensor:
         """Leave the gradients of a step in the module; return the mean loss over its samples.
@@ -69,18 +92,25 @@ class Server:
         if not self._lap.pushes:
             self._lap.started = time.perf_counter()
         pushes = self._from_all(step) if self._waits else [self._from_any(step)]
+        parameters = list(self._module.parameters())
         total = sum(pushes[1:], start=pushes[0])
-        sizes = [one.numel() for one in self._module.parameters()]
-        gradients, rest = total[: sum(sizes)], pushes[0][sum(sizes) :]
-        for parameter, gradient in zip(
-            self._module.parameters(), (gradients / len(pushes)).split(sizes), strict=True
+        sizes = [one.numel() for one in parameters]
+        gradients, counts = total[: sum(sizes)] / len(pushes), total[sum(sizes) :]
+        for parameter, gradient, count in zip(
+            parameters, gradients.split(sizes), counts[: len(sizes)].tolist(), strict=True
         ):
-            parameter.grad = gradient.view(parameter.shape).to(parameter)
+            # A zero gradient is not none: the optimizer would decay a frozen parameter.
+            parameter.grad = gradient.view(parameter.shape).to(parameter) if count else None
+        rest = pushes[0][sum(sizes) + len(sizes) :]
         copy_parts(rest[:-2], list(self._module.buffers()))  # of the lowest rank, as under DDP
         self._version += 1
         self._lap.pushes += len(pushes)
         self._lap.trainer_wait_s += sum(float(push[-1]) for push in pushes)
         return sum((push[-2] for push in pushes), start=torch.zeros(()))
+
+    def outstanding(self) -> tuple[int, ...]:
+        """Return the batches that were handed out and whose gradients have not been taken."""
+        return tuple(sorted([*self._todo, *(task.step for task in self._tasks.values())]))
 
     def figures(self) -> dict[str, float]:
         """Return staleness (updates), waiting times and pushes since the last call."""
@@ -102,15 +132,15 @@ class Server:
             if push is not None:
                 self._idle.append(rank)
         (code,) = (code for code, name in STATUS_OF.items() if name == status)
-        ends = [
-            self._pool.submit(dist.send, torch.tensor([code]), dst=rank, group=self._links[rank])
-            for rank in self._idle
-        ]
-        wait(ends, timeout=LAST_WORDS_S)
-        self._pool.shutdown(wait=False)
+        for rank in self._idle:
+            self._inboxes[rank].put(code)
+        deadline = time.monotonic() + LAST_WORDS_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _from_all(self, step: int) -> list[Tensor]:
         values = packed(self._module)
+        step = self._todo.popleft() if self._todo else step
         trainers, self._idle = self._idle, []
         for rank in trainers:
             self._give(rank, step, values)
@@ -123,7 +153,7 @@ class Server:
 
     def _from_any(self, step: int) -> Tensor:
         if self._next is None:
-            self._next = step
+            self._next = step + len(self._todo)
         while True:
             self._give_all_idle()
             if not self._tasks:
@@ -168,46 +198,42 @@ class Server:
             self._give(rank, step, values)
 
     def _give(self, rank: int, step: int, values: Tensor) -> None:
-        link = self._links[rank]
+        self._tasks[rank] = _Task(step, self._version, values)
+        self._inboxes[rank].put(self._tasks[rank])
 
-        def exchange() -> Tensor:
-            dist.send(torch.tensor([step]), dst=rank, group=link)
-            dist.send(values, dst=rank, group=link)
-            push = torch.empty(self._size, dtype=self._dtype)
-            dist.recv(push, src=rank, group=link)
-            return push
+    def _talk(self, rank: int) -> None:
+        """Exchange messages with a trainer until its last one; None ends without a message."""
+        while (item := self._next_item(rank)) is not None:
+            if isinstance(item, int):
+                with suppress(RuntimeError):  # it is gone, and needs no telling
+                    self._tell(rank, item)
+                return
+            try:
+                item.push.set_result(self._exchange(rank, item))
+            except RuntimeError as error:
+                item.push.set_exception(error)
 
-        self._tasks[rank] = _Task(step, self._version, self._pool.submit(exchange))
+    def _next_item(self, rank: int) -> _Task | int | None:
+        while True:
+            try:
+                return self._inboxes[rank].get(timeout=self._alive_s)
+            except queue.Empty:
+                with suppress(RuntimeError):  # it is gone: its next task says so
+                    self._tell(rank, ALIVE)
+
+    def _exchange(self, rank: int, task: _Task) -> Tensor:
+        self._tell(rank, task.step)
+        dist.send(task.values, dst=rank, group=self._links[rank])
+        push = torch.empty(self._size, dtype=self._dtype)
+        dist.recv(push, src=rank, group=self._links[rank])
+        return push
+
+    def _tell(self, rank: int, number: int) -> None:
+        dist.send(torch.tensor([number]), dst=rank, group=self._links[rank])
 
     def _lose(self, rank: int, *, was_silent: bool) -> None:
         self.lost.append(rank)
+        self._inboxes[rank].put(None)
         left = len(self._idle) + len(self._tasks)
         reason = "no answer within backend.timeout_s" if was_silent else "its process ended"
         self._say(f"rank {rank} is lost ({reason}); the run goes on with {left} trainer(s)")
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    """Return the type of a message: float64 where a parameter has it, else float32."""
-    wide = any(parameter.dtype == torch.float64 for parameter in module.parameters())
-    return torch.float64 if wide else torch.float32
-
-
-@torch.no_grad()
-def packed(module: nn.Module, *, gradients: bool = False, facts: Tensor | None = None) -> Tensor:
-    """Return the parameters as one vector on the CPU; or gradients, buffers and facts."""
-    tensors: list[Tensor] = list(module.parameters())
-    if gradients:
-        tensors = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
-        tensors += module.buffers()
-    if facts is not None:
-        tensors.append(facts)
-    dtype = _dtype(module)
-    return torch.cat([one.detach().to("cpu", dtype).reshape(-1) for one in tensors])
-
-
-@torch.no_grad()
-def copy_parts(values: Tensor, tensors: list[Tensor]) -> None:
-    """Copy a vector's parts into tensors, which keep their memory format."""
-    parts = values.split([one.numel() for one in tensors]) if tensors else ()
-    for one, part in zip(tensors, parts, strict=True):
-        one.copy_(part.view(one.shape))
