@@ -1,5 +1,7 @@
 """Which checkpoints stay, which one is the best, and what a run leaves of it: by real commands."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,21 @@ def test_a_resumed_run_does_not_read_its_weights_again(starts: Ended) -> None:
         (starts.folder / "elsewhere").rename(run_dir(starts, "best") / "model.safetensors")
     assert (end.exit_code, end.stderr) == (0, "")
     assert record(folder)["step"] == 3
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(sweep: Ended) -> None:
+    """It says that nothing is left to resume from, and what the run has logged stays."""
+    folder = sweep.folder / "damaged"
+    shutil.copytree(run_dir(sweep, "steps"), folder)
+    for state in folder.glob("checkpoints/*/state.pt"):
+        os.truncate(state, 100)
+    end = run_command(f"resume={folder}", "train.max_steps=12", folder=sweep.folder)
+    assert end.exit_code == 2
+    assert end.stderr.startswith("error: nothing is left to resume from: every checkpoint in ")
+    assert len(end.stderr.splitlines()) == 1
+    assert record(folder)["status"] == "failed"
+    assert metrics(folder) == metrics(run_dir(sweep, "steps"))
+    assert steps(folder) == [8, 9]
 
 
 def test_a_metric_that_the_dataset_will_not_have_is_refused_at_once(sweep: Ended) -> None:

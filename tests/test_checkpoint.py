@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint import (
-    best_checkpoint,
+    best_checkpoints,
+    first_whole,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -82,9 +83,18 @@ def names(folder: Path) -> list[str]:
 
 
 def rewrite_manifest(checkpoint: Path, **changed: Any) -> None:
-    """Replaces fields of a checkpoint's manifest."""
+    """Replaces fields of a checkpoint's manifest, as version 1 wrote it: without a checksum."""
     path = checkpoint / MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    fields = json.loads(path.read_text()) | {"format_version": 1} | changed
+    fields.pop("sha256", None)
+    path.write_text(json.dumps(fields))
+
+
+def replace_state(checkpoint: Path, content: bytes) -> None:
+    """Puts other bytes in the state's place, and their checksum into the manifest."""
+    (checkpoint / STATE).write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    rewrite_manifest(checkpoint, files={STATE: {"size": len(content), "sha256": sha256}})
 
 
 def test_a_loaded_state_equals_the_saved_one(tmp_path: Path) -> None:
@@ -267,7 +277,20 @@ def drop_state(checkpoint: Path) -> str:
 def change_format(checkpoint: Path) -> str:
     """The manifest is of a format to come."""
     rewrite_manifest(checkpoint, format_version=99)
-    return "format version 99, this program reads 1"
+    return "format version 99, this program reads 1 to 2"
+
+
+def change_step(checkpoint: Path) -> str:
+    """One digit of the manifest is another, which no checksum of the state tells."""
+    text = (checkpoint / MANIFEST).read_text()
+    (checkpoint / MANIFEST).write_text(text.replace('"step": 600', '"step": 608'))
+    return "fields that do not match their checksum"
+
+
+def nest_manifest(checkpoint: Path) -> str:
+    """The manifest is nested deeper than Python reads."""
+    (checkpoint / MANIFEST).write_text("[" * 100_000)
+    return f"expected a manifest in {MANIFEST}, found RecursionError"
 
 
 @pytest.mark.parametrize(
@@ -280,6 +303,8 @@ def change_format(checkpoint: Path) -> str:
         break_manifest,
         drop_state,
         change_format,
+        change_step,
+        nest_manifest,
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
@@ -294,15 +319,78 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     with pytest.raises(UserError, match=fault):
         load_checkpoint(newest, map_location="cpu")
     assert said[0].startswith(f"checkpoint {newest}")
-    assert said[1] == f"the previous checkpoint is used: {previous}"
+    assert said[1] == f"{previous} is used in its place"
 
 
-def test_without_a_whole_checkpoint_there_is_no_latest(tmp_path: Path) -> None:
-    """The only one is damaged: it is named, and none is claimed to be used."""
-    truncate(save(tmp_path, 600))
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": "MUCH"},
+        {"step": -1},
+        {"step": "abc"},
+        {"step": True},
+        {"step": [1]},
+        {"metrics": {"eval/f1": "good"}},
+        {"metrics": [1, 2]},
+        {"metrics": None},
+        {"files": []},
+        {"files": {STATE: {"size": 0.5, "sha256": ""}}},
+        {"format_version": "1"},
+        {"format_version": None},
+    ],
+)
+def test_a_manifest_with_odd_fields_is_damaged(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """Whatever their types and sizes: one line, and the previous checkpoint is used."""
+    previous, newest = save(tmp_path, 500), save(tmp_path, 600)
+    rewrite_manifest(newest, **changed)
+    text = (newest / MANIFEST).read_text()
+    (newest / MANIFEST).write_text(text.replace('"MUCH"', "1e400"))
+    with pytest.raises(UserError, match="is damaged: expected a manifest") as caught:
+        read_manifest(newest)
+    assert "\n" not in str(caught.value)
+    assert latest_checkpoint(tmp_path, say=lambda _: None) == previous
+    assert best_checkpoints(tmp_path, monitor="eval/f1", mode="max") == []
+
+
+def test_a_checkpoint_of_the_first_format_loads(tmp_path: Path) -> None:
+    """Its manifest has no checksum of its own."""
+    rewrite_manifest(save(tmp_path, 600, metrics={"eval/f1": 0.5}), step=600)
+    assert load_latest(tmp_path)["step"] == 600
+    assert best_checkpoints(tmp_path, monitor="eval/f1", mode="max") != []
+
+
+def test_where_all_checkpoints_are_damaged_nothing_is_resumed(tmp_path: Path) -> None:
+    """Each is named, and a refusal says that none is left: a run must not begin anew unasked."""
+    for step in (500, 600):
+        truncate(save(tmp_path, step))
     said: list[str] = []
-    assert latest_checkpoint(tmp_path, say=said.append) is None
-    assert len(said) == 1
+    with pytest.raises(UserError, match="nothing is left to resume from") as caught:
+        latest_checkpoint(tmp_path, say=said.append)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(said) == 2
+
+
+def test_the_best_that_is_whole_is_found(tmp_path: Path) -> None:
+    """A damaged one is said and passed over."""
+    for step, score in {100: 0.5, 200: 0.9, 300: 0.7}.items():
+        save(tmp_path, step, metrics={"eval/f1": score})
+    flip_bit(tmp_path / "step-00000200")
+    ranking = best_checkpoints(tmp_path, monitor="eval/f1", mode="max")
+    assert [path.name[-3:] for path in ranking] == ["200", "300", "100"]
+    said: list[str] = []
+    assert first_whole(ranking, say=said.append) == tmp_path / "step-00000300"
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04 cut short", b"\x80\x02}."])
+def test_a_forged_state_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Its checksum is right and its bytes are no state: one line with the folder."""
+    path = save(tmp_path, 600)
+    replace_state(path, content)
+    with pytest.raises(UserError, match=str(path)) as caught:
+        load_checkpoint(path, map_location="cpu")
+    assert "\n" not in str(caught.value)
 
 
 class Hostile:
@@ -319,9 +407,7 @@ def test_a_hostile_checkpoint_is_refused_and_its_code_does_not_run(tmp_path: Pat
     """Its checksum is right, since whoever wrote the state wrote the manifest too."""
     path, proof = save(tmp_path, 600), tmp_path / "the code ran"
     torch.save({"model": Hostile(proof)}, path / STATE)
-    content = (path / STATE).read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    rewrite_manifest(path, files={STATE: {"size": len(content), "sha256": sha256}})
+    replace_state(path, (path / STATE).read_bytes())
     with pytest.raises(
         UserError, match=r"refused: it names posix\.mkdir, .*none was run"
     ) as caught:
@@ -357,8 +443,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, mode: str, best: int) 
     save(tmp_path, 700, keep=2, monitor="eval/f1", mode=mode)
     expected = tmp_path / f"step-00000{best}"
     assert names(tmp_path) == [expected.name, "step-00000600", "step-00000700"]
-    assert best_checkpoint(tmp_path, monitor="eval/f1", mode=mode) == expected
-    assert best_checkpoint(tmp_path, monitor="eval/missing", mode=mode) is None
+    assert best_checkpoints(tmp_path, monitor="eval/f1", mode=mode)[0] == expected
+    assert best_checkpoints(tmp_path, monitor="eval/missing", mode=mode) == []
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(

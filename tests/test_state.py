@@ -1,12 +1,19 @@
 """A resumed run equals one that was never interrupted, and nothing foreign is resumed."""
 
+import os
 import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from trainees import (
     MNIST_NET,
     NO_DROPOUT,
@@ -18,11 +25,14 @@ from trainees import (
     run_loop,
 )
 
-from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.checkpoint import load_checkpoint, save_checkpoint
 from ddp_runner.config import Config
+from ddp_runner.data.source import Split
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.serving import take_part
 from ddp_runner.state import restore, snapshot
+from ddp_runner.step import Trainee
 from ddp_runner.train import Position
 
 NUM_STEPS = 3 * STEPS_PER_EPOCH
@@ -193,3 +203,197 @@ def test_resumed_run_takes_the_rate_that_it_is_given(tmp_path: Path, scheduler: 
         for trace in (run_ranks(loop, 2, smaller, tmp_path)[0], run_ranks(whole, 2, smaller)[0])
     )
     assert found == expected[MID_EPOCH:]
+
+
+def saved(folder: Path, state: Any, *, step: int = 1) -> None:
+    """Save whatever it is as a checkpoint whose checksums are right."""
+    save_checkpoint(
+        folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", say=print
+    )
+
+
+def refusal_of(trainee: Trainee, config: Config, folder: Path) -> str:
+    """Return the sentence with which the folder's checkpoint is refused. Collective."""
+    position = Position()
+    with pytest.raises(UserError) as error:
+        restore(trainee, position, config, folder, say=lambda _: None)
+    assert position == Position()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    """Return what drops a part of a state."""
+    return lambda state: {name: part for name, part in state.items() if name != key}
+
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of")
+STANDS = {"epoch": 0, "step": 1, "step_in_epoch": 1}
+FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda state: [state],
+    "nothing": lambda state: {},
+    "extra key": lambda state: state | {"position": STANDS | {"more": 1}},
+    "word": lambda state: state | {"position": STANDS | {"step": "abc"}},
+    "negative": lambda state: state | {"position": STANDS | {"step_in_epoch": -1}},
+    "another step": lambda state: state | {"position": STANDS | {"step": 7}},
+    "beyond the epoch": lambda state: state | {"position": STANDS | {"step_in_epoch": 99}},
+    "odd batches": lambda state: state | {"position": STANDS | {"outstanding": ("a",)}},
+    "position": lambda state: state | {"position": [1]},
+    "made of": lambda state: state | {"made_of": [1]},
+    "rng": lambda state: state | {"rng": [{"cpu": torch.zeros(3)}]},
+    "rng's key": lambda state: state | {"rng": [{}]},
+    "rng's type": lambda state: state | {"rng": 7},
+    "optimizer": lambda state: state | {"optimizer": []},
+    "schedule": lambda state: state | {"scheduler": {}},
+    "parameters": lambda state: state | {"model": {"a": 1}},
+    **{f"no {part}": without(part) for part in PARTS},
+}
+
+
+def refusals(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
+    """Return the sentence for each forged state, by its name."""
+    trainee = build(env, config)
+    state = snapshot(trainee, Position(**STANDS), config)
+    answers = {}
+    for number, (name, forge) in enumerate(FORGED.items()):
+        saved(folder / str(number), forge(dict(state)))
+        answers[name] = refusal_of(trainee, config, folder / str(number))
+    saved(folder / "whole", state)
+    assert restore(trainee, Position(), config, folder / "whole", say=print) == 1
+    return answers
+
+
+def test_a_forged_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """Its checksums are right, and what it holds is not what a run saves."""
+    (answers,) = run_ranks(refusals, 1, config_of(*TOY, world_size=1), tmp_path)
+    assert list(answers) == list(FORGED)
+    assert all(str(tmp_path) in answer for answer in answers.values())
+
+
+def all_damaged(env: DistEnv, config: Config, folder: Path) -> tuple[str, list[str]]:
+    """Return how a rank answers to a folder where nothing is whole, and what it says of none."""
+    said: list[str] = []
+    asked = replace(config, resume="a run")
+    assert restore(build(env, asked), Position(), asked, folder / "none", say=said.append) is None
+    return refusal_of(build(env, config), config, folder), said
+
+
+def test_where_nothing_is_whole_every_rank_refuses(tmp_path: Path) -> None:
+    """Rank 0 looks, and all end with its sentence; without any checkpoint the run begins, said."""
+    for step in (1, 2):
+        saved(tmp_path, {}, step=step)
+        os.truncate(tmp_path / f"step-{step:08d}" / "state.pt", 7)
+    first, second = run_ranks(all_damaged, 2, config_of(*TOY), tmp_path)
+    assert first == second
+    assert first[0].startswith("nothing is left to resume from: every checkpoint in ")
+    assert first[1] == [f"{tmp_path / 'none'} holds no checkpoint: the run begins at step 0"]
+
+
+def sharded(env: DistEnv, config: Config) -> list[str]:
+    """Return how a rank refuses to save a part of a parameter, and of a moment."""
+    trainee = build(env, config)
+    mesh = init_device_mesh("cpu", (env.world_size,))
+    whole = trainee.module.net1.weight
+    part = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+    answers = []
+    trainee.optimizer.state[whole]["momentum_buffer"] = part
+    with pytest.raises(UserError) as error:
+        snapshot(trainee, Position(), config)
+    answers.append(str(error.value))
+    trainee.module.net1.weight = nn.Parameter(part)
+    with pytest.raises(UserError) as error:
+        snapshot(trainee, Position(), config)
+    return [*answers, str(error.value)]
+
+
+def test_a_sharded_state_is_never_saved(tmp_path: Path) -> None:
+    """On every rank alike, with the tensor's key: one rank's part is not the whole."""
+    for answer in run_ranks(sharded, 2, config_of(*TOY)):
+        assert "['momentum_buffer'] is a DTensor, of which each rank holds only a part" in answer[0]
+        assert answer[1].startswith("the state['model']['net1.weight'] is a DTensor")
+
+
+def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
+    """Return how a checkpoint answers to other samples than those it was saved with."""
+    trainee = build(env, config)
+    data = replace(trainee.dataset, digest="a")
+    trainee = replace(trainee, dataset=data)
+    state = snapshot(trainee, Position(step=1), config)
+    saved(folder / "new", state)
+    saved(folder / "old", without("data")(state))
+    more = Split(data.train.inputs[:20], data.train.targets[:20])
+    fewer = Split(data.eval.inputs[:5], data.eval.targets[:5])
+    others = {
+        "train": replace(data, train=more),
+        "eval": replace(data, eval=fewer),
+        "content": replace(data, digest="b"),
+    }
+    answers = {}
+    for name, dataset in others.items():
+        other = replace(trainee, dataset=dataset)
+        answers[name] = refusal_of(other, config, folder / "new")
+        assert restore(other, Position(), config, folder / "old", say=print) == 1
+    drawn = replace(trainee, dataset=replace(data, digest=None))
+    assert restore(drawn, Position(), config, folder / "new", say=print) == 1
+    return answers
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with_only(tmp_path: Path) -> None:
+    """The numbers of samples then and now are told; checkpoints from before that know none load."""
+    (answers,) = run_ranks(other_data, 1, config_of(*TOY, world_size=1), tmp_path)
+    assert "27 training samples then, 20 now; put" in answers["train"]
+    assert "40 evaluation samples then, 5 now; put" in answers["eval"]
+    assert "27 training samples then as now, but other ones" in answers["content"]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Compare two states, tensors bit for bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("scheduler", ["constant", "cosine"])
+def test_the_last_checkpoint_of_a_resumed_run_is_that_of_an_undisturbed_one(
+    tmp_path: Path, scheduler: str
+) -> None:
+    """In every part: the schedule's counters as well as the tensors."""
+    config = config_of(*TOY, f"scheduler={scheduler}", "optimizer.momentum=0.9", world_size=1)
+    run_ranks(loop, 1, config, tmp_path / "whole")
+    run_ranks(loop, 1, config, tmp_path / "parts", MID_EPOCH)
+    run_ranks(loop, 1, config, tmp_path / "parts")
+    name = f"step-{NUM_STEPS:08d}"
+    one, other = (
+        load_checkpoint(tmp_path / run / name, map_location="cpu") for run in ("whole", "parts")
+    )
+    assert one.keys() == other.keys()
+    assert [key for key in one if not equal(one[key], other[key])] == []
+
+
+def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], list[list[int]]]:
+    """Go on from where an asynchronous run stood with batches 1 and 3 of six outstanding."""
+    trainee = build(env, config)
+    position = Position(epoch=1, step=4, outstanding=(1, 3))
+    saved(folder, snapshot(trainee, position, config) | {"position": asdict(position)}, step=4)
+    position = Position()
+    assert restore(trainee, position, config, folder, say=print) == 4
+    part = take_part(
+        trainee, env, seed=0, position=position, num_steps=4, timeout_s=30, ended=set, say=print
+    )
+    assert not isinstance(part, str)
+    numbers, left = [], []
+    for batch in part.batches.epoch(position.epoch):
+        numbers.append(batch.step)
+        position.step_in_epoch += 1
+        left.append(list(snapshot(part, position, config)["position"]["outstanding"]))
+    return numbers, left
+
+
+def test_what_an_asynchronous_run_left_out_comes_first_in_any_mode(tmp_path: Path) -> None:
+    """Batches 0, 2, 4 and 5 were applied; the epoch's other two follow those left out."""
+    (found,) = run_ranks(catching_up, 1, config_of(*TOY, world_size=1), tmp_path)
+    assert found == ([1, 3, 6, 7], [[3], [], [], []])

@@ -1,0 +1,110 @@
+"""What a completed run leaves where its checkpoints are damaged: the best model that loads."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from trainees import TOY, Trace, build, compose_config, flat_weights
+
+from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.config import Config
+from ddp_runner.delivery import deliver
+from ddp_runner.environment import DistEnv
+from ddp_runner.manifest import STATE
+from ddp_runner.state import snapshot
+from ddp_runner.train import Position
+
+LOSSES = {1: 0.2, 2: 0.1, 3: 0.3, 4: 0.4}  # of each checkpoint: step 2 is the best, 4 the last
+
+
+def fill(module: torch.nn.Module, value: float) -> None:
+    """Give every parameter one value."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def delivered(
+    env: DistEnv, config: Config, run_dir: Path, damaged: tuple[int, ...]
+) -> tuple[Tensor, list[str]]:
+    """Save four checkpoints, damage some, deliver; return this rank's weights and what it said."""
+    trainee, trace = build(env, config), Trace()
+    for step, loss in LOSSES.items():
+        fill(trainee.module, step)
+        state: dict[str, Any] = snapshot(trainee, Position(step=step), config)
+        if env.is_rank_zero:
+            save_checkpoint(
+                run_dir / "checkpoints", state, step=step, metrics={"eval/loss": loss}, keep=9,
+                monitor="eval/loss", mode="min", say=print,
+            )  # fmt: skip
+    if env.is_rank_zero:
+        for step in damaged:
+            path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
+            os.truncate(path, path.stat().st_size - 1)
+    position = Position(epoch=1, step=4)
+    deliver(trainee, position, config, run_dir, reporter=trace, say=trace.said.append)
+    return flat_weights(trainee.module), trace.said
+
+
+def run(folder: Path, *damaged: int, load_best: bool = True) -> tuple[list[Tensor], list[str]]:
+    """Return the weights of two ranks after the delivery, and what the first one said."""
+    config = compose_config(
+        *(*TOY, "checkpoint.monitor=eval/loss", "checkpoint.mode=min"),
+        f"checkpoint.load_best={str(load_best).lower()}",
+        world_size=2,
+    )
+    results = run_ranks(delivered, 2, config, folder, damaged)
+    return [weights for weights, _ in results], results[0][1]
+
+
+def exported(folder: Path) -> tuple[float, str]:
+    """Return the one value of the exported weights, and the step that they claim."""
+    (value,) = (
+        torch.cat([one.flatten() for one in load_file(folder / "model.safetensors").values()])
+        .unique()
+        .tolist()
+    )
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return value, file.metadata()["step"]
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) -> None:
+    """It is said; every rank gets the model from the first, which alone reads it."""
+    weights, said = run(tmp_path, 2)
+    assert exported(tmp_path) == (1.0, "1")
+    assert all((one == 1.0).all() for one in weights)
+    assert f"step-{2:08d} is damaged" in said[0]
+    assert said[-1] == "best by eval/loss: 0.2000 at step 1, in model.safetensors"
+
+
+def test_where_no_better_one_is_whole_the_last_model_is_exported(tmp_path: Path) -> None:
+    """From memory: its own checkpoint may be damaged as well."""
+    _, said = run(tmp_path, 1, 2, 3, 4, load_best=False)
+    assert exported(tmp_path) == (4.0, "4")
+    assert len(said) == 4
+    assert "0.4000 at step 4" in said[-1]
+
+
+def test_a_finished_training_never_fails_for_a_manifest(tmp_path: Path) -> None:
+    """Without any manifest the last model is the best that is known."""
+    folder = tmp_path / "checkpoints"
+    config = compose_config(*TOY, "checkpoint.monitor=eval/loss", "checkpoint.mode=min")
+    (said,) = run_ranks(without_manifests, 1, config, tmp_path)
+    assert not list(folder.glob("*/manifest.json"))
+    assert exported(tmp_path) == (3.0, "4")
+    assert said[0].startswith("no whole checkpoint has a finite eval/loss")
+
+
+def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
+    """Deliver from a folder whose checkpoint has lost its manifest."""
+    trainee, trace = build(env, config), Trace()
+    fill(trainee.module, 3.0)
+    (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
+    position = Position(epoch=1, step=4)
+    deliver(trainee, position, config, run_dir, reporter=trace, say=trace.said.append)
+    return trace.said
