@@ -99,7 +99,7 @@ def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | Non
     Raises:
         UserError: There are checkpoints and all of them are damaged.
     """
-    paths = list(reversed(_checkpoints(folder).values()))
+    paths = newest_first(folder)
     found = first_whole(paths, say=say)
     if found is None and paths:
         raise UserError(
@@ -109,9 +109,9 @@ def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | Non
     return found
 
 
-def has_checkpoints(folder: Path) -> bool:
-    """Returns whether a run has saved anything, whole or damaged by now."""
-    return bool(_checkpoints(folder))
+def newest_first(folder: Path) -> list[Path]:
+    """Returns all that a run has saved and still has, whole or damaged by now."""
+    return list(reversed(_checkpoints(folder).values()))
 
 
 def first_whole(paths: Iterable[Path], *, say: Callable[[str], None]) -> Path | None:

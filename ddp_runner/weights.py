@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint import (
     best_checkpoints,
     first_whole,
-    has_checkpoints,
-    latest_checkpoint,
     load_checkpoint,
+    newest_first,
 )
 from ddp_runner.config import Config
 from ddp_runner.errors import UserError
@@ -44,7 +43,7 @@ def starting_weights(
         UserError: there is nothing to start from where `model.weights` points.
     """
     asked = config.model.get("weights")
-    if asked is None or has_checkpoints(checkpoints):
+    if asked is None or newest_first(checkpoints):
         return None
     found = _find(Path(asked), say=say)
     say(f"starts from the weights in {found}")
@@ -131,7 +130,7 @@ def _find(path: Path, *, say: Callable[[str], None]) -> Path:
         ) from error
     folder = path / "checkpoints"
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
-    found = first_whole(ranking, say=say) or latest_checkpoint(folder, say=say)
+    found = first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), say=say)
     if found is None:
         raise UserError(f"model.weights ({path}) has no whole checkpoint; give another run")
     return found

@@ -188,6 +188,13 @@ def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) 
     (empty / ".hydra" / "config.yaml").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="has no whole checkpoint"):
         starting_weights(config, tmp_path / "none", say=pytest.fail)
+    damaged = as_checkpoint(empty / "checkpoints", {})
+    (damaged / "state.pt").write_bytes(b"")
+    assert starting_weights(config, empty / "checkpoints", say=pytest.fail) is None
+    said.clear()
+    with pytest.raises(UserError, match="has no whole checkpoint; give another run"):
+        starting_weights(config, tmp_path / "none", say=said.append)
+    assert len(said) == 1
 
 
 def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:

@@ -4,6 +4,10 @@ A trainer pulls the parameters, computes the gradients of one batch and pushes t
 takes the optimizer's step. It is the server that runs the training loop: where other modes call
 backward, it collects. Messages are torch.distributed's point-to-point ones, on CPU tensors.
 
+Each batch's gradients are applied exactly once, also where trainers are lost and where the run is
+stopped and goes on. In async they are applied in the order of their arrival, so that two runs of
+one seed differ; what the server had handed out when it saved is in the checkpoint.
+
 Source: https://pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html, whose RPC
 transport torch no longer develops; the two ways to step: Dean et al., Large Scale Distributed Deep
 Networks (2012).

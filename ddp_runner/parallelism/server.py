@@ -76,11 +76,11 @@ class Server:
         # A thread for each trainer, so that none waits for the messages of another. It tells its
         # trainer that the server lives while the main thread evaluates or saves for long.
         self._inboxes = {rank: queue.SimpleQueue[_Task | int | None]() for rank in self._links}
-        self._threads = [
-            threading.Thread(target=self._talk, args=(rank,), name=f"trainer-{rank}", daemon=True)
+        self._threads = {
+            rank: threading.Thread(target=self._talk, args=(rank,), daemon=True)
             for rank in self._links
-        ]
-        for thread in self._threads:
+        }
+        for thread in self._threads.values():
             thread.start()
 
     def collect(self, *, step: int) -> Tensor:
@@ -135,8 +135,8 @@ class Server:
         for rank in self._idle:
             self._inboxes[rank].put(code)
         deadline = time.monotonic() + LAST_WORDS_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for rank in self._idle:  # a lost one's thread may wait for its last message for long
+            self._threads[rank].join(max(0.0, deadline - time.monotonic()))
 
     def _from_all(self, step: int) -> list[Tensor]:
         values = packed(self._module)
@@ -210,7 +210,7 @@ class Server:
                 return
             try:
                 item.push.set_result(self._exchange(rank, item))
-            except RuntimeError as error:
+            except Exception as error:  # of any kind: the main thread waits for an answer
                 item.push.set_exception(error)
 
     def _next_item(self, rank: int) -> _Task | int | None:
