@@ -10,10 +10,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
-from ddp_runner.distributed import broadcast_object, gather_objects
+from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.plain_data import refuse_sharded
-from ddp_runner.resumable import checked_position, data_facts, refuse_other_data
+from ddp_runner.state_checks import checked_position, data_facts, refuse_other_data
 from ddp_runner.step import Trainee
 from ddp_runner.train import Position
 
@@ -58,7 +58,7 @@ def restore(
         UserError: on every rank alike: the checkpoint belongs to another model, optimizer or
             dataset, or every checkpoint is damaged.
     """
-    path = _newest(folder, is_rank_zero=trainee.env.is_rank_zero, say=say)
+    path = from_rank_zero(lambda: latest_checkpoint(folder, say=say))
     if path is None:
         if config.resume is not None:
             say(f"{folder} holds no checkpoint: the run begins at step 0")
@@ -107,20 +107,6 @@ def _outstanding(trainee: Trainee, position: Position) -> tuple[int, ...]:
         return trainee.gradients.outstanding()
     here = position.epoch * trainee.batches.steps_per_epoch + position.step_in_epoch
     return tuple(batch for place, batch in trainee.batches.instead.items() if place >= here)
-
-
-def _newest(folder: Path, *, is_rank_zero: bool, say: Callable[[str], None]) -> Path | None:
-    """Return what rank 0 found, or raise what it raised. Collective: every rank must call."""
-    found: Path | UserError | None = None
-    if is_rank_zero:
-        try:
-            found = latest_checkpoint(folder, say=say)
-        except UserError as error:
-            found = error
-    answer = broadcast_object(found)
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
 
 
 def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ LAYERS = (
     ("compose", "compare", "sweep"),
     ("explain", "step", "weights", "collective_calls"),
     ("train",),
-    ("resumable",),
+    ("state_checks",),
     ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
     ("session", "check_gradients", "check_samples", "check_state"),
     ("collectives", "check"),
