@@ -30,6 +30,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.record import write_run_record
 from ddp_runner.session import Session, note_restart
 from ddp_runner.step import Trainee
+from ddp_runner.times import begin_anew, end_session
 from ddp_runner.weights import starting_weights
 
 
@@ -41,6 +42,8 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     """
     config, env, say = session.config, session.env, session.say
     note_restart(session, step=0)
+    if env.is_rank_zero:
+        begin_anew(session.run_dir)
     trainee = _build(session)
     say(
         f"model={config.model.get('name')} dataset={config.dataset.get('name')} "
@@ -66,9 +69,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     wall_s = time.time() - session.job.started_at
     say(f"{status} in {wall_s:.1f} s, {len(findings)} checks ok")
     if env.is_rank_zero:
-        write_run_record(
-            session.run_dir, status=status, finished_at=time.time(), wall_s=round(wall_s, 3)
-        )
+        end_session(session.run_dir, status=status)
     return status
 
 

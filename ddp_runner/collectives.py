@@ -17,9 +17,9 @@ from ddp_runner.collective_timing import Row, measure
 from ddp_runner.collectives_config import OPS, message_sizes
 from ddp_runner.config import CollectivesConfig
 from ddp_runner.errors import UserError
-from ddp_runner.record import write_run_record
 from ddp_runner.report import end_summary
 from ddp_runner.session import Session, note_restart
+from ddp_runner.times import begin_anew, end_session, note_startup
 from ddp_runner.tracking import NullTracker, Tracker
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
@@ -48,8 +48,8 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
     if env.is_rank_zero:
         config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
         tracker = Tracker(run_dir, config_text=config_text)
-        startup_s = round(time.time() - session.job.started_at, 3)
-        write_run_record(run_dir, startup_s=startup_s)
+        begin_anew(run_dir)
+        note_startup(run_dir)
 
     rows: list[Row] = []
     status = "completed"
@@ -163,13 +163,9 @@ def _record_end(
     *,
     metrics: Mapping[str, float | None],
 ) -> None:
-    finished_at = time.time()
-    wall_s = finished_at - session.job.started_at
-    write_run_record(
+    end_session(
         session.run_dir,
         status=status,
-        finished_at=finished_at,
-        wall_s=round(wall_s, 3),
         epoch=0,
         step=max((row.bytes for row in rows), default=0),
         metrics=dict(metrics),
@@ -180,4 +176,5 @@ def _record_end(
             if reason is not None
         ],
     )
+    wall_s = time.time() - session.job.started_at
     print(end_summary(status, metrics, wall_s=wall_s, run_dir=session.run_dir), flush=True)

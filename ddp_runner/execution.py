@@ -7,7 +7,7 @@ from ddp_runner.environment import dist_env
 from ddp_runner.folders import freeze_config
 from ddp_runner.job import Job, Outcome, Slot
 from ddp_runner.launch import launch
-from ddp_runner.record import write_run_record
+from ddp_runner.times import begin_session
 
 
 def execute(job: Job) -> Outcome:
@@ -16,7 +16,7 @@ def execute(job: Job) -> Outcome:
     freeze_config(
         job.run_dir, job.config, overrides=job.overrides, raw=job.raw_config, choices=job.choices
     )
-    write_run_record(
+    begin_session(
         job.run_dir, status="running", started_at=job.started_at, error=None, **_place(job.slot)
     )
     return told(launch(job))

@@ -20,9 +20,11 @@ from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.folders import resume_argument
+from ddp_runner.load import load_record, measure_load
 from ddp_runner.pictures import confusion_picture
-from ddp_runner.record import HEADLINES, write_run_record
+from ddp_runner.record import HEADLINES
 from ddp_runner.step import Trainee
+from ddp_runner.times import begin_anew, end_session, note_startup
 from ddp_runner.tracking import Progress, Tracker
 from ddp_runner.train import Position
 
@@ -73,6 +75,9 @@ class Reporter(NullReporter):
             initial_step=resume_step or 0,
             stream=sys.stdout,
         )
+        if resume_step is None:
+            begin_anew(run_dir)
+        self._load = measure_load()
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Record metrics of a step and show them."""
@@ -86,7 +91,7 @@ class Reporter(NullReporter):
         self._progress.update(position.step, epoch=position.epoch + 1, metrics={})
         if not self._first_step_is_done:
             self._first_step_is_done = True
-            write_run_record(self._run_dir, startup_s=round(time.time() - self._started_at, 3))
+            note_startup(self._run_dir)
 
     def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
         """Keep an evaluation's confusion counts, of which the last are shown at the end."""
@@ -106,18 +111,17 @@ class Reporter(NullReporter):
             if (picture := confusion_picture(matrix)) is not None:
                 self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
         self._tracker.close(status=status)
-        finished_at, metrics = time.time(), self._tracker.last_metrics
-        wall_s = finished_at - self._started_at
-        write_run_record(
+        metrics = self._tracker.last_metrics
+        end_session(
             self._run_dir,
             status=status,
-            finished_at=finished_at,
-            wall_s=round(wall_s, 3),
+            load=load_record(self._load, measure_load()),
             epoch=position.epoch,
             step=position.step,
             metrics=metrics,
             **({} if matrix is None else {"confusion_matrix": matrix}),
         )
+        wall_s = time.time() - self._started_at  # of this session: what this command took
         print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir), flush=True)
 
 

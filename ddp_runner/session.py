@@ -33,6 +33,7 @@ from ddp_runner.job import Job
 from ddp_runner.logs import RankLog
 from ddp_runner.parallelism import Mode
 from ddp_runner.record import write_run_record
+from ddp_runner.times import begin_session
 
 INIT_FILE = "file://"  # how a launch.init_method begins that is a file
 
@@ -94,7 +95,12 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
                     raw=job.raw_config,
                     choices=job.choices,
                 )
-            _record_start(job, env, run.folder, num_threads=num_threads, devices=devices)
+            _record_start(
+                *(job, env, run.folder),
+                num_threads=num_threads,
+                devices=devices,
+                num_devices=mode.num_devices(env, kind=config.backend.device),
+            )
         yield Session(job, env, mode, devices, run.folder, log.say)
 
 
@@ -177,11 +183,18 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
 
 
 def _record_start(
-    job: Job, env: DistEnv, run_dir: Path, *, num_threads: int, devices: tuple[torch.device, ...]
+    job: Job,
+    env: DistEnv,
+    run_dir: Path,
+    *,
+    num_threads: int,
+    devices: tuple[torch.device, ...],
+    num_devices: int,
 ) -> None:
     config = job.config
-    write_run_record(
+    begin_session(
         run_dir,
+        started_at=job.started_at,
         status="running",
         error=None,
         task=config.task,
@@ -194,11 +207,8 @@ def _record_start(
         parallelism=config.parallelism.get("name"),
         backend=config.backend.name,
         devices=[str(device) for device in devices],
+        num_devices=num_devices,
         num_threads=num_threads,
         restarts=env.restart_count,
         warnings=list(job.warnings),
-        started_at=job.started_at,
-        finished_at=None,
-        wall_s=None,
-        startup_s=None,
     )

@@ -10,7 +10,9 @@ from generated_runs import SINGLE, lines_of, write_run
 
 from ddp_runner.comparison.analysis import Comparison, Row, compare
 from ddp_runner.comparison.figures import Stat, Target
+from ddp_runner.comparison.plots import figures
 from ddp_runner.comparison.runs import read_runs
+from ddp_runner.comparison.tables import as_text
 from ddp_runner.errors import UserError
 
 STRONG = {1: (64, 64), 2: (64, 32), 4: (64, 16)}  # global batch, batch per rank
@@ -48,7 +50,7 @@ def at(comparison: Comparison, world_size: int) -> Row:
 
 
 @pytest.mark.parametrize("kind", ["strong", "weak"])
-def test_speedup_and_efficiency_are_against_the_fewest_ranks(tmp_path: Path, kind: str) -> None:
+def test_speedup_and_efficiency_are_against_the_fewest_devices(tmp_path: Path, kind: str) -> None:
     """The median pace, warm-up left out; strong with one global batch, weak with one per rank."""
     batches = STRONG if kind == "strong" else WEAK
     write_scaling(tmp_path, {1: 200.0, 2: 360.0, 4: 640.0}, batches=batches)
@@ -58,7 +60,7 @@ def test_speedup_and_efficiency_are_against_the_fewest_ranks(tmp_path: Path, kin
         found = at(comparison, world_size)
         scaling = getattr(found, kind)
         assert (scaling.speedup, scaling.efficiency) == pytest.approx((speedup, efficiency))
-        assert (scaling.base, scaling.base_world_size) == ("1 rank", 1)
+        assert (scaling.base, scaling.base_num_devices) == ("1 rank", 1)
         assert getattr(found, "weak" if kind == "strong" else "strong") is None
     assert at(comparison, 2).samples_per_s == Stat(360.0, None, 1)
 
@@ -86,6 +88,77 @@ def test_a_mode_without_one_rank_is_measured_against_another_modes_process(tmp_p
         scaling = at(comparison, world_size).strong
         assert scaling is not None
         assert (scaling.speedup, scaling.base) == (pytest.approx(speedup), "single, 1 rank")
+
+
+def write_modes(folder: Path, *runs: tuple[str, int, int, float]) -> None:
+    """Write a run of each mode at so many ranks, on so many GPUs, at a pace; of one batch."""
+    for mode, world_size, num_devices, pace in runs:
+        one_batch = {world_size: (64, 64 // world_size)}
+        config = SINGLE | {"parallelism.name": mode, "parallelism._target_": mode}
+        record = {"num_devices": num_devices, "devices": ["cuda:0"]}
+        write_scaling(folder, {world_size: pace}, batches=one_batch, config=config, record=record)
+
+
+def test_efficiency_counts_devices_and_not_processes(tmp_path: Path) -> None:
+    """One process with four GPUs is no baseline, and two ranks with four GPUs are four devices."""
+    modes = (("single", 1, 1, 1000.0), ("dp", 1, 4, 2000.0), ("ddp", 4, 4, 3800.0))
+    write_modes(tmp_path, *modes, ("ddp_mp", 2, 4, 1900.0))
+    comparison = compared(tmp_path)
+    assert comparison.keys == ("parallelism.name", "world_size", "num_devices")
+    found = {row.setting["parallelism.name"]: row.strong for row in comparison.rows}
+    expected = {"single": (1, 1), "dp": (2, 0.5), "ddp": (3.8, 0.95), "ddp_mp": (1.9, 0.475)}
+    for mode, (speedup, efficiency) in expected.items():
+        scaling = found[mode]
+        assert scaling is not None
+        assert (scaling.speedup, scaling.efficiency) == pytest.approx((speedup, efficiency))
+        assert (scaling.base, scaling.base_num_devices) == ("single, 1 rank", 1)
+    table = as_text(comparison)
+    assert "ddp_mp                2        4" in table
+    assert "the speedup over the ratio of the devices" in table
+    plot = figures(comparison)["scaling"]
+    assert not isinstance(plot, str)
+    assert plot.axes[0].get_xlabel() == "devices"
+    lines = {str(line.get_label()): list(line.get_xdata()) for line in plot.axes[0].get_lines()}
+    assert lines["ddp_mp: 1.90x (48%)"] == lines["dp: 2.00x (50%)"] == [1, 4]
+
+
+def test_without_a_run_on_one_device_the_fewest_are_the_baseline(tmp_path: Path) -> None:
+    """Its devices count in the efficiency, and its name says them."""
+    write_modes(tmp_path, ("ddp_mp", 1, 2, 1000.0), ("ddp_mp", 2, 4, 1900.0))
+    scaling = at(compared(tmp_path), 2).strong
+    assert scaling is not None
+    assert (scaling.speedup, scaling.efficiency) == pytest.approx((1.9, 0.95))
+    assert scaling.base == "1 rank, 2 devices"
+
+
+def test_one_process_on_other_numbers_of_gpus_is_another_setting(tmp_path: Path) -> None:
+    """DataParallel with one and with four GPUs: nothing of it is averaged, and it scales."""
+    write_modes(tmp_path / "one", ("dp", 1, 1, 1000.0))
+    write_modes(tmp_path / "four", ("dp", 1, 4, 2000.0))
+    one, four = compared(tmp_path).rows
+    assert (one.num_devices, four.num_devices) == (1, 4)
+    assert four.strong is not None
+    assert four.strong.efficiency == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("record", "num_devices"),
+    [
+        ({"num_devices": 8, "devices": ["cuda:0"]}, 8),
+        ({"devices": ["cuda:0"]}, 2),
+        ({"devices": ["cuda:0", "cuda:1"]}, 4),
+        ({"devices": ["cpu", "cpu"]}, 2),
+        ({"devices": None}, 2),
+        ({"num_devices": "many"}, 2),
+    ],
+)
+def test_an_older_record_tells_its_devices_by_those_of_rank_zero(
+    tmp_path: Path, record: dict[str, Any], num_devices: int
+) -> None:
+    """Different GPUs times the ranks; on the CPU, and where nothing is said, the ranks."""
+    write_run(tmp_path / "run", config={"world_size": 2}, record=record)
+    (row,) = compared(tmp_path).rows
+    assert row.num_devices == num_devices
 
 
 def test_packed_runs_stay_out_of_the_scaling_unless_asked_for(tmp_path: Path) -> None:
@@ -124,7 +197,7 @@ def test_a_keys_column_appears_where_it_says_something(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("drift", "first_break"),
-    [(0.0, None), (0.0005, None), (0.01, 20), (float("nan"), 20)],
+    [(0.0, None), (0.0005, None), (0.1, 20), (float("nan"), 20)],
 )
 def test_loss_parity_breaks_at_the_first_step_that_differs(
     tmp_path: Path, drift: float, first_break: int | None

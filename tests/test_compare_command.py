@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from commands import RUNNER, run_command
 from generated_runs import SINGLE, lines_of, write_run
+from matplotlib.container import ErrorbarContainer
+from matplotlib.text import Text
 from PIL import Image
 
 from ddp_runner.compare import main, run
@@ -147,14 +149,52 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     scaling, parts = found["scaling"], found["step_parts"]
     assert not isinstance(scaling, str)
     assert not isinstance(parts, str)
-    ideal, ddp = scaling.axes[0].get_lines()
+    ideal, ddp, *_ = scaling.axes[0].get_lines()
     assert (ideal.get_label(), list(ideal.get_ydata())) == ("ideal", [1, 2])
     assert " ".join(str(ddp.get_label()).split()) == "ddp, optimizer.lr 0.1: 1.50x (75%)"
     assert list(ddp.get_xdata()) == [1, 2]
     assert list(ddp.get_ydata()) == pytest.approx([1, 300.5 / 200.5])
+    (error,) = [one for one in scaling.axes[0].containers if isinstance(one, ErrorbarContainer)]
+    (bar_lines,) = error.lines[2]
+    low, high = bar_lines.get_segments()[0][:, 1]
+    assert (high - low) / 2 == pytest.approx(0.5**0.5 / 200.5)  # of two seeds
     bars = {bar.get_label(): bar.patches[0].get_width() for bar in parts.axes[0].containers}
     assert bars == {"forward": 4.0, "backward": 8.0, "rest": 4.0}  # of 16 ms
     assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
+
+
+def test_a_speed_in_doubt_is_marked_wherever_it_is_shown(
+    outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More than the devices explain, or measured while others used the machine; packed runs are."""
+    two = {"world_size": 2, "batch.per_rank": 32, "optimizer.lr": 0.5}
+    quiet = {"load": {"end": {"busy_share_others": 0.04, "steal_share": 0.02}}}
+    busy = {"load": {"end": {"busy_share_others": 0.25, "steal_share": 0.1}}}
+    single = SINGLE | {"optimizer.lr": 0.5}
+    write_run(outputs / "a", config=single, lines=lines_of([1.0, 100.0]), record=busy)
+    write_run(outputs / "b", config=two, lines=lines_of([1.0, 495.0]), record=quiet)
+    packed = {**two, "optimizer.lr": 0.7}
+    write_run(outputs / "c", config=packed, lines=lines_of([1.0]), record=busy | {"packed": True})
+    text = printed(capsys, outputs, "--out", tmp_path / "report", "--format", "markdown")
+    assert "- ddp, 2 ranks, optimizer.lr 0.5: strong efficiency 248% is superlinear: the" in text
+    assert (
+        "optimizer.lr 0.5: the machine was busy during 1 of 1 runs: others took up to 35%" in text
+    )
+    assert "- superlinear: an efficiency over 110%: the machine was busy, or cache effects" in text
+    rows = csv.DictReader((tmp_path / "report" / "comparison.csv").open())
+    remarks = {(row["parallelism.name"], row["optimizer.lr"]): row["remark"] for row in rows}
+    assert remarks["ddp", "0.5"] == "superlinear"
+    assert remarks["single", "0.5"] == "busy machine"
+    assert set(remarks.values()) == {"", "superlinear", "busy machine"}
+    assert len(json.loads((tmp_path / "report" / "comparison.json").read_text())["doubts"]) == 2
+    points = {path.name for path in (tmp_path / "report" / "tensorboard" / "strong").iterdir()}
+    assert "ddp, optimizer.lr 0.5, 2 ranks, superlinear" in points
+    plot = figures(compare(read_runs([outputs])))["scaling"]
+    assert not isinstance(plot, str)
+    labels = " ".join(" ".join(one.get_text() for one in plot.findobj(Text)).split())
+    assert "ddp, optimizer.lr 0.5: 4.95x (248%), superlinear" in labels
+    hollow = [one for one in plot.axes[0].get_lines() if one.get_markerfacecolor() == "white"]
+    assert [list(one.get_xdata()) for one in hollow] == [[2]]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_d
 
 from ddp_runner.dashboard import CHARTS, METRICS, header, hyperparameters, run_card
 from ddp_runner.report import Reporter
+from ddp_runner.times import begin_session
 from ddp_runner.tracking import Tracker
 from ddp_runner.train import Position
 
@@ -182,6 +183,7 @@ def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> N
     """The error passes on."""
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    begin_session(tmp_path, started_at=0.0)
     reporter = Reporter(tmp_path, started_at=0.0, max_steps=9, steps_per_epoch=3, resume_step=None)
     reporter.log({"train/loss": 1.0}, step=1, epoch=1)
     with pytest.raises(ZeroDivisionError), reporter:
@@ -195,6 +197,7 @@ def test_a_reporter_that_ends_well_says_nothing_of_failure(tmp_path: Path) -> No
     """And its block closes nothing twice."""
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    begin_session(tmp_path, started_at=0.0)
     with Reporter(
         tmp_path, started_at=0.0, max_steps=9, steps_per_epoch=3, resume_step=None
     ) as reporter:

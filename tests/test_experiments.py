@@ -126,7 +126,7 @@ def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
     for kind in ("strong", "weak"):
         row = rows["ddp", 2, kind]
         predicted = row["predicted"][kind]
-        assert row[kind]["base_world_size"] == 1
+        assert row[kind]["base_num_devices"] == 1
         assert 0 < predicted["speedup"] < 2
         assert predicted["parts_ms"]["comm"] > 0
         assert set(predicted["parts_ms"]) == set(predicted["measured_ms"])

@@ -14,7 +14,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.part
 MOST_LINES = 260
 # From the bottom up: a module imports from lower layers alone. Equals do not know each other.
 LAYERS = (
-    ("errors", "hardware", "pictures"),
+    ("errors", "hardware", "load", "pictures"),
     ("text_files",),
     (
         "environment",
@@ -31,7 +31,8 @@ LAYERS = (
         "models",
     ),
     ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
-    ("rules", "folders", "job", "stop", "logs", "parallelism", "data.source", "dashboard"),
+    ("rules", "folders", "job", "times", "stop", "logs"),
+    ("parallelism", "data.source", "dashboard"),
     ("interrupts", "calibration", "identity", "agent_store"),
     ("claims",),
     ("resuming",),
@@ -69,6 +70,7 @@ TORCH_FREE = (
     ),
     *("calibration", "execution", "interrupts", "multirun", "slots", "sweep_rules"),
     *("text_files", "identity", "claims", "resuming"),
+    *("load", "times", "comparison.run", "comparison.doubts"),
     *("compare", "comparison", "comparison.runs", "comparison.settings", "comparison.figures"),
     *("comparison.scaling", "comparison.parity", "comparison.analysis", "comparison.columns"),
     *("comparison.rows", "comparison.prediction", "comparison.parts_plot", "comparison.series"),

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.comparison.doubts import doubts
 from ddp_runner.comparison.figures import PACE, Target, outcome, stat, steady
 from ddp_runner.comparison.parity import Parity, parities
 from ddp_runner.comparison.prediction import Link, Prediction, links_of, predict
 from ddp_runner.comparison.rows import Best, Row, best_of, build_row
-from ddp_runner.comparison.runs import Run
+from ddp_runner.comparison.run import Run
 from ddp_runner.comparison.scaling import Speed, scalings
 from ddp_runner.comparison.settings import (
     Setting,
@@ -50,6 +51,7 @@ class Comparison:
     left_out: tuple[Remark, ...]  # runs that are in no row, and why
     notes: tuple[Remark, ...]  # runs that are in one, and what to know about them
     mixed: tuple[str, ...]  # what else differs between runs and makes them hard to compare
+    doubts: tuple[str, ...]  # speeds that may be wrong, and why
 
 
 def compare(
@@ -90,7 +92,7 @@ def compare(
         name = str(run.folder) if each else identity(settings[run.folder])
         groups.setdefault(name, []).append(run)
     speeds = [
-        Speed(settings[group[0].folder], found.mean if found else None)
+        Speed(settings[group[0].folder], *((found.mean, found.sd) if found else (None,)))
         for group in groups.values()
         for found in [stat(steady(run, PACE) for run in group)]
     ]
@@ -121,6 +123,7 @@ def compare(
         left_out=tuple(Remark(run.folder, run.reason) for run in runs if run.reason is not None),
         notes=tuple(Remark(run.folder, note) for run in usable for note in _notes(run)),
         mixed=tuple(_mixed(usable, list(settings.values()))),
+        doubts=tuple(doubts(rows, keys)),
     )
 
 
@@ -130,8 +133,8 @@ def _predictions(
     """Return what each kind of scaling's baseline says of a row with more ranks."""
     found = {
         kind: predict(row, rows[scaling.base_index], links)
-        for kind, scaling in (("strong", row.strong), ("weak", row.weak))
-        if scaling is not None and scaling.base_world_size < row.world_size
+        for kind, scaling in row.scalings.items()
+        if rows[scaling.base_index].world_size < row.world_size
     }
     return {kind: prediction for kind, prediction in found.items() if prediction is not None}
 

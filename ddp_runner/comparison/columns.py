@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 from ddp_runner.comparison.analysis import Comparison
+from ddp_runner.comparison.doubts import LEGEND, remark
 from ddp_runner.comparison.figures import Stat
+from ddp_runner.comparison.parity import promises_parity
 from ddp_runner.comparison.rows import Row
 from ddp_runner.comparison.settings import word
 from ddp_runner.record import HEADLINES
@@ -57,6 +59,10 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
             is_brief=any(len({repr(one.seed) for one in row.runs}) < len(row.runs) for row in rows),
             legend="runs: those of a setting; with fewer seeds than runs, some are repetitions",
         )
+    if "num_devices" not in comparison.keys:
+        yield column(
+            "num_devices", "devices", lambda row: row.num_devices, number=str, is_brief=False
+        )
     yield column(
         *("samples_per_s", "samples/s", lambda row: row.samples_per_s),
         legend="samples/s: the median of a run's perf/samples_per_s without its first line, the "
@@ -64,6 +70,7 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
     )
     for kind in ("strong", "weak"):
         yield from _scaling(kind, rows, column)
+    yield column("remark", "remark", remark, legend=LEGEND)
     if comparison.target is not None:
         goal = f"{comparison.target.metric}={comparison.target.value:g}"
         yield column(
@@ -89,18 +96,20 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
     yield column(
         *("startup_s", "start-up s", lambda row: row.startup_s),
         legend="start-up s: from the command, or the job's turn in a sweep, to the end of the "
-        "first step",
+        "first step; of the first session, where a run was resumed",
     )
     yield column("wall_s", "wall s", lambda row: row.wall_s, is_brief=False)
+    yield column("sessions", "sessions", lambda row: row.num_sessions, is_brief=False)
     yield column("step_time_ms", "step ms", lambda row: row.step_time_ms, is_brief=False)
     for name in dict.fromkeys(name for row in rows for name in row.step_parts_ms):
         yield column(f"{name}_ms", f"{name} ms", partial(_step_part, name), is_brief=False)
     references = {one.reference.folder for one in comparison.parity}
     yield column(
         *("parity", "parity", lambda row: _parity(row, references)),
-        legend="parity: whether losses at equal steps, with one seed and one global batch, are "
-        f"those of the reference to {comparison.tolerance:g} of themselves; else from which step "
-        "on they are not",
+        legend="parity: losses at equal steps, with one seed and one global batch, against the "
+        f"reference's: ok is to {comparison.tolerance:g} of themselves; rounding grows: they began "
+        "equal to rounding and parted little by little, as training makes any difference larger, "
+        "by so much; breaks: more than rounding sets them apart, from that step on",
     )
 
 
@@ -116,7 +125,7 @@ def _scaling(kind: str, rows: Sequence[Row], column: Callable[..., Column]) -> I
         *(f"{kind}_speedup", f"{kind} speedup", lambda row: of(row, "speedup")),
         number="{:.2f}x".format,
         legend=f"{kind} speedup: samples/s over that of {against}, with {equal}; efficiency: the "
-        "speedup over the ratio of the ranks",
+        "speedup over the ratio of the devices (on a CPU, of the ranks)",
     )
     yield column(
         *(f"{kind}_efficiency", "efficiency", lambda row: of(row, "efficiency")),
@@ -150,9 +159,12 @@ def _step_part(name: str, row: Row) -> float | None:
 
 
 def _parity(row: Row, references: set[Any]) -> str | None:
-    breaks = [one.first_break for one in row.parity if one.first_break is not None]
+    breaks = [one for one in row.parity if one.first_break is not None]
     if breaks:
-        return f"breaks at step {min(breaks)}"
+        return min(breaks, key=lambda one: one.first_break or 0).verdict
     if row.parity:
-        return "ok"
-    return "reference" if references & {run.folder for run in row.runs} else None
+        return max(row.parity, key=lambda one: one.largest).verdict
+    if references & {run.folder for run in row.runs}:
+        return "reference"
+    is_promised = not references or all(promises_parity(run) for run in row.runs)
+    return None if is_promised else "not promised"

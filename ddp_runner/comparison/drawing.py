@@ -42,6 +42,8 @@ class Line:
     high: Sequence[float] = ()
     base: str = ""  # what its values are multiples of
     predicted: Sequence[float] = ()  # what they should be; nan where nothing says it
+    errors: Sequence[float] = ()  # half the length of the bars at its points; nan: none
+    doubtful: Sequence[float] = ()  # the xs of points that are drawn hollow
 
 
 def new_figure(
@@ -102,6 +104,13 @@ def draw_lines(
         )
         if line.predicted:
             axes.plot(line.xs, line.predicted, color=COLOURS[index], linestyle=":", linewidth=2)
+        if line.errors:
+            axes.errorbar(
+                line.xs, line.ys, line.errors, color=COLOURS[index], fmt="none", capsize=4
+            )
+        for x, y in zip(line.xs, line.ys, strict=True):
+            if x in line.doubtful:
+                axes.plot([x], [y], MARKERS[index], color=COLOURS[index], mfc="white", ms=9)
         if line.low:
             axes.fill_between(
                 line.xs, line.low, line.high, color=COLOURS[index], alpha=0.15, linewidth=0

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ddp_runner.comparison.runs import Run
+from ddp_runner.comparison.run import Run
 
 PACE, STEP_TIME, COMM_SHARE = "perf/samples_per_s", "perf/step_time_ms", "perf/comm_share"
 PEAK_MEMORY = "perf/peak_memory_gib"

@@ -22,7 +22,7 @@ from ddp_runner.comparison.drawing import (
 from ddp_runner.comparison.parity import LOSS
 from ddp_runner.comparison.parts_plot import step_parts
 from ddp_runner.comparison.rows import Row
-from ddp_runner.comparison.runs import Run
+from ddp_runner.comparison.run import Run
 from ddp_runner.comparison.series import scaling_series
 from ddp_runner.comparison.settings import label
 
@@ -66,7 +66,9 @@ def _scaling(comparison: Comparison) -> "Figure | str":
     kinds = {kind: lines for kind, lines in kinds.items() if lines}
     if not kinds:
         return "no setting has samples/s at two world sizes; sweep with -m world_size=1,2,4"
-    figure, panels = new_figure("Speedup by number of ranks", num_panels=len(kinds))
+    are_ranks = all(row.num_devices == row.world_size for row in comparison.rows)
+    what = "ranks" if are_ranks else "devices"
+    figure, panels = new_figure(f"Speedup by number of {what}", num_panels=len(kinds))
     for axes, (kind, lines) in zip(panels, kinds.items(), strict=True):
         sizes = sorted({x for line in lines for x in line.xs})
         smallest = {line.xs[0] for line in lines}
@@ -79,7 +81,7 @@ def _scaling(comparison: Comparison) -> "Figure | str":
             axes,
             lines,
             first="fastest",
-            xlabel="world size (ranks)",
+            xlabel="world size (ranks)" if are_ranks else what,
             ideal=ideal,
             is_ragged=len({line.xs[-1] for line in lines}) > 1,
         )
@@ -87,21 +89,27 @@ def _scaling(comparison: Comparison) -> "Figure | str":
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
         batch = {"strong": "one global batch", "weak": "one batch per rank"}[kind]
-        dotted = "; dotted: as predicted" if any(line.predicted for line in lines) else ""
-        axes.set_title(f"{kind} scaling: {batch}{dotted}", loc="left", fontsize=11)
+        notes = ["dotted: as predicted"] if any(line.predicted for line in lines) else []
+        notes += ["bars: ± standard deviation"] if any(line.errors for line in lines) else []
+        notes += ["hollow: see take care"] if any(line.doubtful for line in lines) else []
+        axes.set_title("; ".join([f"{kind} scaling: {batch}", *notes]), loc="left", fontsize=11)
         bases = {line.base for line in lines}
         axes.set_ylabel(f"speedup over {bases.pop() if len(bases) == 1 else 'the baseline'}")
     return figure
 
 
 def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
-    """Return a line for each setting aside from its world size, the fastest at its end first."""
+    """Return a line for each setting aside from its devices, the fastest at its end first."""
     lines = []
     for one in scaling_series(comparison, kind):
         xs, ys = list(one.speedups), list(one.speedups.values())
         text = f"{one.name}: {ys[-1]:.2f}x ({ys[-1] / (xs[-1] / xs[0]):.0%})"
+        if xs[-1] in one.remarks:
+            text += f", {one.remarks[xs[-1]]}"
         predicted = [one.predicted.get(x, math.nan) for x in xs] if one.predicted else []
-        lines.append(Line(text, xs, ys, base=one.base, predicted=predicted))
+        errors = [one.spreads.get(x, math.nan) for x in xs] if one.spreads else []
+        line = Line(text, xs, ys, base=one.base, predicted=predicted, errors=errors)
+        lines.append(replace(line, doubtful=list(one.remarks)))
     return sorted(lines, key=lambda line: -line.ys[-1])
 
 

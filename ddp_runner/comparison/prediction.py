@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.comparison.runs import Run
+from ddp_runner.comparison.run import Run
 
 if TYPE_CHECKING:
     from ddp_runner.comparison.rows import Row

@@ -19,7 +19,7 @@ from ddp_runner.comparison.figures import (
 )
 from ddp_runner.comparison.parity import Parity
 from ddp_runner.comparison.prediction import Prediction
-from ddp_runner.comparison.runs import Run
+from ddp_runner.comparison.run import Run
 from ddp_runner.comparison.scaling import Scaling
 from ddp_runner.comparison.settings import Setting
 
@@ -30,6 +30,7 @@ class Row:
 
     setting: Setting  # the values of Comparison.keys
     world_size: int
+    num_devices: int
     runs: tuple[Run, ...]
     samples_per_s: Stat | None
     strong: Scaling | None
@@ -39,11 +40,18 @@ class Row:
     metrics: Mapping[str, Stat]  # at the end of the runs
     peak_memory_gib: Stat | None
     comm_share: Stat | None  # of the step time, 0 to 1
-    startup_s: Stat | None
-    wall_s: Stat | None
+    startup_s: Stat | None  # of the first session, where a run was resumed
+    wall_s: Stat | None  # of all sessions
+    num_sessions: Stat | None
     step_time_ms: Stat | None
     step_parts_ms: Mapping[str, float]  # what the step time goes into
     parity: tuple[Parity, ...]  # of its runs; empty: they are the reference, or have none
+
+    @property
+    def scalings(self) -> Mapping[str, Scaling]:
+        """What there is of strong and weak, by its name."""
+        found = {"strong": self.strong, "weak": self.weak}
+        return {kind: scaling for kind, scaling in found.items() if scaling is not None}
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ def build_row(
     return Row(
         setting=setting,
         world_size=runs[0].world_size,
+        num_devices=runs[0].num_devices,
         runs=tuple(runs),
         samples_per_s=stat(steady(run, PACE) for run in runs),
         strong=scaling[0],
@@ -92,6 +101,7 @@ def build_row(
         comm_share=stat(steady(run, COMM_SHARE) for run in runs),
         startup_s=stat(run.number("startup_s") for run in runs),
         wall_s=stat(run.number("wall_s") for run in runs),
+        num_sessions=stat(len(run.sessions) or None for run in runs),
         step_time_ms=stat(steady(run, STEP_TIME) for run in runs),
         step_parts_ms=step_parts_ms(runs),
         parity=tuple(parity[run.folder] for run in runs if run.folder in parity),

@@ -5,17 +5,16 @@ Reads run.json, metrics.jsonl and .hydra/config.yaml, nothing else.
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import yaml
 
+from ddp_runner.comparison.run import Run, is_finite
 from ddp_runner.config import leaves
 from ddp_runner.errors import UserError
 from ddp_runner.record import RUN_RECORD, read_run_record
@@ -28,60 +27,19 @@ KNOWN_FIELDS = {
     *("status", "error", "task", "git_revision", "versions", "host", "num_nodes", "parallelism"),
     *("backend", "devices", "num_threads", "restarts", "warnings", "started_at", "finished_at"),
     *("wall_s", "startup_s", "epoch", "step", "confusion_matrix", "lost_ranks", "packed"),
-    *("cores", "cuda_visible_devices"),
+    *("cores", "cuda_visible_devices", "num_devices", "load", "sessions"),
+    *("launch_id", "launches", "agents", "work_hash"),
     *("collectives", "not_in_backend", "checks", "num_parameters", "gradient_bytes"),
 }
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run folder."""
-
-    folder: Path  # below the path that was given
-    reason: str | None = None  # why it cannot be compared; None: it can
-    notes: tuple[str, ...] = ()  # what to know about one that can
-    record: Mapping[str, Any] = field(default_factory=dict)  # run.json
-    config: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and values
-    lines: tuple[Mapping[str, float | None], ...] = ()  # metrics.jsonl; None: was not finite
-
-    @property
-    def world_size(self) -> int:
-        """Ranks over all machines."""
-        return int(self.record["world_size"])
-
-    @property
-    def seed(self) -> Any:
-        """The seed of the weights, the order of the samples and their augmentation."""
-        return self.config.get("seed")
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether it ran beside others on the same machine, so that its times say little."""
-        return self.record.get("packed") is True
-
-    @property
-    def final(self) -> dict[str, float]:
-        """The last value of each metric that is a finite number."""
-        metrics = self.record["metrics"].items()
-        return {key: float(value) for key, value in metrics if _is_finite(value)}
-
-    def number(self, name: str) -> float | None:
-        """Return a field of run.json, None where it is no finite number."""
-        value = self.record.get(name)
-        return float(value) if _is_finite(value) else None
-
-    def values(self, metric: str) -> list[float]:
-        """Return a metric's finite values, in the order of the steps."""
-        found = (line.get(metric) for line in self.lines)
-        return [value for value in found if value is not None]
-
-
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Return the runs in and below folders, each once even where the paths overlap.
 
-    A copy of a run folder, known by its config hash and the instant of its start, counts once too.
+    A copy of a run folder, known by its config hash and the instant of its last start, counts once
+    too.
 
     Raises:
         UserError: there is no run in or below one of the paths.
@@ -100,8 +58,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             if place in runs:
                 continue
             run = read_run(folder)
-            started_at = run.number("started_at")
-            if started_at is not None and "config_hash" in run.record:
+            started_at = [run.record, *run.sessions][-1].get("started_at")
+            if is_finite(started_at) and "config_hash" in run.record:
                 identity = (str(run.record["config_hash"]), started_at)
                 if identity in seen:
                     continue
@@ -212,7 +170,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     for text in path.read_bytes().splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
-            if not (_is_finite(line["step"]) and _is_finite(line["time_s"])):
+            if not (is_finite(line["step"]) and is_finite(line["time_s"])):
                 raise ValueError
             lines.append({key: _number(value) for key, value in line.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -222,12 +180,8 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
 
 def _number(value: Any) -> float | None:
     if value is None or isinstance(value, int | float):
-        return value if _is_finite(value) else None
+        return value if is_finite(value) else None
     raise ValueError
-
-
-def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _brief(value: Any) -> str:

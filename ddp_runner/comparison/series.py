@@ -1,9 +1,10 @@
-"""The curves of a comparison: a setting's speedup by its world size."""
+"""The curves of a comparison: a setting's speedup by its number of devices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ddp_runner.comparison.analysis import Comparison
+from ddp_runner.comparison.doubts import remark
 from ddp_runner.comparison.rows import Row
 from ddp_runner.comparison.scaling import Scaling
 from ddp_runner.comparison.settings import BATCH, label
@@ -11,19 +12,20 @@ from ddp_runner.comparison.settings import BATCH, label
 
 @dataclass(frozen=True)
 class Series:
-    """One setting without its world size."""
+    """One setting without its ranks and devices. Keys of mappings are devices."""
 
     name: str  # in words
     base: str  # what the speedups are multiples of, in words
-    speedups: Mapping[int, float]  # by world size, ascending, the baseline's first
-    predicted: Mapping[int, float]  # the same; empty where nothing was predicted
+    speedups: Mapping[int, float]  # ascending, the baseline's first
+    spreads: Mapping[int, float]  # standard deviations of those, where there are several runs
+    remarks: Mapping[int, str]  # why one is in doubt, in a few words
+    predicted: Mapping[int, float]  # speedups; empty where nothing was predicted
 
 
 def scaling_series(comparison: Comparison, kind: str) -> Iterator[Series]:
-    """Yield the settings that have two world sizes or more; `kind` is strong or weak."""
-    keys = [key for key in comparison.keys if key not in ("world_size", *BATCH)]
-    pairs = [(row, row.strong if kind == "strong" else row.weak) for row in comparison.rows]
-    found = [(row, scaling) for row, scaling in pairs if scaling is not None]
+    """Yield the settings that ran on two numbers of devices or more; `kind` is strong or weak."""
+    keys = [key for key in comparison.keys if key not in ("world_size", "num_devices", *BATCH)]
+    found = [(row, row.scalings[kind]) for row in comparison.rows if kind in row.scalings]
     if len({scaling.batch for _, scaling in found}) > 1:
         keys.append(BATCH[0] if kind == "strong" else BATCH[1])
     settings: dict[str, list[tuple[Row, Scaling]]] = {}
@@ -32,10 +34,12 @@ def scaling_series(comparison: Comparison, kind: str) -> Iterator[Series]:
         settings.setdefault(label(setting, keys), []).append((row, scaling))
     for name, members in settings.items():
         base = members[0][1]
-        speedups = {base.base_world_size: 1.0}
-        speedups |= {row.world_size: scaling.speedup for row, scaling in members}
+        speedups = {base.base_num_devices: 1.0}
+        speedups |= {row.num_devices: scaling.speedup for row, scaling in members}
+        spreads = {row.num_devices: scaling.speedup_sd for row, scaling in members}
+        remarks = {row.num_devices: remark(row) for row, _ in members}
         predicted = {
-            row.world_size: row.predicted[kind].speedup
+            row.num_devices: row.predicted[kind].speedup
             for row, _ in members
             if kind in row.predicted
         }
@@ -44,5 +48,7 @@ def scaling_series(comparison: Comparison, kind: str) -> Iterator[Series]:
                 name=name,
                 base=base.base,
                 speedups=dict(sorted(speedups.items())),
+                spreads={size: sd for size, sd in spreads.items() if sd is not None},
+                remarks={size: words for size, words in remarks.items() if words is not None},
                 predicted={min(speedups): 1.0, **predicted} if predicted else {},
             )

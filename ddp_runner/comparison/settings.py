@@ -3,13 +3,16 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ddp_runner.comparison.runs import Run
+from ddp_runner.comparison.run import Run
 
 # What neither the work nor its speed depends on, and the seed, over which is averaged.
 IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets")
 ALWAYS = ("parallelism.name", "world_size")  # shown even where all runs have the same
 BATCH = ("batch.global_size", "batch.per_rank")
-FIRST = ("task", "model.name", "dataset.name", ALWAYS[0], "backend.name", ALWAYS[1], *BATCH)
+FIRST = (
+    *("task", "model.name", "dataset.name", ALWAYS[0], "backend.name", ALWAYS[1], "num_devices"),
+    *BATCH,
+)
 WORDS = {BATCH[0]: "global batch", BATCH[1]: "batch per rank"}
 
 Setting = Mapping[str, Any]
@@ -23,7 +26,8 @@ def setting_of(run: Run) -> Setting:
         if key not in IGNORED and not key.startswith("launch.")
     }
     # Times beside other runs on one machine are not those of a run alone.
-    return keys | {"world_size": run.world_size, "packed": run.is_packed}
+    facts = {"num_devices": run.num_devices, "packed": run.is_packed}
+    return keys | {"world_size": run.world_size, **facts}
 
 
 def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
@@ -55,7 +59,9 @@ def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
         shown.discard(BATCH[1])
     elif "world_size" in varied:
         shown -= set(BATCH)  # strong or weak scaling: the one that stays is among `same_keys`
-    return tuple(sorted(shown | set(ALWAYS), key=_place))
+    if all(one["num_devices"] == one["world_size"] for one in settings):
+        shown.discard("num_devices")  # as on the CPU, and wherever a rank has one device
+    return tuple(sorted(shown | set(ALWAYS), key=_order))
 
 
 def missing_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
@@ -80,7 +86,7 @@ def same_keys(settings: Sequence[Setting]) -> Setting:
 
 def word(key: str) -> str:
     """Return a key as a column's title: a group's name stands for the group."""
-    return key.removesuffix(".name")
+    return key.removesuffix(".name").removeprefix("num_")
 
 
 def label(setting: Setting, keys: Iterable[str]) -> str:
@@ -90,6 +96,8 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
         value = setting.get(key)
         if key == "world_size":
             words.append(ranks(int(value or 0)))
+        elif key == "num_devices":
+            words.append(devices(int(value or 0)))
         elif key == "packed":
             words += ["packed"] if value else []
         else:
@@ -100,6 +108,17 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
 def ranks(count: int) -> str:
     """Return a world size in words."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def devices(count: int) -> str:
+    """Return a number of devices in words."""
+    return f"{count} device" if count == 1 else f"{count} devices"
+
+
+def place(setting: Setting) -> str:
+    """Return what a setting ran on: its ranks, and its devices where those are others."""
+    names = [ranks(setting["world_size"]), devices(setting["num_devices"])]
+    return ", ".join(names[: 1 + (setting["world_size"] != setting["num_devices"])])
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:
@@ -121,5 +140,5 @@ def _follows(key: str, settings: Sequence[Setting], varied: Collection[str]) -> 
     return all(len(_values(group, key)) <= 1 for group in by_name.values())
 
 
-def _place(key: str) -> tuple[int, str]:
+def _order(key: str) -> tuple[int, str]:
     return (FIRST.index(key) if key in FIRST else len(FIRST) + (not key.endswith(".name")), key)

@@ -13,14 +13,15 @@ from ddp_runner.comparison.analysis import Comparison, Remark
 from ddp_runner.comparison.columns import NOTHING, Column, columns, digits
 from ddp_runner.comparison.figures import Stat
 from ddp_runner.comparison.parity import Parity
-from ddp_runner.comparison.runs import Run
+from ddp_runner.comparison.run import Run
 from ddp_runner.comparison.settings import ALWAYS, label, ranks, word
 from ddp_runner.record import json_safe
 
 WIDTH = 120  # characters, where there is no terminal
 MOST_REMARKS, MOST_FOLDERS = 20, 3  # of a list that people read
 UNEQUAL = "dropout, and BatchNorm that is not synchronised, differ by rank and explain a break"
-UNSTABLE = "without them it is rounding, which an unstable training makes larger: try optimizer.lr"
+UNSTABLE = "so does a training about to diverge, where rounding leaps: try a smaller optimizer.lr"
+LATE = "a first line long after step 1 cannot tell how it began: try train.log_every_steps=1"
 
 
 def as_text(comparison: Comparison) -> str:
@@ -94,8 +95,8 @@ SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
 
 def remarks(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
     """Yield the titles and lines of what is wrong with runs, where anything is."""
-    if comparison.mixed:
-        yield "take care", list(comparison.mixed)
+    if cautions := [*comparison.mixed, *comparison.doubts]:
+        yield "take care", cautions[:MOST_REMARKS] + _more(cautions)
     if comparison.notes:
         yield f"to be known of {_runs(len(comparison.notes))}", _grouped(comparison.notes)
     if comparison.left_out:
@@ -144,7 +145,7 @@ def _sections(
     yield from _gaps(comparison)
     if breaks := [one for one in comparison.parity if one.first_break is not None]:
         lines = [_broken(one) for one in breaks[:MOST_REMARKS]]
-        lines += [*_more(breaks), UNEQUAL, UNSTABLE]
+        lines += [*_more(breaks), UNEQUAL, UNSTABLE, LATE]
         yield f"loss parity broken, {_runs(len(breaks))}", lines
     yield from remarks(comparison)
     legends = [column.legend for column in shown if column.legend]
@@ -186,8 +187,8 @@ def _broken(one: Parity) -> str:
     reference = one.reference.config.get("parallelism.name")
     theirs = label({ALWAYS[0]: reference, "world_size": one.reference.world_size}, ALWAYS)
     return (
-        f"{ours}, seed {one.run.seed}: from step {one.first_break} on not the loss of {theirs}; "
-        f"at most {one.largest:.1%} apart ({one.run.folder})"
+        f"{ours}, seed {one.run.seed}: {one.verdict}, against {theirs}; at most "
+        f"{one.largest:.1%} apart ({one.run.folder})"
     )
 
 

@@ -1,6 +1,10 @@
-"""A comparison in TensorBoard: a curve over world sizes for each setting, the table, the plots.
+"""A comparison in TensorBoard: a point over the devices for each row, the table, the plots.
 
 Called by ``compare``. The tensorboard package alone writes them, without torch.
+
+TensorBoard smooths every curve that it draws, by 0.6 unless told otherwise, and no event file can
+change that. Of a curve of two points it would show 1.6x where 1.95x was measured. So each point is
+a run of its own, which has nothing to be smoothed with; the line between them is in the plot.
 """
 
 import shlex
@@ -12,6 +16,7 @@ from typing import Any
 
 from ddp_runner.comparison.analysis import Comparison
 from ddp_runner.comparison.series import scaling_series
+from ddp_runner.comparison.settings import devices, ranks
 from ddp_runner.comparison.tables import as_markdown
 from ddp_runner.folders import safe_name
 
@@ -22,7 +27,7 @@ MOST_LETTERS = 150  # of a run's name; more make way for its number
 def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path]) -> list[str]:
     """Write the runs into a folder, in place of those of an earlier comparison; return a line.
 
-    The step of a curve's point is its world size.
+    The step of a point is its number of devices.
 
     Args:
         comparison: what is shown.
@@ -35,21 +40,21 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
         path.unlink()  # else its points would be shown beside the new ones
     images = [_image(path) for path in pictures]
     _write(folder / CARDS, [(0, Summary(value=[_text(as_markdown(comparison)), *images]))])
+    are_ranks = all(row.num_devices == row.world_size for row in comparison.rows)
     for kind in ("strong", "weak"):
         for number, one in enumerate(scaling_series(comparison, kind), start=1):
             name = (
                 one.name if len(one.name) <= MOST_LETTERS else f"{one.name[:MOST_LETTERS]} {number}"
             )
             base = min(one.speedups)
-            points = {
-                size: {"speedup": speedup, "efficiency": speedup * base / size}
-                | ({"predicted speedup": one.predicted[size]} if size in one.predicted else {})
-                for size, speedup in one.speedups.items()
-            }
-            _write(
-                folder / kind / safe_name(name),
-                [(size, _scalars(f"scaling, {kind}", values)) for size, values in points.items()],
-            )
+            for size, speedup in one.speedups.items():
+                words = [name, ranks(size) if are_ranks else devices(size)]
+                words += [one.remarks[size]] if size in one.remarks else []
+                values = {"speedup": speedup, "efficiency": speedup * base / size}
+                if size in one.predicted:
+                    values["predicted speedup"] = one.predicted[size]
+                point = _scalars(f"scaling, {kind}", values)
+                _write(folder / kind / safe_name(", ".join(words)), [(size, point)])
     return [f"wrote {folder}: tensorboard --logdir {shlex.quote(str(folder))}"]
 
 

@@ -104,6 +104,9 @@ class Mode(Protocol):
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the devices of this rank's replica, first stage first; kind is cpu or cuda."""
 
+    def num_devices(self, env: DistEnv, *, kind: str) -> int:
+        """Return how many devices all ranks use together; on the CPU a rank counts as one."""
+
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
     ) -> nn.Module:
@@ -125,3 +128,8 @@ def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.d
         return (torch.device("cpu"),) * per_rank
     first = env.local_rank * per_rank
     return tuple(torch.device(kind, first + stage) for stage in range(per_rank))
+
+
+def count_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> int:
+    """Return the devices of all ranks, where each has its own: see ``rank_devices``."""
+    return env.world_size * (1 if kind == "cpu" else per_rank)

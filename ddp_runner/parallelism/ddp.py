@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import Role, alike, rank_devices
+from ddp_runner.parallelism import Role, alike, count_devices, rank_devices
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class DDP:
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the one device of this rank."""
         return rank_devices(env, kind=kind)
+
+    def num_devices(self, env: DistEnv, *, kind: str) -> int:
+        """Return one device a rank."""
+        return count_devices(env, kind=kind)
 
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import Role, alike, rank_devices
+from ddp_runner.parallelism import Role, alike, count_devices, rank_devices
 from ddp_runner.parallelism.ddp import replicate
 
 
@@ -35,6 +35,10 @@ class DDPModelParallel:
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return this rank's block of devices, one a stage."""
         return rank_devices(env, kind=kind, per_rank=self.devices_per_rank)
+
+    def num_devices(self, env: DistEnv, *, kind: str) -> int:
+        """Return the stages of all replicas."""
+        return count_devices(env, kind=kind, per_rank=self.devices_per_rank)
 
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]

@@ -34,6 +34,10 @@ class DataParallelMode:
             return (torch.device("cpu"),)
         return tuple(torch.device(kind, index) for index in range(torch.cuda.device_count()))
 
+    def num_devices(self, env: DistEnv, *, kind: str) -> int:
+        """Return how many GPUs share each batch, or 1."""
+        return 1 if kind == "cpu" else torch.cuda.device_count()
+
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
     ) -> nn.Module:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism import Role, rank_devices
+from ddp_runner.parallelism import Role, count_devices, rank_devices
 from ddp_runner.parallelism.messages import ALIVE, STATUS_OF, copy_parts, packed
 from ddp_runner.parallelism.server import Server
 
@@ -57,6 +57,10 @@ class ParameterServer:
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the one device of this rank."""
         return rank_devices(env, kind=kind)
+
+    def num_devices(self, env: DistEnv, *, kind: str) -> int:
+        """Return one device a rank, the server's included."""
+        return count_devices(env, kind=kind)
 
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import Role, alike, rank_devices
+from ddp_runner.parallelism import Role, alike, count_devices, rank_devices
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Single:
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the one device."""
         return rank_devices(env, kind=kind)
+
+    def num_devices(self, env: DistEnv, *, kind: str) -> int:
+        """Return 1: there is one rank."""
+        return count_devices(env, kind=kind)
 
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]

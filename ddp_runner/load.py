@@ -1,0 +1,78 @@
+"""How busy this machine is with other work, from the kernel's counters. Torch-free.
+
+A speed that was measured beside other work says little: the comparison reads it from run.json.
+"""
+
+import os
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
+PARENT, TIMES = 1, slice(11, 15)  # of /proc/PID/stat, after the name: ppid; own and children's time
+
+
+@dataclass(frozen=True)
+class Load:
+    """The machine at one instant; times are sums since boot, in clock ticks."""
+
+    average_1m: float | None  # processes that run or wait; None: the system does not say
+    cores_ticks: tuple[int, ...] = ()  # of the cores this process may use; empty: not Linux
+    gang_ticks: int = 0  # CPU time of this machine's ranks
+
+
+def measure_load() -> Load:
+    """Return the load now. Cheap: it reads a few files below /proc."""
+    try:
+        average = round(os.getloadavg()[0], 2)
+    except OSError:
+        return Load(None)
+    if sys.platform != "linux":
+        return Load(average)
+    return Load(average, _cores_ticks(os.sched_getaffinity(0)), _gang_ticks(os.getppid()))
+
+
+def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
+    """Return what run.json says of a run's load.
+
+    Shares are of the time of the cores that the run may use, from `start` to `end`: what other
+    processes took, and what a hypervisor gave to other machines (steal). None: not known.
+    """
+    pairs = zip(start.cores_ticks, end.cores_ticks, strict=True)
+    spent = [after - before for before, after in pairs]
+    total, others, steal = sum(spent), None, None
+    if total > 0:
+        busy = total - spent[IDLE] - spent[IOWAIT] - spent[STEAL]
+        others = round(max(0.0, busy - (end.gang_ticks - start.gang_ticks)) / total, 3)
+        steal = round(spent[STEAL] / total, 3)
+    return {
+        "start": {"loadavg_1m": start.average_1m},
+        "end": {
+            "loadavg_1m": end.average_1m,
+            "busy_share_others": others,
+            "steal_share": steal,
+        },
+    }
+
+
+def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:
+    """Return the first eight counters of /proc/stat, summed over cores; guest time is in user."""
+    wanted = {f"cpu{core}" for core in cores}
+    lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
+    counters = [[int(field) for field in line[1:9]] for line in lines if line[0] in wanted]
+    return tuple(map(sum, zip(*counters, strict=True)))
+
+
+def _gang_ticks(parent: int) -> int:
+    """Return the CPU time of a process's children: one launcher starts all ranks of a machine."""
+    ticks = 0
+    for path in PROC.glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        if int(fields[PARENT]) == parent:
+            ticks += sum(map(int, fields[TIMES]))
+    return ticks

@@ -1,0 +1,213 @@
+"""Rounding that training makes larger is told from steps that are not those of the reference."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generated_runs import SINGLE, lines_of, write_run
+
+from ddp_runner.comparison.analysis import compare
+from ddp_runner.comparison.parity import Parity
+from ddp_runner.comparison.runs import read_runs
+from ddp_runner.comparison.tables import as_text
+
+NUM_STEPS = 60
+LOSSES = [2.3 / (1 + step / 20) for step in range(NUM_STEPS)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors are quicker without others, and most of all on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def verdict(
+    folder: Path,
+    ours: Sequence[float],
+    *,
+    theirs: Sequence[float] = LOSSES,
+    every: int = 1,
+    precision: str = "fp32",
+) -> Parity:
+    """Compare two runs that log each `every`-th of their losses."""
+    two = {"world_size": 2, "batch.per_rank": 32}
+    for name, losses, keys in (("single", theirs, SINGLE), ("ddp", ours, two)):
+        lines = lines_of([1.0] * len(losses), losses=losses)
+        for index, line in enumerate(lines):
+            line["step"] = index + 1
+        write_run(
+            folder / name,
+            config={**keys, "train.precision": precision},
+            lines=lines[every - 1 :: every],
+        )
+    (parity,) = compare(read_runs([folder])).parity
+    return parity
+
+
+def parted(difference: Callable[[int], float]) -> list[float]:
+    """Return losses that differ from LOSSES by a part of themselves, given the step from 1 on."""
+    return [loss * (1 - difference(step)) for step, loss in enumerate(LOSSES, start=1)]
+
+
+def grown(step: int) -> float:
+    """Return a difference that grows from 1e-7 to 1.1 %, up and down as real ones do."""
+    return min(0.011, 1e-7 * 1.3**step * (0.1 if step % 3 else 1.0))
+
+
+@pytest.mark.parametrize("every", [1, 5, 10])
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        (lambda _: 0.0, "ok"),
+        (lambda _: 5e-4, "ok"),
+        (grown, "ok, rounding grows to 1.1%"),
+        (lambda step: 1e-7 if step < 12 else 0.2, "breaks at step {12}"),
+        (lambda step: grown(step) if step < 25 else 0.3, "breaks at step {25}"),
+        (lambda step: 1e-7 if step < 31 else float("nan"), "breaks at step {31}"),
+    ],
+)
+def test_a_difference_is_judged_by_how_it_began_and_grew(
+    tmp_path: Path, difference: Callable[[int], float], words: str, every: int
+) -> None:
+    """Within the tolerance; little by little; or at once, as by another order from epoch 2 on."""
+    found = verdict(tmp_path, parted(difference), every=every)
+    expected = words
+    if "{" in words:
+        before, _, number = words.strip("}").partition("{")
+        first_line = -(-int(number) // every) * every
+        expected = f"{before}{first_line}"
+        assert found.first_break == first_line
+    assert found.verdict == expected
+
+
+@pytest.mark.parametrize("every", [1, 5, 10])
+@pytest.mark.parametrize(
+    "difference",
+    [
+        lambda _: 2e-3,  # from step 1 on: dropout, BatchNorm, other weights or data
+        lambda step: 5e-4 * step,  # from step 2 on: a rate that is a percent too large
+        lambda step: 0.0 if step == 1 else 0.1,  # from step 2 on: gradients that are not averaged
+    ],
+)
+def test_steps_that_differ_from_the_first_one_on_are_no_rounding(
+    tmp_path: Path, difference: Callable[[int], float], every: int
+) -> None:
+    """However small the difference is at first."""
+    found = verdict(tmp_path, parted(difference), every=every)
+    assert found.first_break in (every, 2)
+    if found.first_break == every:
+        assert found.verdict == f"differs from the first line on (step {every})"
+
+
+def test_a_half_precision_has_larger_rounding(tmp_path: Path) -> None:
+    """What breaks float32 at its first line is how bfloat16 rounds."""
+    losses = parted(lambda step: 2e-3 * 1.05**step)
+    assert verdict(tmp_path / "fp32", losses).first_break == 1
+    assert verdict(tmp_path / "bf16", losses, precision="bf16").first_break is None
+
+
+def test_verdicts_are_in_the_table_and_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the size of what rounding grew to, and what else can be meant where it breaks."""
+    monkeypatch.setenv("COLUMNS", "400")
+    verdict(tmp_path / "grows", parted(grown))
+    text = as_text(compare(read_runs([tmp_path / "grows"])))
+    assert "ok, rounding grows to 1.1%" in text
+    assert "parted little by little" in text
+    assert "loss parity broken" not in text
+    verdict(tmp_path / "breaks", parted(lambda _: 2e-3))
+    text = as_text(compare(read_runs([tmp_path / "breaks"])))
+    assert "seed 0: differs from the first line on (step 1), against single, 1 rank" in text
+    assert "BatchNorm" in text
+
+
+def test_an_asynchronous_mode_promises_no_parity(tmp_path: Path) -> None:
+    """It is held to none, is nobody's reference, and its row says so."""
+    keys = {"parallelism.name": "ps", "parallelism.bucket_cap_mb": None}
+    losses = parted(lambda _: 0.2)
+    for name, mode in (("sync", "sync"), ("async", "async")):
+        config = {**keys, "parallelism.mode": mode, "world_size": 2}
+        lines = lines_of([1.0] * len(losses), losses=losses)
+        write_run(tmp_path / name, config=config, lines=lines)
+    lines = lines_of([1.0] * len(LOSSES), losses=LOSSES)
+    write_run(tmp_path / "single", config=SINGLE, lines=lines)
+    comparison = compare(read_runs([tmp_path]))
+    assert [parity.run.folder.name for parity in comparison.parity] == ["sync"]
+    assert "not promised" in as_text(comparison)
+
+
+@cache
+def real_losses(
+    *,
+    perturbation: float = 0.0,
+    rate: float = 0.5,
+    scale: float = 1.0,
+    other_order_from: int = 1000,
+) -> list[float]:
+    """Train a small network in float32, 8 steps an epoch, and return the loss of each step.
+
+    Args:
+        perturbation: of the initial weights, as a part of themselves.
+        rate: the optimizer's.
+        scale: what gradients are multiplied by.
+        other_order_from: the step from which the batches come in another order.
+    """
+    draws = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, 32, 20, generator=draws)  # (batches, samples, features)
+    targets = torch.randint(10, (8, 32), generator=draws)
+    shapes = ((20, 64), *[(64, 64)] * 4, (64, 10))
+    weights = [1.4 * torch.randn(one, generator=draws) / one[0] ** 0.5 for one in shapes]
+    noise = [torch.randn(one.shape, generator=draws) for one in weights]
+    weights = [one * (1 + perturbation * own) for one, own in zip(weights, noise, strict=True)]
+    losses = []
+    for step in range(1, 101):
+        batch = (3 * step + 1 if step >= other_order_from else step) % 8
+        weights = [one.requires_grad_() for one in weights]
+        hidden = inputs[batch]
+        for one in weights[:-1]:
+            hidden = torch.nn.functional.gelu(hidden @ one)
+        loss = torch.nn.functional.cross_entropy(hidden @ weights[-1], targets[batch])
+        gradients = torch.autograd.grad(loss, weights)
+        pairs = zip(weights, gradients, strict=True)
+        weights = [one.detach() - rate * scale * gradient for one, gradient in pairs]
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("every", [1, 5, 10])
+@pytest.mark.parametrize("perturbation", [1e-7, 5e-8, -1e-7])
+def test_rounding_of_a_real_training_grows_and_breaks_nothing(
+    tmp_path: Path, perturbation: float, every: int
+) -> None:
+    """Weights that are perturbed by a part in ten million end percents apart in the loss."""
+    ours, theirs = real_losses(perturbation=perturbation), real_losses()
+    found = verdict(tmp_path, ours, theirs=theirs, every=every)
+    assert found.largest > 0.002, "the training is too stable to show anything"
+    assert found.first_break is None
+    assert found.verdict.startswith("ok, rounding grows to ")
+
+
+@pytest.mark.parametrize("every", [1, 5, 10])
+@pytest.mark.parametrize(
+    ("fault", "first_step"),
+    [
+        ({"perturbation": 0.01}, 1),
+        ({"scale": 2.0}, 2),
+        ({"rate": 0.505}, 2),
+        ({"other_order_from": 9}, 9),
+        ({"other_order_from": 17}, 17),
+    ],
+)
+def test_faults_of_a_real_training_are_found_where_they_begin(
+    tmp_path: Path, fault: dict[str, Any], first_step: int, every: int
+) -> None:
+    """Other weights, a sum for a mean, a rate one percent too large, another order of an epoch."""
+    found = verdict(tmp_path, real_losses(**fault), theirs=real_losses(), every=every)
+    assert found.first_break == -(-first_step // every) * every
