@@ -1,0 +1,120 @@
+"""The times of a run that was resumed: those of all its sessions, of which each is kept."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import record
+from ranks import run_ranks
+from trainees import TOY, compose_config
+
+from ddp_runner.comparison.analysis import compare
+from ddp_runner.comparison.runs import read_runs
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.job import Job
+from ddp_runner.record import versions, write_run_record
+from ddp_runner.times import begin_anew, begin_session, end_session, note_startup
+from ddp_runner.worker import run
+
+AN_HOUR_AGO = time.time() - 3600
+
+
+def test_a_resumed_run_adds_up_its_sessions(tmp_path: Path) -> None:
+    """It began when the first did and took what all took; not the time that it lay still."""
+    begin_session(tmp_path, started_at=AN_HOUR_AGO, status="running")
+    write_run_record(tmp_path, startup_s=1.0)
+    first = {"started_at": AN_HOUR_AGO, "startup_s": 1.5, "wall_s": 60.0}
+    write_run_record(tmp_path, sessions=[first], wall_s=60.0)
+    now = time.time() - 5
+    begin_session(tmp_path, started_at=now, status="running")
+    assert record(tmp_path)["wall_s"] is None, "a run that goes on has not ended"
+    begin_session(tmp_path, started_at=now, world_size=2)  # the launcher, then rank 0
+    note_startup(tmp_path)
+    end_session(tmp_path, status="completed")
+    fields = record(tmp_path)
+    assert (fields["started_at"], fields["startup_s"]) == (AN_HOUR_AGO, 1.5)
+    assert fields["sessions"][0] == first
+    second = fields["sessions"][1]
+    assert second["started_at"] == now
+    assert 5 <= second["startup_s"] <= second["wall_s"] < 600
+    assert fields["wall_s"] == pytest.approx(60 + second["wall_s"], abs=0.01)
+    assert (fields["status"], fields["world_size"], len(fields["sessions"])) == ("completed", 2, 2)
+
+
+@pytest.mark.parametrize("how", ["killed", "killed before any metrics", "failed"])
+def test_a_session_that_left_no_wall_time_ended_when_it_last_wrote(
+    tmp_path: Path, how: str
+) -> None:
+    """At its last line of metrics, else its last run.json; a failure has a time of its own."""
+    begin_session(tmp_path, started_at=AN_HOUR_AGO)
+    if how == "failed":
+        write_run_record(tmp_path, status="failed", finished_at=AN_HOUR_AGO + 30)
+    if how == "killed":
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        os.utime(tmp_path / "metrics.jsonl", (0, AN_HOUR_AGO + 30))
+    if how == "killed before any metrics":
+        os.utime(tmp_path / "run.json", (0, AN_HOUR_AGO + 30))
+    begin_session(tmp_path, started_at=time.time())
+    assert record(tmp_path)["sessions"][0]["wall_s"] == pytest.approx(30, abs=0.01)
+    end_session(tmp_path)
+    assert 30 <= record(tmp_path)["wall_s"] < 600
+
+
+def test_a_run_that_begins_anew_in_its_folder_forgets_its_earlier_sessions(tmp_path: Path) -> None:
+    """What they did is gone with their metrics."""
+    begin_session(tmp_path, started_at=AN_HOUR_AGO)
+    now = time.time()
+    begin_session(tmp_path, started_at=now)
+    begin_anew(tmp_path)
+    fields = record(tmp_path)
+    assert (fields["started_at"], len(fields["sessions"])) == (now, 1)
+
+
+def test_a_record_without_sessions_counts_as_one(tmp_path: Path) -> None:
+    """As an earlier version wrote it."""
+    write_run_record(tmp_path, started_at=AN_HOUR_AGO, startup_s=2.0, wall_s=50.0)
+    begin_session(tmp_path, started_at=time.time())
+    end_session(tmp_path)
+    fields = record(tmp_path)
+    assert (fields["started_at"], fields["startup_s"]) == (AN_HOUR_AGO, 2.0)
+    assert 50 <= fields["wall_s"] < 600
+
+
+def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> dict[str, Any]:
+    """Run a rank as a worker does."""
+    facts = {"versions": versions()}
+    return run(Job(config=config, started_at=started_at, code=facts, run_dir=run_dir), env)
+
+
+def test_a_real_run_that_goes_on_keeps_its_times_load_and_devices(tmp_path: Path) -> None:
+    """In run.json, and as its totals in the comparison; the load is that of its last session."""
+    run_dir = tmp_path / "run"
+    for number, max_steps in enumerate((3, 6)):
+        store = f"launch.init_method='{(tmp_path / f'store-{number}').as_uri()}'"
+        keys = (*TOY, f"train.max_steps={max_steps}", "train.log_every_steps=1", store)
+        config = compose_config(*keys, world_size=2)
+        started_at = AN_HOUR_AGO if number == 0 else time.time()
+        run_ranks(session, 2, config, run_dir, started_at, backend=None)
+    fields = record(run_dir)
+    first, second = fields["sessions"]
+    assert fields["started_at"] == first["started_at"] == AN_HOUR_AGO
+    assert fields["startup_s"] == first["startup_s"] > 3000
+    assert second["wall_s"] > second["startup_s"] > 0
+    assert fields["wall_s"] == pytest.approx(first["wall_s"] + second["wall_s"], abs=0.01)
+    assert fields["num_devices"] == 2
+    assert fields["load"]["start"]["loadavg_1m"] >= 0
+    assert set(fields["load"]["end"]) == {"loadavg_1m", "busy_share_others", "steal_share"}
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()]
+    assert max(steps) == 6
+    comparison = compare(read_runs([tmp_path]))
+    (row,) = comparison.rows
+    assert row.wall_s is not None
+    assert row.startup_s is not None
+    assert row.num_sessions is not None
+    assert (row.wall_s.mean, row.startup_s.mean) == (fields["wall_s"], fields["startup_s"])
+    assert row.num_sessions.mean == 2
+    assert comparison.notes == (), "no field of run.json is unknown"
