@@ -188,7 +188,7 @@ def test_a_speed_in_doubt_is_marked_wherever_it_is_shown(
     assert set(remarks.values()) == {"", "superlinear", "busy machine"}
     assert len(json.loads((tmp_path / "report" / "comparison.json").read_text())["doubts"]) == 2
     points = {path.name for path in (tmp_path / "report" / "tensorboard" / "strong").iterdir()}
-    assert "ddp, optimizer.lr 0.5, 2 ranks, superlinear" in points
+    assert "ddp, 2 ranks, optimizer.lr 0.5, superlinear" in points
     plot = figures(compare(read_runs([outputs])))["scaling"]
     assert not isinstance(plot, str)
     labels = " ".join(" ".join(one.get_text() for one in plot.findobj(Text)).split())

@@ -54,10 +54,10 @@ def test_a_point_over_the_devices_for_each_row(
     board = compared(outputs, capsys)
     sizes = {"1 rank": (1, 1, 1), "2 ranks": (2, 1.5, 0.75), "4 ranks": (4, 3, 0.75)}
     assert {path.name for path in (board / "strong").iterdir()} == {
-        f"ddp, optimizer.lr {lr}, {size}" for lr in (0.1, 0.2) for size in sizes
+        f"ddp, {size}, optimizer.lr {lr}" for lr in (0.1, 0.2) for size in sizes
     }
     for size, expected in sizes.items():
-        events = events_of(board / "strong" / f"ddp, optimizer.lr 0.2, {size}")
+        events = events_of(board / "strong" / f"ddp, {size}, optimizer.lr 0.2")
         assert set(events.Tags()["scalars"]) == STRONG
         (speedup,) = events.Scalars("scaling, strong/speedup")
         (efficiency,) = events.Scalars("scaling, strong/efficiency")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.comparison.analysis import Comparison
-from ddp_runner.comparison.series import scaling_series
-from ddp_runner.comparison.settings import devices, ranks
+from ddp_runner.comparison.doubts import remark
+from ddp_runner.comparison.settings import label
 from ddp_runner.comparison.tables import as_markdown
 from ddp_runner.folders import safe_name
 
@@ -40,21 +40,16 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
         path.unlink()  # else its points would be shown beside the new ones
     images = [_image(path) for path in pictures]
     _write(folder / CARDS, [(0, Summary(value=[_text(as_markdown(comparison)), *images]))])
-    are_ranks = all(row.num_devices == row.world_size for row in comparison.rows)
-    for kind in ("strong", "weak"):
-        for number, one in enumerate(scaling_series(comparison, kind), start=1):
-            name = (
-                one.name if len(one.name) <= MOST_LETTERS else f"{one.name[:MOST_LETTERS]} {number}"
-            )
-            base = min(one.speedups)
-            for size, speedup in one.speedups.items():
-                words = [name, ranks(size) if are_ranks else devices(size)]
-                words += [one.remarks[size]] if size in one.remarks else []
-                values = {"speedup": speedup, "efficiency": speedup * base / size}
-                if size in one.predicted:
-                    values["predicted speedup"] = one.predicted[size]
-                point = _scalars(f"scaling, {kind}", values)
-                _write(folder / kind / safe_name(", ".join(words)), [(size, point)])
+    for number, row in enumerate(comparison.rows, start=1):
+        name = label(row.setting, comparison.keys)
+        name = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]} {number}"
+        name += f", {words}" if (words := remark(row)) else ""
+        for kind, scaling in row.scalings.items():
+            values = {"speedup": scaling.speedup, "efficiency": scaling.efficiency}
+            if kind in row.predicted:
+                values["predicted speedup"] = row.predicted[kind].speedup
+            point = _scalars(f"scaling, {kind}", values)
+            _write(folder / kind / safe_name(name), [(row.num_devices, point)])
     return [f"wrote {folder}: tensorboard --logdir {shlex.quote(str(folder))}"]
 
 
