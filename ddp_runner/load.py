@@ -20,7 +20,7 @@ class Load:
 
     average_1m: float | None  # processes that run or wait; None: the system does not say
     cores_ticks: tuple[int, ...] = ()  # of the cores this process may use; empty: not Linux
-    gang_ticks: int = 0  # CPU time of this machine's ranks
+    ranks_ticks: int = 0  # CPU time of this machine's ranks
 
 
 def measure_load() -> Load:
@@ -29,9 +29,9 @@ def measure_load() -> Load:
         average = round(os.getloadavg()[0], 2)
     except OSError:
         return Load(None)
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not (PROC / "stat").exists():
         return Load(average)
-    return Load(average, _cores_ticks(os.sched_getaffinity(0)), _gang_ticks(os.getppid()))
+    return Load(average, _cores_ticks(os.sched_getaffinity(0)), _ranks_ticks(os.getppid()))
 
 
 def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
@@ -40,12 +40,12 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
     Shares are of the time of the cores that the run may use, from `start` to `end`: what other
     processes took, and what a hypervisor gave to other machines (steal). None: not known.
     """
-    pairs = zip(start.cores_ticks, end.cores_ticks, strict=True)
+    pairs = zip(start.cores_ticks, end.cores_ticks, strict=False)  # none where one is not known
     spent = [after - before for before, after in pairs]
     total, others, steal = sum(spent), None, None
     if total > 0:
         busy = total - spent[IDLE] - spent[IOWAIT] - spent[STEAL]
-        others = round(max(0.0, busy - (end.gang_ticks - start.gang_ticks)) / total, 3)
+        others = round(max(0.0, busy - (end.ranks_ticks - start.ranks_ticks)) / total, 3)
         steal = round(spent[STEAL] / total, 3)
     return {
         "start": {"loadavg_1m": start.average_1m},
@@ -61,18 +61,18 @@ def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:
     """Return the first eight counters of /proc/stat, summed over cores; guest time is in user."""
     wanted = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
-    counters = [[int(field) for field in line[1:9]] for line in lines if line[0] in wanted]
+    counters = [[int(field) for field in line[1:9]] for line in lines if line and line[0] in wanted]
     return tuple(map(sum, zip(*counters, strict=True)))
 
 
-def _gang_ticks(parent: int) -> int:
+def _ranks_ticks(parent: int) -> int:
     """Return the CPU time of a process's children: one launcher starts all ranks of a machine."""
     ticks = 0
     for path in PROC.glob("[0-9]*/stat"):
         try:
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+        except OSError:
+            continue  # it ended while we looked, or is not ours to look at
         if int(fields[PARENT]) == parent:
             ticks += sum(map(int, fields[TIMES]))
     return ticks

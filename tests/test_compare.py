@@ -269,3 +269,7 @@ def test_each_run_is_read_once(tmp_path: Path) -> None:
     write_run(tmp_path / "sweep" / "again", record={"started_at": 1.0})
     (only,) = compared(tmp_path).rows
     assert len(only.runs) == 2
+    began = {"started_at": 1.0, "sessions": [{"started_at": 1.0}, {"started_at": 2.0}]}
+    write_run(tmp_path / "sweep" / "a copy that was resumed", record=began)
+    (only,) = compared(tmp_path).rows
+    assert len(only.runs) == 3

@@ -154,6 +154,8 @@ def _check_metric(option: str, metric: str, known: Sequence[set[str]]) -> None:
 
 def _notes(run: Run) -> Iterator[str]:
     yield from run.notes
+    if len(run.sessions) > 1:
+        yield f"resumed: wall s adds up its {len(run.sessions)} sessions, start-up s is the first's"
     if len(run.values(PACE)) == 1:
         yield f"no samples/s: only one line of {PACE}, the warm-up; lower train.log_every_steps"
 
