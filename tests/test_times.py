@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def test_a_record_without_sessions_counts_as_one(tmp_path: Path) -> None:
 
 def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> dict[str, Any]:
     """Run a rank as a worker does."""
-    facts = {"versions": versions()}
-    return run(Job(config=config, started_at=started_at, code=facts, run_dir=run_dir), env)
+    job = Job(config, started_at=started_at, code={"versions": versions()}, run_dir=run_dir)
+    return run(job, replace(env, launcher="environment"))  # it meets the others at init_method
 
 
 def test_a_real_run_that_goes_on_keeps_its_times_load_and_devices(tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_a_real_run_that_goes_on_keeps_its_times_load_and_devices(tmp_path: Path
         store = f"launch.init_method='{(tmp_path / f'store-{number}').as_uri()}'"
         keys = (*TOY, f"train.max_steps={max_steps}", "train.log_every_steps=1", store)
         config = compose_config(*keys, world_size=2)
+        config = replace(config, resume=str(run_dir) if number else None)
         started_at = AN_HOUR_AGO if number == 0 else time.time()
         run_ranks(session, 2, config, run_dir, started_at, backend=None)
     fields = record(run_dir)
