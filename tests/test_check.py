@@ -157,7 +157,7 @@ def test_the_sum_is_told_from_the_mean(checked: dict[str, list[Finding]]) -> Non
         (found,) = [one for one in checked[name] if one.name.startswith("gradients are the mean")]
         words = found.detail.replace(",", "").split()
         distance = {what: float(words[words.index(what) - 3]) for what in ("mean", "sum")}
-        assert distance[near] < 1e-6 < 1e-3 < distance[far]
+        assert distance[near] < 1e-5 < 1e-3 < distance[far]
 
 
 def unsynced_wait(env: DistEnv) -> Finding:

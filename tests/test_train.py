@@ -13,6 +13,7 @@ from trainees import (
     MNIST_NET,
     NO_DROPOUT,
     STEPS_PER_EPOCH,
+    TOLERANCES,
     TOY,
     Trace,
     build,
@@ -64,8 +65,8 @@ def test_accumulating_one_of_eight_equals_two_of_four() -> None:
         for parts in (1, 2, 8)
     )
     for found in others:
-        torch.testing.assert_close(found.losses, expected.losses)
-        torch.testing.assert_close(found.weights, expected.weights)
+        torch.testing.assert_close(found.losses, expected.losses, **TOLERANCES[torch.float32])
+        torch.testing.assert_close(found.weights, expected.weights, **TOLERANCES[torch.float32])
 
 
 def first_update(env: DistEnv, config: Config) -> Tensor:
@@ -140,7 +141,7 @@ def test_evaluation_counts_each_sample_once(keys: tuple[str, ...], world_size: i
     """At every world size the figures are those of the whole set, without dropout."""
     config = compose_config(*keys, "batch.per_rank=5", world_size=world_size)
     for found, expected in run_ranks(evaluation, world_size, config):
-        assert found == pytest.approx(expected, rel=1e-6)
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def diverge(env: DistEnv, config: Config, broken_sample: int | None) -> Trace:

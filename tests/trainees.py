@@ -30,6 +30,12 @@ TOY = ("model=toy", *SMALL)
 MNIST_NET = ("model=mnist_net", "dataset=fake_images", "optimizer.momentum=0.9", *SMALL)
 NO_DROPOUT = ("model.dropout1=0.0", "model.dropout2=0.0")
 STEPS_PER_EPOCH = 4
+# Of losses and weights after some ten steps that differ by rounding alone, as they do between world
+# sizes, micro-batches, shapes or numbers of threads: more than fifty times what was measured.
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.float64: {"rtol": 1e-13, "atol": 1e-14},
+}
 
 
 @dataclass
