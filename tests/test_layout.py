@@ -14,7 +14,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.part
 MOST_LINES = 260
 # From the bottom up: a module imports from lower layers alone. Equals do not know each other.
 LAYERS = (
-    ("errors", "hardware", "pictures"),
+    ("errors", "hardware", "pictures", "seeds"),
     ("text_files",),
     (
         "environment",
@@ -62,6 +62,7 @@ TORCH_FREE = (
         "manifest",
         "record",
         "rules",
+        "seeds",
         "stop",
         "sweep",
     ),
