@@ -1,7 +1,7 @@
 """What a checkpoint holds and how a run takes it up again; called by ``worker``."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
+from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.distributed import broadcast_object, gather_objects
 from ddp_runner.errors import UserError
+from ddp_runner.manifest import read_manifest
 from ddp_runner.step import Trainee
 from ddp_runner.train import Position
 
@@ -28,7 +30,8 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
         "optimizer": trainee.optimizer.state_dict(),
         "scheduler": trainee.scheduler.state_dict(),
         "scaler": trainee.scaler.state_dict(),
-        "position": asdict(position),
+        "position": asdict(replace(position, metrics={})),  # the manifest has them
+        "order_version": ORDER_VERSION,
         "rng": gather_objects(_rng_state(), group=trainee.group),
         "made_of": _made_of(config),
     }
@@ -59,8 +62,14 @@ def restore(
     state = load_checkpoint(path, map_location=trainee.devices[0])
     saved, current = Position(**state["position"]), _made_of(config)
     differing = [key for key, value in current.items() if state["made_of"].get(key) != value]
-    if saved.step_in_epoch == 0 and "batch.global_size" in differing:
+    other_size = saved.step_in_epoch == 0 and "batch.global_size" in differing
+    if other_size:
         differing.remove("batch.global_size")  # between two epochs it may change
+        if config.train.max_steps is None:
+            # The epochs are the measure of the run: its schedule goes on as if all of them had had
+            # batches of this size.
+            steps = saved.epoch * trainee.batches.steps_per_epoch
+            state["scheduler"]["last_epoch"] = steps
     if differing:
         raise UserError(
             f"checkpoint {path} was made with "
@@ -69,15 +78,24 @@ def restore(
             + ", ".join(f"{key}={current[key]}" for key in differing)
             + "; leave these keys as they were"
         )
+    if saved.step_in_epoch and state.get("order_version", 1) != ORDER_VERSION:
+        raise UserError(
+            f"checkpoint {path} was saved amid epoch {saved.epoch + 1} by a version of ddp_runner "
+            "that puts the samples in another order, so that some would be used twice and others "
+            "never; finish the epoch with that version, or resume from a checkpoint between epochs"
+        )
     try:
         trainee.module.load_state_dict(state["model"])
         _restore_optimizer(trainee, state)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
-    trainee.scaler.load_state_dict(state["scaler"])
+    if state["scaler"]:  # empty where the run's precision scaled no loss
+        trainee.scaler.load_state_dict(state["scaler"])
     position.epoch, position.step = saved.epoch, saved.step
     position.step_in_epoch = saved.step_in_epoch
+    told = read_manifest(path).metrics
+    position.metrics.update({name: one for name, one in told.items() if one is not None})
     if len(state["rng"]) == trainee.env.world_size:
         _set_rng_state(state["rng"][trainee.env.rank])
     elif trainee.env.is_rank_zero:
@@ -114,8 +132,9 @@ def check_finite(trainee: Trainee, position: Position) -> None:
     for name, parameter in trainee.module.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(
-                f"parameter {name} became NaN or infinite by step {position.step}; the last "
-                "checkpoint is from before: resume it with a smaller optimizer.lr"
+                f"parameter {name} became NaN or infinite by step {position.step}; it was not "
+                "saved: start again with a smaller optimizer.lr, or resume from a checkpoint whose "
+                "loss was still small"
             )
 
 

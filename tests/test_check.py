@@ -86,7 +86,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         of_class("Idle"),
         untouched,
         "gradients are equal on all ranks",
-        "; the loss does not depend on idle.weight, idle.bias: find_unused_parameters=true",
+        "idle.weight, idle.bias: parallelism.find_unused_parameters=true",
     ),
     "wandering": (
         of_class("Wandering"),
@@ -137,9 +137,9 @@ def checked() -> dict[str, list[Finding]]:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_model_keeps_every_promise(name: str, checked: dict[str, list[Finding]]) -> None:
-    """All ten checks are made, and pass."""
+    """All eleven checks are made, and pass."""
     assert [finding for finding in checked[name] if not finding.ok] == []
-    assert len(checked[name]) == 10
+    assert len(checked[name]) == 11
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -191,7 +191,7 @@ def test_the_command_reports_each_check(sweep: Ended) -> None:
     for run_dir in sweep.run_dirs:
         fields = record(run_dir)
         assert (fields["status"], fields["error"]) == ("completed", None)
-        assert len(fields["checks"]) == (10 if fields["world_size"] == 2 else 3)
+        assert len(fields["checks"]) == (11 if fields["world_size"] == 2 else 4)
         assert all(check["ok"] for check in fields["checks"])
         log = (run_dir / "logs" / "rank-0.log").read_text()
         for check in fields["checks"]:
@@ -218,7 +218,7 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
     )
     assert end.exit_code == 2
     (line,) = end.stderr.splitlines()
-    assert line.startswith("error: task=check (3 of 10 failed): parameters stay equal: ")
+    assert line.startswith("error: task=check (3 of 11 failed): parameters stay equal: ")
     assert "net1.bias on rank 1 is not rank 0's (largest difference " in line
     fields = record(end.run_dir)
     assert fields["status"] == "failed"

@@ -55,6 +55,9 @@ class Trace:
         """Record a line."""
         self.lines.append({"step": step, **metrics})
 
+    def began(self, loss: float) -> None:
+        """Do nothing."""
+
     def step_done(self, position: Position) -> None:
         """Do nothing."""
 
