@@ -145,11 +145,13 @@ def _measured(outputs: Tensor, targets: Tensor, trainee: Trainee, config: Config
     def near(one: float, other: float) -> bool:
         return abs(one - other) <= tolerance * max(abs(one), abs(other)) + NEGLIGIBLE
 
-    steepest = float(slope.abs().max())
-    halves = float((other_slope[: len(slope)] - slope / 2).abs().max()) <= tolerance * steepest
+    steepest = slope.abs().reshape(len(slope), -1).amax(dim=1)  # of each sample
+    off_half = (other_slope[: len(slope)] - slope / 2).abs().max()
+    # The worst sample's loss, too, stays as it is, but depends on no other sample.
+    halves = bool(steepest.all() and off_half <= tolerance * steepest.max())
     if near(twice, 2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
         kind = "sum"  # what is not finite the training loop will name
-    elif near(twice, once) and steepest and halves:
+    elif near(twice, once) and halves:
         kind = "mean"
     else:
         kind = "neither"
