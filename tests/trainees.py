@@ -46,6 +46,7 @@ class Trace:
     lines: list[dict[str, float]] = field(default_factory=list)  # as logged, with their step
     said: list[str] = field(default_factory=list)
     saved_steps: list[int] = field(default_factory=list)
+    saved: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step, no perf/
     weights: Tensor = field(default_factory=lambda: torch.zeros(0))  # flat
     position: Position = field(default_factory=Position)
     status: str = ""
@@ -135,7 +136,7 @@ def run_loop(
     env: DistEnv,
     config: Config,
     *,
-    max_steps: int,
+    max_steps: int | None,
     folder: Path | None = None,
     stop_after: int | None = None,
     trainee: Trainee | None = None,
@@ -145,7 +146,7 @@ def run_loop(
     Args:
         env: this rank's place.
         config: resolved.
-        max_steps: where the loop ends.
+        max_steps: where the loop ends; None: where the config says.
         folder: of the checkpoints; None: they are counted, not written.
         stop_after: the step from which the last rank, and only it, wants to stop.
         trainee: one that is built already.
@@ -160,6 +161,7 @@ def run_loop(
     def save(position: Position, metrics: dict[str, float]) -> None:
         state = snapshot(trainee, position, config)
         trace.saved_steps.append(position.step)
+        trace.saved[position.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
         if folder is not None and env.is_rank_zero:
             save_checkpoint(
                 folder,
@@ -176,6 +178,9 @@ def run_loop(
         is_last = env.rank == env.world_size - 1
         return stop_after is not None and is_last and position.step >= stop_after
 
+    if max_steps is None:
+        steps_per_epoch = trainee.batches.steps_per_epoch
+        max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
     control = Control(
         max_steps=max_steps,
         save_every_steps=config.checkpoint.every_steps,
