@@ -106,7 +106,7 @@ def attempts(env: DistEnv) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
     """What each row came to."""
-    (found,) = run_ranks(attempts, 1)
+    (found,) = run_ranks(attempts, 1, timeout_s=240)
     answers: dict[str, str] = found
     return answers
 
@@ -147,7 +147,7 @@ def traces(env: DistEnv) -> dict[str, bool]:
 
 def test_the_trial_leaves_no_trace() -> None:
     """BatchNorm's statistics, dropout and a model that draws numbers are as if it had not been."""
-    (found,) = run_ranks(traces, 1)
+    (found,) = run_ranks(traces, 1, timeout_s=240)
     assert found == dict.fromkeys(found, True)
 
 
@@ -166,7 +166,7 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
 def test_all_ranks_of_a_run_refuse_alike(tmp_path: Path) -> None:
     """Before the first step; the log has the traceback of the error that the sentence tells of."""
     config = compose_config(*of("Cursed"), world_size=2)
-    first, second = run_ranks(whole_run, 2, config, tmp_path / "run", backend=None)
+    first, second = run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240)
     assert first == second
     assert first.startswith("model=toy cannot take dataset=random")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -179,11 +179,14 @@ def test_all_ranks_of_a_run_refuse_alike(tmp_path: Path) -> None:
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
     """In place of the numbers that DDP gives, and with the whole key that helps."""
     config = compose_config(*of("Idle"), world_size=2)
-    for told in run_ranks(whole_run, 2, config, tmp_path / "run", backend=None):
+    for told in run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240):
         assert told.startswith("the loss does not depend on idle.weight, idle.bias, ")
         assert "write parallelism.find_unused_parameters=true" in told
     config = compose_config(*of("Idle"), "parallelism.find_unused_parameters=true", world_size=2)
-    assert run_ranks(whole_run, 2, config, tmp_path / "b", backend=None) == ["completed"] * 2
+    assert (
+        run_ranks(whole_run, 2, config, tmp_path / "b", backend=None, timeout_s=240)
+        == ["completed"] * 2
+    )
 
 
 def test_a_batch_larger_than_the_training_set_and_a_diverged_loss_are_said(
@@ -192,12 +195,16 @@ def test_a_batch_larger_than_the_training_set_and_a_diverged_loss_are_said(
     """As warnings: at the start and among the last words of a run that completes."""
     keys = ("model=toy", "batch.global_size=1000", "optimizer.lr=1e5", "train.max_steps=2")
     config = compose_config(*keys)
-    assert run_ranks(whole_run, 1, config, tmp_path / "run", backend=None) == ["completed"]
+    assert run_ranks(whole_run, 1, config, tmp_path / "run", backend=None, timeout_s=240) == [
+        "completed"
+    ]
     told = capfd.readouterr().out
     size = "batch.global_size (1000) is larger than the training set: 1 step an epoch of 200 "
     assert f"warning: {size}samples" in told
     assert "warning: the run diverged: train/loss began at 1." in told
     assert json.loads((tmp_path / "run" / "run.json").read_text())["warnings"] == [f"{size}samples"]
     calm = compose_config("model=toy", "train.max_steps=2")
-    assert run_ranks(whole_run, 1, calm, tmp_path / "calm", backend=None) == ["completed"]
+    assert run_ranks(whole_run, 1, calm, tmp_path / "calm", backend=None, timeout_s=240) == [
+        "completed"
+    ]
     assert "warning" not in capfd.readouterr().out
