@@ -19,6 +19,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.pace import Pace
 from ddp_runner.parallelism import Mode
+from ddp_runner.seeds import derive
 from ddp_runner.step import Trainee
 from ddp_runner.weights import load_weights
 
@@ -71,7 +72,7 @@ def build_trainee(
         broadcast_buffers(module)  # a mode that wraps nothing sends its parameters alone
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = mode.wrap(compiled, devices)
-    torch.manual_seed(config.seed + env.rank)  # dropout differs between ranks
+    torch.manual_seed(derive(config.seed, "dropout", env.rank))  # it differs between ranks
 
     batches = GlobalBatches(
         split=_near(dataset.train, devices[0]),

@@ -27,6 +27,7 @@ from ddp_runner.data.prepared import load_dataset
 from ddp_runner.distributed import gather_objects
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.first_batch import try_first_batch
 from ddp_runner.record import write_run_record
 from ddp_runner.session import Session, note_restart
 from ddp_runner.step import Trainee
@@ -77,9 +78,15 @@ def findings_of(trainee: Trainee, config: Config, env: DistEnv) -> Iterator[Find
     """Yield what each check finds, in an order in which a fault is named by what it breaks first.
 
     Collective: every rank must call, and exhaust it.
+
+    Raises:
+        UserError: model, loss and data do not fit together.
     """
     yield train_samples(trainee)
     yield eval_samples(trainee)
+    trials = gather_objects(try_first_batch(trainee, config))
+    trial = next((one for one in trials if one.kind != "sum"), trials[0])
+    yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
     if env.world_size == 1:
         yield Finding("what ranks have in common", True, "nothing to compare: one rank")
         return

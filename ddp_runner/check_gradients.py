@@ -63,7 +63,9 @@ def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
     detail = told(found)
     if idle := [key for key, gradient in synced.items() if gradient is None]:
         # DDP waits for every parameter, and so never finishes the reduction.
-        detail += f"; the loss does not depend on {listed(idle)}: find_unused_parameters=true"
+        detail += (
+            f"; the loss does not depend on {listed(idle)}: parallelism.find_unused_parameters=true"
+        )
     return Finding(name, False, detail)
 
 

@@ -32,13 +32,13 @@ def same_data(trainee: Trainee) -> Finding:
 def train_samples(trainee: Trainee) -> Finding:
     """Count how often an epoch's micro-batches hold each training sample, over all ranks."""
     batches = replace(trainee.batches, split=_numbered(trainee.batches.split))
-    counts = torch.zeros(len(batches.split), dtype=torch.int64)
+    counts = torch.zeros(len(batches.split), dtype=torch.float64)
     most = 0
     for step in batches.epoch(0):
         most = max(most, len(step.micro_batches))
         for piece in step.micro_batches:
-            if piece.weight:
-                counts.index_add_(0, piece.targets, torch.ones_like(piece.targets))
+            weights = torch.full((len(piece.targets),), piece.weight, dtype=counts.dtype)
+            counts.index_add_(0, piece.targets, weights)
     how = f"in {batches.steps_per_epoch} steps x {batches.num_shares} ranks x {most} micro-batches"
     return _tally("each training sample is used once an epoch", counts, how)
 

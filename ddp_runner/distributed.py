@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_runner.agent_store import fresh_store, serves_ranks
 from ddp_runner.config import BackendConfig
@@ -84,6 +84,13 @@ def sum_over_ranks(
     totals = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(totals, group=group)
     return list(map(float, totals))
+
+
+def add_over_ranks(counts: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return counts summed over the group's ranks, on the CPU; None: all ranks. Collective."""
+    total = counts.to("cpu", copy=True)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def broadcast_object(value: T) -> T:

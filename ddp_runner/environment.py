@@ -29,7 +29,7 @@ class DistEnv:
     local_world_size: int
     node_rank: int = 0
     restart_count: int = 0
-    launcher: str = "torchrun"  # torchrun, srun, mpirun, or environment: variables set by hand
+    launcher: str = "environment"  # torchrun, srun, mpirun; environment: variables set by hand
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: the launcher says not
     launch_id: str | None = None  # a scheduler's: the same when it starts this launch again
 

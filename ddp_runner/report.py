@@ -3,7 +3,6 @@
 Used by ``worker``; the other ranks hold a ``NullReporter``.
 """
 
-import math
 import os
 import resource
 import shlex
@@ -22,17 +21,22 @@ from ddp_runner.errors import UserError
 from ddp_runner.folders import resume_argument
 from ddp_runner.load import load_record, measure_load
 from ddp_runner.pictures import confusion_picture
-from ddp_runner.record import HEADLINES
+from ddp_runner.record import HEADLINES, json_safe, read_run_record, write_run_record
 from ddp_runner.step import Trainee
 from ddp_runner.times import begin_anew, end_session, note_startup
 from ddp_runner.tracking import Progress, Tracker
 from ddp_runner.train import Position
+
+DIVERGED_FACTOR = 10.0  # a loss so many times the first one is no noise
 
 
 class NullReporter:
     """What the other ranks hold."""
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Do nothing."""
+
+    def began(self, loss: float) -> None:
         """Do nothing."""
 
     def step_done(self, position: Position) -> None:
@@ -60,7 +64,7 @@ class Reporter(NullReporter):
         *,
         started_at: float,
         max_steps: int,
-        steps_per_epoch: int,
+        total_epochs: int,
         resume_step: int | None,
     ) -> None:
         self._run_dir, self._started_at = run_dir, started_at
@@ -71,7 +75,7 @@ class Reporter(NullReporter):
         self._tracker = Tracker(run_dir, config_text=config_text, resume_step=resume_step)
         self._progress = Progress(
             max_steps,
-            total_epochs=math.ceil(max_steps / steps_per_epoch),
+            total_epochs=total_epochs,
             initial_step=resume_step or 0,
             stream=sys.stdout,
         )
@@ -85,6 +89,10 @@ class Reporter(NullReporter):
             metrics = {**metrics, "perf/peak_memory_gib": _peak_memory_gib()}
         self._tracker.log(metrics, step=step, epoch=epoch)
         self._progress.update(step, epoch=epoch, metrics=metrics)
+
+    def began(self, loss: float) -> None:
+        """Keep the first step's loss, which the last one is compared with, also after a resume."""
+        write_run_record(self._run_dir, first_loss=json_safe(loss))
 
     def step_done(self, position: Position) -> None:
         """Advance the progress bar; after the first step, record the start-up time."""
@@ -121,6 +129,8 @@ class Reporter(NullReporter):
             metrics=metrics,
             **({} if matrix is None else {"confusion_matrix": matrix}),
         )
+        if status == "completed" and (warning := diverged(self._run_dir, metrics)):
+            print(f"warning: {warning}")
         wall_s = time.time() - self._started_at  # of this session: what this command took
         print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir), flush=True)
 
@@ -199,6 +209,17 @@ def sizes(module: nn.Module) -> dict[str, int]:
         "num_parameters": sum(one.numel() for one in parameters),
         "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
     }
+
+
+def diverged(run_dir: Path, metrics: Mapping[str, Any]) -> str | None:
+    """Return a sentence if a run's loss ended far above the one of its first step."""
+    first, last = read_run_record(run_dir).get("first_loss"), metrics.get("train/loss")
+    if first is None or last is None or last <= DIVERGED_FACTOR * abs(first):
+        return None
+    return (
+        f"the run diverged: train/loss began at {first:.4g} and ended at {last:.4g}; use a smaller "
+        "optimizer.lr or train.clip_norm=1.0"
+    )
 
 
 def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path) -> str:

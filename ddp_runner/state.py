@@ -10,8 +10,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
+from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
+from ddp_runner.manifest import read_manifest
 from ddp_runner.plain_data import refuse_sharded
 from ddp_runner.state_checks import checked_position, data_facts, refuse_other_data
 from ddp_runner.step import Trainee
@@ -32,7 +34,8 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
         **tensors,
         "scheduler": trainee.scheduler.state_dict(),
         "scaler": trainee.scaler.state_dict(),
-        "position": asdict(replace(position, outstanding=_outstanding(trainee, position))),
+        "position": _saved_position(trainee, position),
+        "order_version": ORDER_VERSION,
         "rng": gather_objects(_rng_state(), group=trainee.group),
         "made_of": _made_of(config),
         "data": data_facts(trainee.dataset),
@@ -69,6 +72,11 @@ def restore(
     at_epoch_end = saved.step_in_epoch == 0 and not saved.outstanding
     if at_epoch_end and "batch.global_size" in differing:
         differing.remove("batch.global_size")  # between two epochs it may change
+        if config.train.max_steps is None:
+            # The epochs are the measure of the run: its schedule goes on as if all of them had had
+            # batches of this size.
+            steps = saved.epoch * trainee.batches.steps_per_epoch
+            state["scheduler"]["last_epoch"] = steps
     if differing:
         raise UserError(
             f"checkpoint {path} was made with "
@@ -82,11 +90,18 @@ def restore(
             f"checkpoint {path} stands at step {saved.step_in_epoch} of an epoch that has "
             f"{trainee.batches.steps_per_epoch}; use a checkpoint that this program wrote"
         )
+    if saved.step_in_epoch and state.get("order_version", 1) != ORDER_VERSION:
+        raise UserError(
+            f"checkpoint {path} was saved amid epoch {saved.epoch + 1} by a version of ddp_runner "
+            "that puts the samples in another order, so that some would be used twice and others "
+            "never; finish the epoch with that version, or resume from a checkpoint between epochs"
+        )
     refuse_other_data(state.get("data"), trainee.dataset, path)
     try:
         trainee.module.load_state_dict(state["model"])
         _restore_optimizer(trainee, state)
-        trainee.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty where the run's precision scaled no loss
+            trainee.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == trainee.env.world_size:
             _set_rng_state(state["rng"][trainee.env.rank])
         elif trainee.env.is_rank_zero:
@@ -97,8 +112,16 @@ def restore(
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
     position.epoch, position.step = saved.epoch, saved.step
     position.step_in_epoch, position.outstanding = saved.step_in_epoch, saved.outstanding
+    told = read_manifest(path).metrics
+    position.metrics.update({name: one for name, one in told.items() if one is not None})
     say(f"resumed from {path}, step {position.step}")
     return position.step
+
+
+def _saved_position(trainee: Trainee, position: Position) -> dict[str, Any]:
+    """Return a position as a checkpoint keeps it; its metrics are in the manifest."""
+    fields = asdict(replace(position, outstanding=_outstanding(trainee, position)))
+    return {name: value for name, value in fields.items() if name != "metrics"}
 
 
 def _outstanding(trainee: Trainee, position: Position) -> tuple[int, ...]:
@@ -138,9 +161,9 @@ def check_finite(trainee: Trainee, position: Position) -> None:
     for name, parameter in trainee.module.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(
-                f"parameter {name} became NaN or infinite by step {position.step}; start again "
-                "with a smaller optimizer.lr, or resume with one from a checkpoint that was saved "
-                "before the loss grew"
+                f"parameter {name} became NaN or infinite by step {position.step}; it was not "
+                "saved: start again with a smaller optimizer.lr, or resume from a checkpoint whose "
+                "loss was still small"
             )
 
 

@@ -58,14 +58,16 @@ def train_step(trainee: Trainee, batch: StepBatch) -> Tensor:
     if trainee.gradients is None:
         total = backward(trainee, batch)
     else:
-        total = trainee.gradients.collect(step=batch.step)
+        total = trainee.gradients.collect(step=batch.number)
         trainee.pace.mark("collect")
     if config.clip_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(trainee.module.parameters(), config.clip_norm)
+    scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    trainee.scheduler.step()
+    if scaler.get_scale() >= scale:  # else the gradients overflowed, and no step was taken
+        trainee.scheduler.step()
     trainee.pace.mark("optimizer")
     return total
 
@@ -150,9 +152,9 @@ def finite_loss(loss: float, *, step: int) -> float:
     """
     if not math.isfinite(loss):
         raise UserError(
-            f"train/loss became {loss} by step {step}; start again with a smaller optimizer.lr or "
-            "with train.clip_norm=1.0, or resume with them from a checkpoint that was saved before "
-            "the loss grew"
+            f"train/loss became {loss} by step {step}; it was not saved: start again with a "
+            "smaller optimizer.lr or train.clip_norm=1.0, or resume from a checkpoint whose loss "
+            "was still small"
         )
     return loss
 

@@ -4,14 +4,20 @@ Called by ``worker`` on each rank with everything built. What an optimizer step 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ddp_runner.config import TrainConfig
 from ddp_runner.data.batches import eval_batches
-from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
+from ddp_runner.distributed import (
+    StopVote,
+    add_over_ranks,
+    broadcast_buffers,
+    sum_over_ranks,
+)
 from ddp_runner.metrics import classification_metrics, confusion_counts
 from ddp_runner.step import Trainee, forward, step_figures, train_step
 
@@ -23,9 +29,21 @@ class Position:
     epoch: int = 0  # epochs that have ended
     step: int = 0  # optimizer steps since the run began
     step_in_epoch: int = 0
+    # What was logged of the last step; a checkpoint keeps it in its manifest.
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
     # Batches before this place that have not been computed, numbered since the run began: an
     # asynchronous run takes them as they come. Empty in all others; filled in while saving.
     outstanding: tuple[int, ...] = ()
+
+    def last_step(self, config: TrainConfig, *, steps_per_epoch: int) -> int:
+        """Return the step at which the run ends: by its epochs, unless train.max_steps says it.
+
+        Counted from here on, as the epochs before may have had batches of another size.
+        """
+        if config.max_steps is not None:
+            return config.max_steps
+        epoch_began = self.step - self.step_in_epoch
+        return max(self.step, epoch_began + (config.epochs - self.epoch) * steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,9 @@ class Reporter(Protocol):
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Record the metrics of a step."""
 
+    def began(self, loss: float) -> None:
+        """Take note of the mean loss over the first global batch, before any update."""
+
     def step_done(self, position: Position) -> None:
         """Take note that an optimizer step has ended."""
 
@@ -58,9 +79,11 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
     Raises:
         UserError: the loss became NaN or infinite; on all ranks at the same step.
     """
-    config, metrics, pace = trainee.config, dict[str, float](), trainee.pace
+    config, metrics, pace = trainee.config, position.metrics, trainee.pace
+    steps_per_epoch = trainee.batches.steps_per_epoch
     vote = StopVote(trainee.group)
-    while position.step < control.max_steps:
+    # A run that was stopped after the last step of an epoch has the epoch's evaluation before it.
+    while position.step < control.max_steps or position.step_in_epoch == steps_per_epoch:
         epoch = position.epoch + 1
         trainee.model.train()
         pace.restart()
@@ -73,21 +96,24 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             metrics.clear()  # a checkpoint holds the figures of its own step alone
             pace.add(samples=batch.global_count)
             reporter.step_done(position)
+            if position.step == 1:
+                reporter.began(*sum_over_ranks([loss.item()], group=trainee.group))
             finished = position.step == control.max_steps
             if finished or _due(position.step, config.log_every_steps):
                 metrics |= step_figures(trainee, loss, lr=lr, step=position.step)
                 reporter.log(metrics, step=position.step, epoch=epoch)
-            if vote.agreed(control.stop_requested()):
+            # After the last step only the evaluation is left: a stop would lose it.
+            if not finished and vote.agreed(control.stop_requested()):
                 control.save(position, metrics)
                 return "preempted"
-            if finished or position.step_in_epoch == trainee.batches.steps_per_epoch:
+            if finished or position.step_in_epoch == steps_per_epoch:
                 break
             if _due(position.step, control.save_every_steps):
                 control.save(position, metrics)
                 pace.restart()
             pace.mark("")
-        finished = position.step == control.max_steps
-        if position.step_in_epoch == trainee.batches.steps_per_epoch:
+        finished = position.step >= control.max_steps
+        if position.step_in_epoch == steps_per_epoch:
             position.epoch, position.step_in_epoch = epoch, 0
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
             results, confusion = evaluate(trainee)
@@ -109,14 +135,16 @@ def evaluate(trainee: Trainee) -> tuple[dict[str, float], Tensor | None]:
 
     Returns:
         eval/loss and, for classes, eval/accuracy, eval/precision, eval/recall and eval/f1; the
-        counts as float64 (num_classes, num_classes), a row for each true class.
+        counts as int64 (num_classes, num_classes), a row for each true class. A prediction that is
+        none of the classes is wrong, and in no column.
     """
     # The bare module: DDP's forward is a collective, and ranks may have unequal shares.
     broadcast_buffers(trainee.module, group=trainee.group)
     trainee.module.eval()
     num_classes = trainee.dataset.num_classes or 0
     loss_sum = torch.zeros((), dtype=torch.float64, device=trainee.devices[-1])
-    counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=trainee.devices[-1])
+    shape = num_classes, num_classes + 1
+    counts = torch.zeros(shape, dtype=torch.int64, device=trainee.devices[-1])
     num_samples = 0
     for batch in eval_batches(
         trainee.dataset.eval,
@@ -130,14 +158,14 @@ def evaluate(trainee: Trainee) -> tuple[dict[str, float], Tensor | None]:
         if num_classes:
             targets = batch.targets.to(outputs.device)
             counts += confusion_counts(outputs, targets, num_classes=num_classes)
-    sums = [loss_sum.item(), num_samples, *counts.flatten().tolist()]
-    total_loss, total_samples, *total_counts = sum_over_ranks(sums, group=trainee.group)
+    sums = [loss_sum.item(), num_samples]
+    total_loss, total_samples = sum_over_ranks(sums, group=trainee.group)
     results = {"eval/loss": total_loss / total_samples}
     if not num_classes:
         return results, None
-    confusion = torch.tensor(total_counts, dtype=torch.float64).reshape(num_classes, num_classes)
-    figures = classification_metrics(confusion)
-    return results | {f"eval/{name}": value for name, value in figures.items()}, confusion
+    counts = add_over_ranks(counts, group=trainee.group)
+    figures = classification_metrics(counts)
+    return results | {f"eval/{name}": value for name, value in figures.items()}, counts[:, :-1]
 
 
 def _due(count: int, every: int | None) -> bool:

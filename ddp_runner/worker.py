@@ -4,6 +4,7 @@ Called by ``launch`` inside each worker it started, and by ``__main__`` in a wor
 Slurm or mpirun started.
 """
 
+import math
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from ddp_runner.data.prepared import load_dataset
 from ddp_runner.delivery import check_monitor, deliver
 from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.failures import ended_ranks, record_failure
+from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
 from ddp_runner.job import EXIT_COMPLETED, READY, Job
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
@@ -30,6 +32,7 @@ from ddp_runner.serving import take_part
 from ddp_runner.session import Session, note_restart, open_session
 from ddp_runner.state import restore, snapshot
 from ddp_runner.stop import StopRequest, die_with_launcher
+from ddp_runner.torch_errors import explained
 from ddp_runner.train import Control, Position, train
 from ddp_runner.weights import starting_weights
 
@@ -89,10 +92,13 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     trainee = build_trainee(
         config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
     )
+    trial = try_first_batch(trainee, config)
+    refuse_mean(trial, config)
     position = Position()
     resume_step = restore(trainee, position, config, run_dir / "checkpoints", say=say)
     note_restart(session, step=position.step)
-    max_steps = config.train.max_steps or config.train.epochs * trainee.batches.steps_per_epoch
+    steps_per_epoch = trainee.batches.steps_per_epoch
+    max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
 
     if not env.is_rank_zero:  # whose start block says it
         say(f"rank {env.rank} is process {os.getpid()}")
@@ -101,7 +107,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         env,
         seed=config.seed,
         position=position,
-        num_steps=max_steps - position.step,
+        num_steps=max(0, max_steps - position.step),
         timeout_s=config.backend.timeout_s,
         ended=partial(ended_ranks, session.job.scratch),
         say=say,
@@ -115,7 +121,9 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     reporter = NullReporter()
     if env.is_rank_zero:
         write_run_record(run_dir, **sizes(trainee.module))
-        warnings = [f"warning: {one}" for one in session.job.warnings]
+        found = [*session.job.warnings, *warnings_of(trial, trainee, config)]
+        write_run_record(run_dir, warnings=found)
+        warnings = [f"warning: {one}" for one in found]
         block = start_block(
             config, trainee, env, run_dir, max_steps=max_steps, code=session.job.code
         )
@@ -125,7 +133,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             run_dir,
             started_at=session.job.started_at,
             max_steps=max_steps,
-            steps_per_epoch=trainee.batches.steps_per_epoch,
+            total_epochs=position.epoch
+            + math.ceil((max_steps - position.step + position.step_in_epoch) / steps_per_epoch),
             resume_step=resume_step,
         )
 
@@ -151,7 +160,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         stop_requested=stop_requested,
     )
     with reporter:
-        status = train(trainee, position=position, control=control, reporter=reporter)
+        with explained(trainee.module):
+            status = train(trainee, position=position, control=control, reporter=reporter)
         if trainee.gradients is not None:
             trainee.gradients.close(status)
             write_run_record(run_dir, lost_ranks=trainee.gradients.lost)

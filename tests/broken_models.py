@@ -1,4 +1,4 @@
-"""Models and trainees that break a promise of data parallelism, each one; not a test."""
+"""Models, losses and trainees that break a promise of data parallelism, each one; not a test."""
 
 from dataclasses import replace
 
@@ -78,6 +78,87 @@ class Idle(ToyModel):
     def __init__(self) -> None:
         super().__init__()
         self.idle = nn.Linear(2, 2)
+
+
+class Cursed(ToyModel):
+    """Has an error in its forward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Raise."""
+        raise KeyError("no such layer")
+
+
+class DictOutputs(ToyModel):
+    """Returns more than its outputs, as Hugging Face's models do."""
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        """Map (batch, 10) to logits (batch, 5)."""
+        return {"logits": super().forward(inputs)}
+
+
+class ManyOutputs(nn.Module):
+    """A linear classifier of images, whatever its arguments."""
+
+    num_outputs = 10
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(28 * 28, self.num_outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 1, 28, 28) to (batch, num_outputs)."""
+        outputs: Tensor = self.linear(inputs.flatten(1))
+        return outputs
+
+
+class SevenOutputs(ManyOutputs):
+    """Has too few outputs for ten classes."""
+
+    num_outputs = 7
+
+
+class ZeroLogits(ManyOutputs):
+    """Begins with a head of zeros, as many do."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__()
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+
+def each_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss for each sample."""
+    return (outputs - targets).square().mean(dim=1)
+
+
+def mean_of_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over samples."""
+    return each_square(outputs, targets).mean()
+
+
+def worst_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of the worst sample."""
+    return each_square(outputs, targets).max()
+
+
+def of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a sum over the pairs of samples."""
+    return torch.cdist(outputs, outputs).sum()
+
+
+def zero(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return nothing to learn."""
+    return 0 * outputs.sum()
+
+
+def constant(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a number that depends on nothing."""
+    return torch.tensor(3.0)
+
+
+def a_float(outputs: Tensor, targets: Tensor) -> float:
+    """Return a number without a gradient."""
+    return 3.0
 
 
 def same_share(trainee: Trainee, env: DistEnv) -> Trainee:

@@ -8,7 +8,15 @@ import torch
 from commands import refusal, resolved
 from ranks import run_ranks
 from torch import Tensor
-from trainees import MNIST_NET, NO_DROPOUT, Trace, build, compose_config, take_steps
+from trainees import (
+    MNIST_NET,
+    NO_DROPOUT,
+    TOLERANCES,
+    Trace,
+    build,
+    compose_config,
+    take_steps,
+)
 
 from ddp_runner.build import make
 from ddp_runner.config import Config
@@ -85,8 +93,8 @@ def test_steps_with_augmentation_are_the_same_at_every_world_size(grad_accum_ste
     assert not torch.allclose(expected.weights, plain.weights, rtol=1e-3, atol=1e-3)
     accumulated = f"train.grad_accum_steps={grad_accum_steps}"
     for found in run_ranks(steps, 2, compose_config(*keys, accumulated, world_size=2)):
-        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=2e-6)
-        torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(found.losses, expected.losses, **TOLERANCES[torch.float32])
+        torch.testing.assert_close(found.weights, expected.weights, **TOLERANCES[torch.float32])
 
 
 def evaluation(env: DistEnv, config: Config) -> dict[str, float]:

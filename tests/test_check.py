@@ -86,7 +86,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         of_class("Idle"),
         untouched,
         "gradients are equal on all ranks",
-        "; the loss does not depend on idle.weight, idle.bias: find_unused_parameters=true",
+        "idle.weight, idle.bias: parallelism.find_unused_parameters=true",
     ),
     "wandering": (
         of_class("Wandering"),
@@ -105,6 +105,12 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         untouched,
         "all ranks evaluate a sample alike",
         "mean, an attribute and no buffer, on ranks 1, 2 is not rank 0's (largest difference ",
+    ),
+    "mean loss": (
+        (*TOY, "model.loss=torch.nn.functional.mse_loss"),
+        untouched,
+        "the loss is a sum over the samples",
+        "2 samples give ",
     ),
     "random evaluation": (
         of_class("Dropping"),
@@ -129,7 +135,7 @@ def check_all(env: DistEnv) -> dict[str, list[Finding]]:
 @pytest.fixture(scope="module")
 def checked() -> dict[str, list[Finding]]:
     """What three ranks found, the same on all of them."""
-    first, *others = run_ranks(check_all, WORLD_SIZE)
+    first, *others = run_ranks(check_all, WORLD_SIZE, timeout_s=240)
     assert all(other == first for other in others)
     found: dict[str, list[Finding]] = first
     return found
@@ -137,9 +143,9 @@ def checked() -> dict[str, list[Finding]]:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_model_keeps_every_promise(name: str, checked: dict[str, list[Finding]]) -> None:
-    """All ten checks are made, and pass."""
+    """All eleven checks are made, and pass."""
     assert [finding for finding in checked[name] if not finding.ok] == []
-    assert len(checked[name]) == 10
+    assert len(checked[name]) == 11
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -157,7 +163,7 @@ def test_the_sum_is_told_from_the_mean(checked: dict[str, list[Finding]]) -> Non
         (found,) = [one for one in checked[name] if one.name.startswith("gradients are the mean")]
         words = found.detail.replace(",", "").split()
         distance = {what: float(words[words.index(what) - 3]) for what in ("mean", "sum")}
-        assert distance[near] < 1e-6 < 1e-3 < distance[far]
+        assert distance[near] < 1e-5 < 1e-3 < distance[far]
 
 
 def unsynced_wait(env: DistEnv) -> Finding:
@@ -191,7 +197,7 @@ def test_the_command_reports_each_check(sweep: Ended) -> None:
     for run_dir in sweep.run_dirs:
         fields = record(run_dir)
         assert (fields["status"], fields["error"]) == ("completed", None)
-        assert len(fields["checks"]) == (10 if fields["world_size"] == 2 else 3)
+        assert len(fields["checks"]) == (11 if fields["world_size"] == 2 else 4)
         assert all(check["ok"] for check in fields["checks"])
         log = (run_dir / "logs" / "rank-0.log").read_text()
         for check in fields["checks"]:
@@ -218,7 +224,7 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
     )
     assert end.exit_code == 2
     (line,) = end.stderr.splitlines()
-    assert line.startswith("error: task=check (3 of 10 failed): parameters stay equal: ")
+    assert line.startswith("error: task=check (3 of 11 failed): parameters stay equal: ")
     assert "net1.bias on rank 1 is not rank 0's (largest difference " in line
     fields = record(end.run_dir)
     assert fields["status"] == "failed"

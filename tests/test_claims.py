@@ -146,9 +146,9 @@ def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -
 def test_only_a_launcher_that_restarts_ranks_marks_them() -> None:
     """The parent of ranks that somebody starts by hand is a shell, which starts other runs too."""
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    (mark,) = own_marks(env, has_agent=False)
-    assert own_marks(replace(env, launcher="environment"), has_agent=True) == [mark]
-    assert own_marks(replace(env, launcher="environment"), has_agent=False) == []
+    (mark,) = own_marks(replace(env, launcher="torchrun"), has_agent=False)
+    assert own_marks(env, has_agent=True) == [mark]
+    assert own_marks(env, has_agent=False) == []
     srun = replace(env, launcher="srun", launch_id="slurm 7.0")
     assert own_marks(srun, has_agent=False) == ["slurm 7.0"]
 

@@ -184,7 +184,7 @@ def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> N
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
-    reporter = Reporter(tmp_path, started_at=0.0, max_steps=9, steps_per_epoch=3, resume_step=None)
+    reporter = Reporter(tmp_path, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None)
     reporter.log({"train/loss": 1.0}, step=1, epoch=1)
     with pytest.raises(ZeroDivisionError), reporter:
         raise ZeroDivisionError
@@ -199,7 +199,7 @@ def test_a_reporter_that_ends_well_says_nothing_of_failure(tmp_path: Path) -> No
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
     with Reporter(
-        tmp_path, started_at=0.0, max_steps=9, steps_per_epoch=3, resume_step=None
+        tmp_path, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
     ) as reporter:
         reporter.log({"train/loss": 1.0}, step=1, epoch=1)
         reporter.finish("completed", Position(epoch=1, step=1))

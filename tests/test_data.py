@@ -25,6 +25,7 @@ from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
 from ddp_runner.data.prepared import FORMAT_VERSION, load_dataset
 from ddp_runner.data.source import Dataset, Split, splits
 from ddp_runner.errors import UserError
+from ddp_runner.seeds import derive
 
 CONF = Path(__file__).parents[1] / "conf" / "dataset"
 WORLD_SIZES = (1, 2, 3, 4)
@@ -51,9 +52,13 @@ def batches(num_samples: int, *, rank: int, world_size: int, **kwargs: int) -> G
 
 def samples(step: StepBatch) -> list[int]:
     """The real samples of one rank's step, in order."""
-    real = [batch for batch in step.micro_batches if batch.weight]
-    assert all(torch.equal(batch.inputs[:, 0], batch.targets) for batch in real)
-    return [int(target) for batch in real for target in batch.targets]
+    found: list[int] = []
+    for batch in step.micro_batches:
+        assert torch.equal(batch.inputs[:, 0], batch.targets)
+        count = len(batch.targets) * batch.weight
+        assert count == int(count)
+        found += batch.targets[: int(count)].tolist()
+    return found
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -79,11 +84,12 @@ def test_global_batch_is_the_same_set_at_every_world_size(
 def test_order_is_that_of_distributed_sampler(world_size: int) -> None:
     """A rank meets its samples in the order that a plain PyTorch loop would."""
     for rank in range(world_size):
-        sampler: DistributedSampler[int] = DistributedSampler(
-            TensorDataset(torch.arange(40)), world_size, rank, shuffle=True, seed=3
-        )
         for epoch in (0, 1):
-            sampler.set_epoch(epoch)
+            # It adds the epoch to its seed: seed 3 in epoch 1 would have the order of seed 4 in
+            # epoch 0.
+            sampler: DistributedSampler[int] = DistributedSampler(
+                TensorDataset(torch.arange(40)), world_size, rank, seed=derive(3, "order", epoch)
+            )
             steps = batches(40, rank=rank, world_size=world_size).epoch(epoch)
             assert [sample for step in steps for sample in samples(step)] == list(sampler)
 
@@ -131,14 +137,42 @@ def test_accumulation_splits_a_share_evenly(world_size: int, grad_accum_steps: i
 def test_rank_without_samples_gets_one_placeholder() -> None:
     """DDP needs every rank in backward: weight 0 keeps the placeholder out of the gradient."""
     steps = [list(batches(9, rank=rank, world_size=4).epoch(0))[-1] for rank in range(4)]
-    assert [[batch.weight for batch in step.micro_batches] for step in steps] == [
-        [1.0],
-        [0.0],
-        [0.0],
-        [0.0],
-    ]
+    assert [len(samples(step)) for step in steps] == [1, 0, 0, 0]
+    assert [len(step.micro_batches) for step in steps] == [1, 1, 1, 1]
+    assert [step.micro_batches[0].weight for step in steps][1:] == [0.0, 0.0, 0.0]
     assert {step.global_count for step in steps} == {1}
-    assert all(len(step.micro_batches[0].inputs) == 1 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "global_size", "grad_accum_steps", "world_size", "sizes"),
+    [
+        (44, 32, 8, 1, [4, 4, 4]),  # 12 are left over: three whole micro-batches of 4
+        (33, 32, 1, 1, [2]),  # 1 is left over
+        (33, 32, 1, 4, [2]),  # and three ranks have none
+        (39, 32, 4, 2, [4]),  # 7 are left over, 4 and 3 a rank, in micro-batches of 4
+        (35, 32, 8, 2, [2, 2]),  # 3 are left over, 2 and 1 a rank, in micro-batches of 2
+        (3, 2, 2, 1, [1]),  # micro-batches of one sample are what was asked for
+    ],
+)
+def test_what_is_left_over_makes_no_micro_batch_of_one_sample(
+    num_samples: int, global_size: int, grad_accum_steps: int, world_size: int, sizes: list[int]
+) -> None:
+    """BatchNorm cannot train on one: it comes twice, and each copy counts half."""
+    for rank in range(world_size):
+        ours = batches(
+            num_samples,
+            rank=rank,
+            world_size=world_size,
+            global_size=global_size,
+            grad_accum_steps=grad_accum_steps,
+        )
+        last = list(ours.epoch(0))[-1]
+        found = [len(batch.inputs) for batch in last.micro_batches]
+        assert all(one <= most for one, most in zip(found, sizes, strict=False))
+        assert ours.micro_size == 1 or min(found) > 1
+        if rank == 0:
+            assert found == sizes[: len(found)]
+        assert len(samples(last)) == len(range(rank, last.global_count, world_size))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -233,7 +267,7 @@ class Counting:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """As they are."""
-        return Dataset(self.name, *splits(tensors), num_classes=2)
+        return Dataset(self.name, *splits(tensors), num_classes=None)
 
 
 def num_builds(data_root: Path) -> int:

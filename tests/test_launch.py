@@ -39,7 +39,7 @@ class Faulty(nn.Linear):
         self.calls = 0
 
     def forward(self, inputs):
-        self.calls += 1
+        self.calls += self.training
         if self.calls == 3 and os.environ["RANK"] == "1":
             raise ZeroDivisionError("the third batch is cursed")
         return super().forward(inputs)

@@ -14,7 +14,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.part
 MOST_LINES = 260
 # From the bottom up: a module imports from lower layers alone. Equals do not know each other.
 LAYERS = (
-    ("errors", "hardware", "load", "pictures"),
+    ("errors", "hardware", "load", "pictures", "seeds"),
     ("text_files",),
     (
         "environment",
@@ -28,6 +28,7 @@ LAYERS = (
         "pace",
         "plain_data",
         "schedules",
+        "torch_errors",
         "models",
     ),
     ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
@@ -42,7 +43,7 @@ LAYERS = (
     ("train",),
     ("state_checks",),
     ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
-    ("session", "check_gradients", "check_samples", "check_state"),
+    ("session", "first_batch", "check_gradients", "check_samples", "check_state"),
     ("collectives", "check"),
     ("worker",),
     ("preload", "rendezvous"),
@@ -65,6 +66,7 @@ TORCH_FREE = (
         "manifest",
         "record",
         "rules",
+        "seeds",
         "stop",
         "sweep",
     ),

@@ -15,6 +15,7 @@ from trainees import (
     MNIST_NET,
     NO_DROPOUT,
     STEPS_PER_EPOCH,
+    TOLERANCES,
     TOY,
     Trace,
     build,
@@ -40,10 +41,6 @@ GANGS = [
     for num_replicas in (1, 2, 4)
     if num_replicas <= keys.get("max_ranks", 4)
 ]
-TOLERANCES = {
-    torch.float32: {"rtol": 1e-5, "atol": 2e-6},  # ten times what was measured
-    torch.float64: {"rtol": 1e-13, "atol": 1e-14},
-}
 GANGS_OF_TWO = [mode for mode, size in GANGS if size == 2 and not MODES[mode].get("num_servers")]
 
 

@@ -138,12 +138,12 @@ def test_each_attempt_meets_at_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_torchrun_has_a_rendezvous_of_its_own() -> None:
     """What the config says is not used, and that is said."""
-    env = DistEnv(0, 0, 2, 2)
+    env = DistEnv(0, 0, 2, 2, launcher="torchrun")
     config, warnings = resolved("launch.init_method=tcp://h:1", env=env)
     job = Job(config=config, started_at=0, code={})
     assert _init_method(job, env) == "env://"
     assert any("torchrun has a rendezvous of its own" in one for one in warnings)
-    by_hand = DistEnv(0, 0, 2, 2, launcher="environment")
+    by_hand = DistEnv(0, 0, 2, 2)
     assert _init_method(job, by_hand) == "tcp://h:1"
 
 

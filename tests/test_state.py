@@ -18,6 +18,7 @@ from trainees import (
     MNIST_NET,
     NO_DROPOUT,
     STEPS_PER_EPOCH,
+    TOLERANCES,
     TOY,
     Trace,
     build,
@@ -69,6 +70,11 @@ def figures(*traces: Trace) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
 
 
+def saved(*traces: Trace) -> dict[int, dict[str, float]]:
+    """Return the metrics of the checkpoints that were saved last for their step."""
+    return {step: told for trace in traces for step, told in trace.saved.items()}
+
+
 @pytest.mark.parametrize("stop_at", [MID_EPOCH, EPOCH_END])
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, stop_at: int) -> None:
     """With dropout, momentum and a schedule, all figures and weights are the same, bit by bit."""
@@ -79,6 +85,48 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, stop_at: int) 
         assert resumed.status == "completed"
         assert figures(stopped, resumed) == figures(expected)
         assert torch.equal(resumed.weights, expected.weights)
+        assert resumed.position == expected.position
+        assert {**saved(stopped, resumed), **saved(expected)} == saved(stopped, resumed)
+
+
+@pytest.mark.parametrize("num_steps", [EPOCH_END, MID_EPOCH])
+def test_a_stop_in_the_last_step_loses_no_evaluation(tmp_path: Path, num_steps: int) -> None:
+    """The run completes, its epoch whole or not; resumed once more it does nothing."""
+    for trace in run_ranks(last_step, 2, config_of(*TOY), tmp_path, num_steps):
+        first, second = trace
+        assert (first.status, first.position.step) == ("completed", num_steps)
+        assert [line["step"] for line in first.lines if "eval/loss" in line][-1] == num_steps
+        assert {"train/loss", "eval/loss"} <= first.saved[num_steps].keys()
+        assert first.position.epoch == num_steps // STEPS_PER_EPOCH
+        assert (second.status, second.lines, second.saved) == ("completed", [], {})
+
+
+def last_step(env: DistEnv, config: Config, folder: Path, num_steps: int) -> list[Trace]:
+    """Ask for a stop that is agreed on in the last step, then resume."""
+    return [
+        run_loop(env, config, max_steps=num_steps, folder=folder, stop_after=stop_after)
+        for stop_after in (num_steps - 1, None)
+    ]
+
+
+def unevaluated(env: DistEnv, config: Config, folder: Path) -> Trace:
+    """Resume a run that was saved after its last step and before the evaluation."""
+    trainee = build(env, config)
+    position = Position(epoch=0, step=EPOCH_END, step_in_epoch=STEPS_PER_EPOCH)
+    state = snapshot(trainee, position, config)
+    if env.is_rank_zero:
+        save_checkpoint(
+            folder, state, step=EPOCH_END, metrics={}, keep=1, monitor=None, mode="max", say=print
+        )
+    return run_loop(env, config, max_steps=EPOCH_END, folder=folder, trainee=trainee)
+
+
+def test_an_evaluation_that_is_missing_is_made_by_the_resume(tmp_path: Path) -> None:
+    """As an earlier version left it when it was stopped in the last step."""
+    for trace in run_ranks(unevaluated, 2, config_of(*TOY), tmp_path):
+        assert [line["step"] for line in trace.lines if "eval/loss" in line] == [EPOCH_END]
+        assert (trace.position.epoch, trace.position.step_in_epoch) == (1, 0)
+        assert "eval/loss" in trace.saved[EPOCH_END]
 
 
 def test_killed_run_resumes_from_any_periodic_checkpoint(tmp_path: Path) -> None:
@@ -119,7 +167,7 @@ def test_run_resumes_at_another_world_size_and_mode(
     found = run_ranks(loop, world_size, config, tmp_path)[0]
     expected = uninterrupted(*MNIST_NET, *NO_DROPOUT)[0]
     assert any("world size differs" in sentence for sentence in found.said)
-    tolerances = {"rtol": 1e-5, "atol": 2e-6}
+    tolerances = TOLERANCES[torch.float32]
     torch.testing.assert_close(found.losses, expected.losses[MID_EPOCH:], **tolerances)
     torch.testing.assert_close(found.weights, expected.weights, **tolerances)
 
@@ -173,6 +221,73 @@ def test_batch_size_may_change_between_epochs(tmp_path: Path) -> None:
     assert answers == [f"resumed at step {NUM_STEPS}"]
 
 
+def by_epochs(env: DistEnv, config: Config, folder: Path) -> Trace:
+    """Train the epochs that are left."""
+    return run_loop(env, config, max_steps=None, folder=folder)
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8)])
+@pytest.mark.parametrize("scheduler", ["cosine", "step"])
+def test_a_resume_with_another_batch_size_trains_the_epochs_that_are_left(
+    tmp_path: Path, before: int, after: int, scheduler: str
+) -> None:
+    """From epoch 4 on it takes the steps and rates of a run that always had the new size."""
+    steps_per_epoch = {8: 4, 16: 2}  # of 27 samples
+    keys = [*TOY, f"scheduler={scheduler}", "train.log_every_steps=1"]
+    keys += ["scheduler.every_epochs=3"] if scheduler == "step" else []
+
+    def config(size: int, epochs: int) -> Config:
+        return compose_config(*keys, f"batch.global_size={size}", f"train.epochs={epochs}")
+
+    run_ranks(by_epochs, 1, config(before, 4), tmp_path)
+    (resumed,) = run_ranks(by_epochs, 1, config(after, 8), tmp_path)
+    (expected,) = run_ranks(by_epochs, 1, config(after, 8), tmp_path / "whole")
+    assert (resumed.status, resumed.position.epoch) == ("completed", 8)
+    steps_before = 4 * steps_per_epoch[before]
+    assert resumed.position.step == steps_before + 4 * steps_per_epoch[after]
+    rates = [
+        [line["train/lr"] for line in trace.lines if "train/lr" in line]
+        for trace in (resumed, expected)
+    ]
+    assert rates[0] == rates[1][4 * steps_per_epoch[after] :]
+
+
+def with_a_scaler(env: DistEnv, config: Config, folder: Path) -> int | None:
+    """Resume a run that scaled no loss as one that does."""
+    run_loop(env, config, max_steps=2, folder=folder)
+    trainee = build(env, config)
+    trainee = replace(trainee, scaler=torch.amp.GradScaler("cpu", enabled=True))
+    return restore(trainee, Position(), config, folder, say=print)
+
+
+def test_a_run_may_go_on_in_fp16(tmp_path: Path) -> None:
+    """Its checkpoint has no scale yet."""
+    assert run_ranks(with_a_scaler, 1, compose_config(*TOY), tmp_path) == [2]
+
+
+def of_the_old_order(env: DistEnv, config: Config, folder: Path, step_in_epoch: int) -> str:
+    """Resume a checkpoint as versions wrote it that had another order of samples."""
+    trainee = build(env, config)
+    state = snapshot(trainee, Position(1, 4 + step_in_epoch, step_in_epoch), config)
+    del state["order_version"]
+    save_checkpoint(folder, state, step=5, metrics={}, keep=1, monitor=None, mode="max", say=print)
+    try:
+        return f"resumed at {restore(trainee, Position(), config, folder, say=print)}"
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("step_in_epoch", "told"), [(2, "amid epoch 2"), (0, "resumed at 4")])
+def test_an_epoch_of_another_order_cannot_be_finished(
+    tmp_path: Path, step_in_epoch: int, told: str
+) -> None:
+    """Some samples would come twice and others never; between epochs nothing is lost."""
+    config = compose_config(*TOY)
+    (answer,) = run_ranks(of_the_old_order, 1, config, tmp_path, step_in_epoch)
+    assert told in answer
+    assert len(answer.splitlines()) == 1
+
+
 def misfit(env: DistEnv, config: Config, folder: Path) -> str:
     """Resume a checkpoint that claims to be of this model and has another shape."""
     trainee, position = build(env, config), Position(step=1)
@@ -205,7 +320,7 @@ def test_resumed_run_takes_the_rate_that_it_is_given(tmp_path: Path, scheduler: 
     assert found == expected[MID_EPOCH:]
 
 
-def saved(folder: Path, state: Any, *, step: int = 1) -> None:
+def save_whatever(folder: Path, state: Any, *, step: int = 1) -> None:
     """Save whatever it is as a checkpoint whose checksums are right."""
     save_checkpoint(
         folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", say=print
@@ -256,9 +371,9 @@ def refusals(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     state = snapshot(trainee, Position(**STANDS), config)
     answers = {}
     for number, (name, forge) in enumerate(FORGED.items()):
-        saved(folder / str(number), forge(dict(state)))
+        save_whatever(folder / str(number), forge(dict(state)))
         answers[name] = refusal_of(trainee, config, folder / str(number))
-    saved(folder / "whole", state)
+    save_whatever(folder / "whole", state)
     assert restore(trainee, Position(), config, folder / "whole", say=print) == 1
     return answers
 
@@ -281,7 +396,7 @@ def all_damaged(env: DistEnv, config: Config, folder: Path) -> tuple[str, list[s
 def test_where_nothing_is_whole_every_rank_refuses(tmp_path: Path) -> None:
     """Rank 0 looks, and all end with its sentence; without any checkpoint the run begins, said."""
     for step in (1, 2):
-        saved(tmp_path, {}, step=step)
+        save_whatever(tmp_path, {}, step=step)
         os.truncate(tmp_path / f"step-{step:08d}" / "state.pt", 7)
     first, second = run_ranks(all_damaged, 2, config_of(*TOY), tmp_path)
     assert first == second
@@ -319,8 +434,8 @@ def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     data = replace(trainee.dataset, digest="a")
     trainee = replace(trainee, dataset=data)
     state = snapshot(trainee, Position(step=1), config)
-    saved(folder / "new", state)
-    saved(folder / "old", without("data")(state))
+    save_whatever(folder / "new", state)
+    save_whatever(folder / "old", without("data")(state))
     more = Split(data.train.inputs[:20], data.train.targets[:20])
     fewer = Split(data.eval.inputs[:5], data.eval.targets[:5])
     others = {
@@ -378,7 +493,9 @@ def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], 
     """Go on from where an asynchronous run stood with batches 1 and 3 of six outstanding."""
     trainee = build(env, config)
     position = Position(epoch=1, step=4, outstanding=(1, 3))
-    saved(folder, snapshot(trainee, position, config) | {"position": asdict(position)}, step=4)
+    save_whatever(
+        folder, snapshot(trainee, position, config) | {"position": asdict(position)}, step=4
+    )
     position = Position()
     assert restore(trainee, position, config, folder, say=print) == 4
     part = take_part(

@@ -30,6 +30,12 @@ TOY = ("model=toy", *SMALL)
 MNIST_NET = ("model=mnist_net", "dataset=fake_images", "optimizer.momentum=0.9", *SMALL)
 NO_DROPOUT = ("model.dropout1=0.0", "model.dropout2=0.0")
 STEPS_PER_EPOCH = 4
+# Of losses and weights after some ten steps that differ by rounding alone, as they do between world
+# sizes, micro-batches, shapes or numbers of threads: more than fifty times what was measured.
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.float64: {"rtol": 1e-13, "atol": 1e-14},
+}
 
 
 @dataclass
@@ -40,6 +46,7 @@ class Trace:
     lines: list[dict[str, float]] = field(default_factory=list)  # as logged, with their step
     said: list[str] = field(default_factory=list)
     saved_steps: list[int] = field(default_factory=list)
+    saved: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step, no perf/
     weights: Tensor = field(default_factory=lambda: torch.zeros(0))  # flat
     position: Position = field(default_factory=Position)
     status: str = ""
@@ -48,6 +55,9 @@ class Trace:
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Record a line."""
         self.lines.append({"step": step, **metrics})
+
+    def began(self, loss: float) -> None:
+        """Do nothing."""
 
     def step_done(self, position: Position) -> None:
         """Do nothing."""
@@ -129,7 +139,7 @@ def run_loop(
     env: DistEnv,
     config: Config,
     *,
-    max_steps: int,
+    max_steps: int | None,
     folder: Path | None = None,
     stop_after: int | None = None,
     trainee: Trainee | None = None,
@@ -139,7 +149,7 @@ def run_loop(
     Args:
         env: this rank's place.
         config: resolved.
-        max_steps: where the loop ends.
+        max_steps: where the loop ends; None: where the config says.
         folder: of the checkpoints; None: they are counted, not written.
         stop_after: the step from which the last rank, and only it, wants to stop.
         trainee: one that is built already.
@@ -154,6 +164,7 @@ def run_loop(
     def save(position: Position, metrics: dict[str, float]) -> None:
         state = snapshot(trainee, position, config)
         trace.saved_steps.append(position.step)
+        trace.saved[position.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
         if folder is not None and env.is_rank_zero:
             save_checkpoint(
                 folder,
@@ -170,6 +181,9 @@ def run_loop(
         is_last = env.rank == env.world_size - 1
         return stop_after is not None and is_last and position.step >= stop_after
 
+    if max_steps is None:
+        steps_per_epoch = trainee.batches.steps_per_epoch
+        max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
     control = Control(
         max_steps=max_steps,
         save_every_steps=config.checkpoint.every_steps,

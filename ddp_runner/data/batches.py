@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ddp_runner.data.source import Split
+from ddp_runner.seeds import derive
 
+# Of the order of samples: a run stopped amid an epoch of another order cannot finish the epoch.
+ORDER_VERSION = 2
 POOL_BATCHES = 50  # global batches within which sequences are sorted by length
 
 
@@ -18,7 +21,7 @@ class MicroBatch:
 
     inputs: Tensor  # (batch, ...)
     targets: Tensor  # (batch,) or (batch, ...)
-    weight: float = 1.0  # 0.0: a placeholder, whose loss must not count
+    weight: float = 1.0  # of each sample; 0.0: a placeholder, whose loss must not count
     randoms: Tensor | None = None  # (batch, num_randoms) for the augmentation, uniform in 0..1
 
 
@@ -28,7 +31,7 @@ class StepBatch:
 
     micro_batches: tuple[MicroBatch, ...]  # as many on every rank, so that collectives match
     global_count: int  # samples of the global batch, over all ranks
-    step: int  # optimizer steps before it, since the run began
+    number: int  # of the batch, counted as if all epochs of the run had batches of this size
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class GlobalBatches:
 
     Global batch k of an epoch is the k-th slice of a permutation that depends on the seed and the
     epoch alone; the last one may be smaller. Share r is every ``num_shares``-th sample from r on,
-    which is the order of ``torch.utils.data.DistributedSampler(seed=seed)``, without its padding.
+    as with ``torch.utils.data.DistributedSampler``, without its padding.
     """
 
     split: Split
@@ -56,6 +59,11 @@ class GlobalBatches:
         """Optimizer steps in an epoch."""
         return math.ceil(len(self.split) / self.global_size)
 
+    @property
+    def micro_size(self) -> int:
+        """Most samples of a micro-batch."""
+        return math.ceil(self.global_size / (self.num_shares * self.grad_accum_steps))
+
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
         """The steps of an epoch from ``start_step`` on; those before it cost nothing."""
         order = self.order(epoch)
@@ -69,7 +77,7 @@ class GlobalBatches:
 
     def order(self, epoch: int) -> Tensor:
         """The epoch's order of all samples, int64 ``(num_samples,)``."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
         order = torch.randperm(len(self.split), generator=generator)
         if self.lengths is not None:
             order = self._by_length(order, self.lengths, generator)
@@ -79,11 +87,10 @@ class GlobalBatches:
         """This share of the epoch's global batch ``index``; ``order`` is the epoch's."""
         start = index * self.global_size
         global_batch = order[start : start + self.global_size]
-        step = epoch * self.steps_per_epoch + index
-        randoms = self._randoms(step, len(global_batch))
+        randoms = self._randoms(epoch, index, len(global_batch))
         share = slice(self.share, None, self.num_shares)
         largest_share = math.ceil(len(global_batch) / self.num_shares)
-        num_pieces = min(self.grad_accum_steps, largest_share)
+        num_pieces = math.ceil(largest_share / self.micro_size)
         pieces = zip(
             global_batch[share].tensor_split(num_pieces),
             randoms[share].tensor_split(num_pieces),
@@ -96,19 +103,25 @@ class GlobalBatches:
             else self._gather(global_batch[:1], randoms[:1], weight=0.0)
             for piece, numbers in pieces
         )
-        return StepBatch(micro_batches, global_count=len(global_batch), step=step)
+        number = epoch * self.steps_per_epoch + index
+        return StepBatch(micro_batches, global_count=len(global_batch), number=number)
 
     def _gather(self, indices: Tensor, randoms: Tensor, *, weight: float = 1.0) -> MicroBatch:
+        if len(indices) == 1 and self.micro_size > 1:
+            # What is left over may be a single sample, of which BatchNorm has no variance: twice
+            # over, each counts half.
+            indices, randoms, weight = indices.repeat(2), randoms.repeat(2, 1), weight / 2
         # index_select: on CPU six times as fast as inputs[indices].
         inputs = self.split.inputs.index_select(0, indices)
         targets = self.split.targets.index_select(0, indices)
         return MicroBatch(inputs, targets, weight, randoms if self.num_randoms else None)
 
-    def _randoms(self, step: int, count: int) -> Tensor:
+    def _randoms(self, epoch: int, index: int, count: int) -> Tensor:
         """The step's random numbers, drawn for the whole global batch: every world size's alike."""
         if not self.num_randoms:
             return torch.empty(count, 0)
-        generator = torch.Generator().manual_seed((self.seed << 32) + step)
+        seed = derive(self.seed, "augmentation", epoch, index)
+        generator = torch.Generator().manual_seed(seed)
         return torch.rand(count, self.num_randoms, generator=generator)
 
     def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:

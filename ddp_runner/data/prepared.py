@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from ddp_runner.data.checks import check_dataset, check_source, check_tensors
 from ddp_runner.data.source import Dataset, Source
 from ddp_runner.errors import UserError
 
@@ -39,18 +40,29 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
         say: gets one line when the cache is prepared or a damaged one is rebuilt.
 
     Raises:
-        UserError: the source's files or fields are not usable, or the cache cannot be written.
+        UserError: the source's files or fields are not usable, it gives what cannot be trained
+            on, or the cache cannot be written.
     """
+    check_source(source)
     if source.fingerprint(data_root) is None:
-        return source.dataset(source.build(data_root))
-    # Ranks that find a sound cache need no lock, so a read-only cache serves as well.
-    folder, fingerprint = _identity(source, data_root)
-    noted = _noted(folder)
-    if noted is None or _fault(folder, fingerprint, sha256=noted) is not None:
-        folder = _prepare(source, data_root, say)
-    tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
-    digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
-    return replace(source.dataset(tensors), digest=digest)
+        tensors, digest = _built(source, data_root), None
+    else:
+        # Ranks that find a sound cache need no lock, so a read-only cache serves as well.
+        folder, fingerprint = _identity(source, data_root)
+        noted = _noted(folder)
+        if noted is None or _fault(folder, fingerprint, sha256=noted) is not None:
+            folder = _prepare(source, data_root, say)
+        tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
+        digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
+    dataset = replace(source.dataset(tensors), digest=digest)
+    check_dataset(source.name, dataset)
+    return dataset
+
+
+def _built(source: Source, data_root: Path) -> dict[str, Tensor]:
+    tensors = source.build(data_root)
+    check_tensors(source.name, tensors)
+    return tensors
 
 
 def _cache_root() -> Path:
@@ -165,7 +177,7 @@ def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Pat
             say(f"dataset {source.name}: rebuilding the cache in {folder} ({fault})")
         else:
             say(f"dataset {source.name}: preparing it, once, in {root}")
-        tensors = source.build(data_root)
+        tensors = _built(source, data_root)
         folder, fingerprint = _identity(source, data_root)  # build may have downloaded files
         with _cache_writable(root):
             folder.mkdir(exist_ok=True)

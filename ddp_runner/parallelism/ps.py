@@ -28,6 +28,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.parallelism import Role, count_devices, rank_devices
 from ddp_runner.parallelism.messages import ALIVE, STATUS_OF, copy_parts, packed
 from ddp_runner.parallelism.server import Server
+from ddp_runner.seeds import derive
 
 SERVER = 0
 
@@ -137,7 +138,7 @@ class ParameterServer:
             copy_parts(values, list(module.parameters()))
             waited_s = time.perf_counter() - pushed_at
             # Dropout as a function of the step alone: a resumed run draws what this one would.
-            torch.manual_seed(((seed * 1_000_003 + step) * 4096 + dist.get_rank()) % 2**63)
+            torch.manual_seed(derive(seed, "trainer", step, dist.get_rank()))
             module.zero_grad(set_to_none=True)
             loss = compute(step)
             if all(parameter.grad is None for parameter in module.parameters()):

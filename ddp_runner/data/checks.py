@@ -1,0 +1,96 @@
+"""What a source of data must give, checked once when a dataset is loaded; used by ``prepared``."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ddp_runner.data.source import Dataset
+from ddp_runner.errors import UserError
+
+METHODS = ("fingerprint", "build", "dataset")
+KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
+
+
+def check_source(source: object) -> None:
+    """Refuse what is no source, as a torch.utils.data.Dataset.
+
+    Raises:
+        UserError: it lacks a method of ``Source``.
+    """
+    missing = [name for name in METHODS if not callable(getattr(source, name, None))]
+    if missing:
+        kind = f"{type(source).__module__}.{type(source).__qualname__}"
+        raise UserError(
+            f"dataset._target_ ({kind}) is no source of data: it has no {', '.join(missing)}; "
+            "write a class with the methods of ddp_runner.data.source.Source, whose build returns "
+            "all samples as tensors"
+        )
+
+
+def check_tensors(name: str, tensors: object) -> None:
+    """Refuse what a source must not build.
+
+    Raises:
+        UserError: a key is missing, or no tensor.
+    """
+    if not isinstance(tensors, Mapping):
+        raise UserError(
+            f"the build of dataset={name} returned a {type(tensors).__name__}; it must return a "
+            f"mapping with {', '.join(KEYS)}"
+        )
+    for key in KEYS:
+        if key not in tensors:
+            raise UserError(
+                f"the build of dataset={name} returned no {key}, only {', '.join(tensors)}; it "
+                f"must return {', '.join(KEYS)}"
+            )
+        if not isinstance(tensors[key], Tensor):
+            raise UserError(
+                f"the build of dataset={name} returned a {type(tensors[key]).__name__} as {key}; "
+                "it must be one tensor, a sample in each row"
+            )
+
+
+def check_dataset(name: str, dataset: object) -> None:
+    """Refuse splits that cannot be trained on, and classes out of range.
+
+    Raises:
+        UserError: what is wrong with which split.
+    """
+    if not isinstance(dataset, Dataset):
+        raise UserError(
+            f"dataset={name} made a {type(dataset).__name__} of its tensors; its method dataset "
+            "must return a ddp_runner.data.source.Dataset"
+        )
+    for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
+        for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):
+            if not isinstance(tensor, Tensor):
+                raise UserError(
+                    f"the {kind} {part} of dataset={name} are a {type(tensor).__name__}; they "
+                    "must be one tensor, a sample in each row"
+                )
+        num_inputs, num_targets = len(split.inputs), len(split.targets)
+        if not num_inputs or num_inputs != num_targets:
+            raise UserError(
+                f"dataset={name} has {num_inputs} {kind} inputs and {num_targets} {kind} targets; "
+                "give as many of both, one or more"
+            )
+        if dataset.num_classes is not None:
+            _check_classes(f"the {kind} targets of dataset={name}", split.targets, dataset)
+
+
+def _check_classes(whose: str, targets: Tensor, dataset: Dataset) -> None:
+    classes = dataset.num_classes
+    if targets.dtype != torch.int64 or targets.ndim != 1:
+        dtype = str(targets.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{whose} are {dtype} of shape {tuple(targets.shape)}; {classes} classes need int64 of "
+            f"shape ({len(targets)},), or num_classes=None for a regression"
+        )
+    lowest, highest = (int(one) for one in targets.aminmax())
+    if lowest < 0 or highest >= (classes or 0):
+        raise UserError(
+            f"{whose} go from {lowest} to {highest}; {classes} classes are numbered from 0 to "
+            f"{(classes or 0) - 1}"
+        )

@@ -1,0 +1,210 @@
+"""Before the first step: mistakes in a model, a loss or the data are one sentence, or a warning."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from trainees import MNIST_NET, TOY, build, compose_config
+
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
+from ddp_runner.job import Job
+from ddp_runner.record import versions
+from ddp_runner.worker import run
+
+CONVNET = ("model=convnet", "dataset=fake_images", "dataset.num_samples=40", "batch.per_rank=20")
+OURS = "allowed_targets=[broken_models]"
+
+
+def of(name: str, *keys: str) -> tuple[str, ...]:
+    """Return the command line of a model of the tests' own."""
+    return (*(keys or TOY), f"model._target_=broken_models.{name}", OURS)
+
+
+def loss(name: str, *keys: str) -> tuple[str, ...]:
+    """Return the command line of a loss."""
+    return (*(keys or CONVNET), f"model.loss={name}", OURS)
+
+
+F = "torch.nn.functional"
+# what is wrong: the command line, and what the sentence says of it
+REFUSED: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "mean": (
+        loss(f"{F}.cross_entropy"),
+        ["a mean over the samples", "write model.loss=ddp_runner.losses.cross_entropy"],
+    ),
+    "mean of squares": (loss(f"{F}.mse_loss", *TOY), ["write model.loss=ddp_runner.losses.mse"]),
+    "mean in bf16": (loss(f"{F}.cross_entropy", *CONVNET, "train.precision=bf16"), ["a mean"]),
+    "mean of equal samples": (
+        # All logits are zero: each sample's loss is log(10), and so is every mean of them.
+        (*of("ZeroLogits", *CONVNET), f"model.loss={F}.cross_entropy"),
+        ["a mean over the samples"],
+    ),
+    "own mean": (loss("broken_models.mean_of_squares", *TOY), ["reduction='sum'"]),
+    "a loss for each sample": (
+        loss("broken_models.each_square", *TOY),
+        ["returns (2,) of float32, not one number"],
+    ),
+    "not a tensor": (loss("broken_models.a_float", *TOY), ["returns a float, not one number"]),
+    "too few outputs": (
+        of("SevenOutputs", *CONVNET),
+        ["gives (2, 7) for 2 samples of dataset=fake_images with 10 classes"],
+    ),
+    "outputs in a dict": (of("DictOutputs"), ["model=toy gives a dict of logits, not a tensor"]),
+    "foreign inputs": (
+        ("model=toy", "dataset=fake_images"),
+        ["model=toy cannot take dataset=fake_images", "(2, 1, 28, 28) of uint8: RuntimeError: "],
+    ),
+    "foreign targets": (
+        loss("ddp_runner.losses.cross_entropy", *TOY, "dataset.target_size=3"),
+        ["the outputs of model=toy, (2, 5) of float32, with the targets of dataset=random"],
+    ),
+    "loss with its own words": (
+        (*TOY, "dataset.target_size=3"),
+        ["mse needs outputs and targets of one shape"],
+    ),
+    "an error in the model": (of("Cursed"), ["KeyError: 'no such layer'"]),
+}
+# Each is taken, and said to be a sum or neither.
+TAKEN: dict[str, tuple[tuple[str, ...], str]] = {
+    "ours": (CONVNET, "sum"),
+    "dropout": (MNIST_NET, "sum"),
+    "bf16": ((*CONVNET, "train.precision=bf16"), "sum"),
+    "more outputs than classes": ((*CONVNET, "model.num_classes=1000"), "sum"),
+    "zero": (loss("broken_models.zero", *TOY), "sum"),
+    "constant": (loss("broken_models.constant", *TOY), "neither"),
+    "of the worst sample": (loss("broken_models.worst_square", *TOY), "neither"),
+    "of pairs": (loss("broken_models.of_pairs", *TOY), "neither"),
+    "one sample": ((*TOY, "dataset.num_samples=1"), "sum"),
+}
+
+
+def attempts(env: DistEnv) -> dict[str, str]:
+    """Try the first batch of each row; return the refusal, or what kind the loss is of."""
+    found = {}
+    rows = {name: keys for name, (keys, _) in (REFUSED | TAKEN).items()}
+    for name, keys in rows.items():
+        config = compose_config(*keys)
+        trainee = build(env, config)
+        try:
+            trial = try_first_batch(trainee, config)
+            refuse_mean(trial, config)
+            warned = any("not a sum" in one for one in warnings_of(trial, trainee, config))
+            assert warned == (trial.kind == "neither")
+            found[name] = trial.kind
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """What each row came to."""
+    (found,) = run_ranks(attempts, 1, timeout_s=240)
+    answers: dict[str, str] = found
+    return answers
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_one_sentence(name: str, answers: dict[str, str]) -> None:
+    """It names the keys, the shapes and the exception."""
+    assert len(answers[name].splitlines()) == 1
+    for part in REFUSED[name][1]:
+        assert part in answers[name]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_can_be_trained_is_taken(name: str, answers: dict[str, str]) -> None:
+    """A loss that is neither sum nor mean is warned of."""
+    assert answers[name] == TAKEN[name][1]
+
+
+def traces(env: DistEnv) -> dict[str, bool]:
+    """Compare random numbers, buffers, gradients and the mode before and after."""
+    found = {}
+    for keys in (CONVNET, MNIST_NET, of("Counting"), of("Dropping"), of("Averaging")):
+        config = compose_config(*keys)
+        trainee = build(env, config)
+        trainee.module.train()
+        before = {name: one.clone() for name, one in trainee.module.state_dict().items()}
+        random_state = torch.get_rng_state()
+        try_first_batch(trainee, config)
+        after = trainee.module.state_dict()
+        found[" ".join(keys)] = (
+            torch.equal(random_state, torch.get_rng_state())
+            and all(torch.equal(before[name], after[name]) for name in before)
+            and all(one.grad is None for one in trainee.module.parameters())
+            and all(part.training for part in trainee.module.modules())
+        )
+    return found
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    """BatchNorm's statistics, dropout and a model that draws numbers are as if it had not been."""
+    (found,) = run_ranks(traces, 1, timeout_s=240)
+    assert found == dict.fromkeys(found, True)
+
+
+def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
+    """Run as a worker does; return the refusal, if it is refused."""
+    # The ranks meet by a file of this run's own.
+    launch = replace(config.launch, init_method=(run_dir.parent / f"{run_dir.name}.store").as_uri())
+    config = replace(config, launch=launch)
+    job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
+    try:
+        return str(run(job, env)["status"])
+    except UserError as error:
+        return str(error)
+
+
+def test_all_ranks_of_a_run_refuse_alike(tmp_path: Path) -> None:
+    """Before the first step; the log has the traceback of the error that the sentence tells of."""
+    config = compose_config(*of("Cursed"), world_size=2)
+    first, second = run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240)
+    assert first == second
+    assert first.startswith("model=toy cannot take dataset=random")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    for rank in (0, 1):
+        log = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
+        assert "in forward" in log
+        assert "KeyError: 'no such layer'" in log
+
+
+def test_unused_parameters_are_named(tmp_path: Path) -> None:
+    """In place of the numbers that DDP gives, and with the whole key that helps."""
+    config = compose_config(*of("Idle"), world_size=2)
+    for told in run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240):
+        assert told.startswith("the loss does not depend on idle.weight, idle.bias, ")
+        assert "write parallelism.find_unused_parameters=true" in told
+    config = compose_config(*of("Idle"), "parallelism.find_unused_parameters=true", world_size=2)
+    assert (
+        run_ranks(whole_run, 2, config, tmp_path / "b", backend=None, timeout_s=240)
+        == ["completed"] * 2
+    )
+
+
+def test_a_batch_larger_than_the_training_set_and_a_diverged_loss_are_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As warnings: at the start and among the last words of a run that completes."""
+    keys = ("model=toy", "batch.global_size=1000", "optimizer.lr=1e5", "train.max_steps=2")
+    config = compose_config(*keys)
+    assert run_ranks(whole_run, 1, config, tmp_path / "run", backend=None, timeout_s=240) == [
+        "completed"
+    ]
+    told = capfd.readouterr().out
+    size = "batch.global_size (1000) is larger than the training set: 1 step an epoch of 200 "
+    assert f"warning: {size}samples" in told
+    assert "warning: the run diverged: train/loss began at 1." in told
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["warnings"] == [f"{size}samples"]
+    calm = compose_config("model=toy", "train.max_steps=2")
+    assert run_ranks(whole_run, 1, calm, tmp_path / "calm", backend=None, timeout_s=240) == [
+        "completed"
+    ]
+    assert "warning" not in capfd.readouterr().out

@@ -1,0 +1,47 @@
+"""What is counted of predictions, those outside the dataset's classes included."""
+
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ddp_runner.metrics import classification_metrics, confusion_counts
+
+NUM_CLASSES = 10
+
+
+def counts_of(targets: list[int], predicted: list[int], num_outputs: int) -> Tensor:
+    """Return the counts of a model whose highest scores are the predicted outputs."""
+    outputs = one_hot(torch.tensor(predicted), num_outputs).double()
+    return confusion_counts(outputs, torch.tensor(targets), num_classes=NUM_CLASSES)
+
+
+def test_an_output_outside_the_classes_is_wrong_and_no_other_class() -> None:
+    """Class 1 taken for output 12 of 20 is not a class 2 that was recognised."""
+    counts = counts_of([1, 3, 4], [12, 3, 5], num_outputs=20)
+    assert counts.shape == (NUM_CLASSES, NUM_CLASSES + 1)
+    assert counts.nonzero().tolist() == [[1, 10], [3, 3], [4, 5]]
+    assert classification_metrics(counts)["accuracy"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("num_outputs", [10, 11, 1000])
+def test_metrics_are_those_of_scikit_learn(num_outputs: int) -> None:
+    """At any number of outputs, over several batches."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(NUM_CLASSES, (400,), generator=generator).tolist()
+    # A third is right, a third another class or any output at all.
+    others = torch.randint(num_outputs, (400,), generator=generator).tolist()
+    predicted = [others[i] if i % 3 else target for i, target in enumerate(targets)]
+    counts = counts_of(targets[:150], predicted[:150], num_outputs)
+    counts += counts_of(targets[150:], predicted[150:], num_outputs)
+    assert int(counts.sum()) == 400
+    scores = precision_recall_fscore_support(
+        targets, predicted, average="macro", zero_division=0, labels=range(NUM_CLASSES)
+    )
+    assert classification_metrics(counts) == pytest.approx(
+        {
+            "accuracy": accuracy_score(targets, predicted),
+            **dict(zip(("precision", "recall", "f1"), scores[:3], strict=True)),
+        }
+    )
