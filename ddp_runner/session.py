@@ -16,7 +16,7 @@ import torch
 
 from ddp_runner.build import make
 from ddp_runner.claims import claim_run, with_global_size
-from ddp_runner.config import Config, check_targets, config_hash, flatten, work_hash
+from ddp_runner.config import Config, config_hash, flatten, work_hash
 from ddp_runner.distributed import (
     check_agreement,
     from_rank_zero,
@@ -33,6 +33,7 @@ from ddp_runner.job import Job
 from ddp_runner.logs import RankLog
 from ddp_runner.parallelism import Mode
 from ddp_runner.record import write_run_record
+from ddp_runner.target_rules import check_targets
 
 INIT_FILE = "file://"  # how a launch.init_method begins that is a file
 
@@ -67,7 +68,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    mode: Mode = make("parallelism", config.parallelism)
+    mode: Mode = make("parallelism", config.parallelism, allowed=config.allowed_targets)
     devices = mode.devices(env, kind=config.backend.device)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])

@@ -80,7 +80,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     Collective: every rank must call.
     """
     config, env, run_dir, say = session.config, session.env, session.run_dir, session.say
-    source = make("dataset", config.dataset)
+    source = make("dataset", config.dataset, allowed=config.allowed_targets)
     dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
     check_monitor(config, dataset)
     weights = None

@@ -29,14 +29,17 @@ LAYERS = (
         "schedules",
         "models",
     ),
-    ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
+    (
+        *("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
+        "target_rules",
+    ),
     ("rules", "folders", "job", "stop", "logs", "parallelism", "data.source", "dashboard"),
     ("interrupts", "calibration", "identity", "agent_store"),
     ("claims",),
     ("resuming",),
     ("ledger", "comparison", "distributed", "checkpoint", "tracking", "data", "gang"),
     ("compose", "compare", "sweep"),
-    ("explain", "step", "weights", "collective_calls"),
+    ("explain", "step", "weights", "collective_calls", "targets"),
     ("train",),
     ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
     ("session", "check_gradients", "check_samples", "check_state"),
@@ -50,7 +53,7 @@ LAYERS = (
     ("__main__",),
 )
 TORCH_FREE = (
-    *("batch_rules", "checkpoint_rules", "collectives_config", "model_rules"),
+    *("batch_rules", "checkpoint_rules", "collectives_config", "model_rules", "target_rules"),
     *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
     *(
         "gang",
