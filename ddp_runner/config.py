@@ -131,7 +131,12 @@ class Config:
 
 def config_hash(config: Config) -> str:
     """Return the identity of a resolved config: equal for runs that do the same work."""
-    return hashlib.sha256(json.dumps(flatten(config), sort_keys=True).encode()).hexdigest()[:16]
+    return digest(flatten(config))
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Return a short hash of what JSON can hold."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -149,8 +154,7 @@ def work_hash(config: Config) -> str:
     Of the two batch sizes one follows from the other and the number of ranks, so that neither
     counts; a run that goes on keeps its own global batch.
     """
-    work = {key: value for key, value in flatten(config).items() if key not in OF_RANKS}
-    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:16]
+    return digest({key: one for key, one in flatten(config).items() if key not in OF_RANKS})
 
 
 def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

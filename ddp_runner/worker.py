@@ -80,6 +80,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     Collective: every rank must call.
     """
     config, env, run_dir, say = session.config, session.env, session.run_dir, session.say
+    written = session.job.secrets.written(config)
     source = make("dataset", config.dataset, allowed=config.allowed_targets)
     dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
     check_monitor(config, dataset)
@@ -90,7 +91,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
     )
     position = Position()
-    resume_step = restore(trainee, position, config, run_dir / "checkpoints", say=say)
+    resume_step = restore(trainee, position, written, run_dir / "checkpoints", say=say)
     note_restart(session, step=position.step)
     max_steps = config.train.max_steps or config.train.epochs * trainee.batches.steps_per_epoch
 
@@ -129,7 +130,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         )
 
     def save(position: Position, metrics: dict[str, float]) -> None:
-        state = snapshot(trainee, position, config)
+        state = snapshot(trainee, position, written)
         if env.is_rank_zero:
             save_checkpoint(
                 run_dir / "checkpoints",

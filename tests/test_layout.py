@@ -31,7 +31,7 @@ LAYERS = (
     ),
     (
         *("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
-        "target_rules",
+        *("secret_values", "target_rules"),
     ),
     ("rules", "folders", "job", "stop", "logs", "parallelism", "data.source", "dashboard"),
     ("interrupts", "calibration", "identity", "agent_store"),
@@ -69,7 +69,7 @@ TORCH_FREE = (
         "sweep",
     ),
     *("calibration", "execution", "interrupts", "multirun", "slots", "sweep_rules"),
-    *("text_files", "identity", "claims", "resuming"),
+    *("text_files", "identity", "claims", "resuming", "secret_values"),
     *("compare", "comparison", "comparison.runs", "comparison.settings", "comparison.figures"),
     *("comparison.scaling", "comparison.parity", "comparison.analysis", "comparison.columns"),
     *("comparison.rows", "comparison.prediction", "comparison.parts_plot", "comparison.series"),

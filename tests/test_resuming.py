@@ -29,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config, _ = resolved(*(f"{group}={option}" for group, option in CHOICES.items()))
     run_dir = Path("outputs", "toy", "first")
     write_run_record(run_dir, status="preempted")
-    freeze_config(run_dir, config, overrides=(), raw={}, choices=CHOICES)
+    freeze_config(run_dir, config, overrides=(), choices=CHOICES)
     return run_dir
 
 

@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from ddp_runner.data.source import Dataset, Source
 from ddp_runner.errors import UserError
+from ddp_runner.folders import safe_name
 
 FORMAT_VERSION = 1  # raise it when what a source builds from the same fingerprint changes
 TENSORS, MANIFEST = "tensors.pt", "manifest.json"
@@ -55,7 +56,7 @@ def _identity(source: Source, data_root: Path) -> tuple[Path, Any]:
     """The source's cache folder, and its fingerprint as it reads back from JSON."""
     text = json.dumps(source.fingerprint(data_root), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return _cache_root() / f"{source.name}-{digest}", json.loads(text)
+    return _cache_root() / f"{safe_name(source.name)}-{digest}", json.loads(text)
 
 
 def _describe(tensors: Path, fingerprint: object) -> dict[str, object]:
@@ -91,7 +92,7 @@ def _fault(folder: Path, fingerprint: object) -> str | None:
 def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Path:
     """Build the cache under the lock, unless somebody just did; returns its folder."""
     root = _cache_root()
-    lock = FileLock(root / f"{source.name}.lock")
+    lock = FileLock(root / f"{safe_name(source.name)}.lock")
     with _cache_writable(root):
         root.mkdir(parents=True, exist_ok=True)
         lock.acquire()
