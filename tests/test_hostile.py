@@ -22,6 +22,7 @@ from ddp_runner.compose import to_config
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.folders import locked
 from ddp_runner.job import Job
 from ddp_runner.session import open_session
 from ddp_runner.target_rules import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
@@ -233,6 +234,39 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
         assert reason in str(refused.value)
     with pytest.raises(UserError, match="is a class; name a function"):
         find("test_hostile.Touch", key="model.loss", allowed=["test_hostile"])
+
+
+@pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl", ".lock.holder", ".lock"])
+def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    """A link in it, which a run would write through, is refused before anything is written."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    run = tmp_path / "run"
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(outside)
+    with pytest.raises(UserError, match="is a link to"), locked(run):
+        pass
+    assert outside.read_text() == "mine"
+    (run / name).unlink()
+    (tmp_path / "big disk").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "big disk")
+    with locked(run):
+        pass
+
+
+def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
+    """A pretrained model whose config names Python files beside it does not run them."""
+    mark = tmp_path / MARK
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    classes = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}))
+    (tmp_path / "vocab.txt").write_text("[PAD]\nword\n")
+    settings = {"_target_": "ddp_runner.models.bert.Bert", "num_classes": 2, "vocab_size": 2}
+    sizes = {"max_length": 4, "pretrained": str(tmp_path), "tokenizer": str(tmp_path)}
+    with pytest.raises(UserError) as refused:
+        make("model", settings | sizes)
+    assert "cannot be built" in str(refused.value)
+    assert not mark.exists()
 
 
 def one_line(end: Any) -> str:
