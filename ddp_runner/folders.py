@@ -138,21 +138,6 @@ def check_links(run_dir: Path) -> None:
                 )
 
 
-def check_links(run_dir: Path) -> None:
-    """Refuse a run folder, perhaps somebody else's, whose files would be written elsewhere.
-
-    Raises:
-        UserError: one of its files is a link; a folder may be one, such as checkpoints/.
-    """
-    for folder, _, names in os.walk(run_dir):
-        for path in (Path(folder, name) for name in names):
-            if path.is_symlink():
-                raise UserError(
-                    f"{path} is a link to {path.readlink()}, which the run would write to; put "
-                    "the file itself there, or delete the link"
-                )
-
-
 @contextmanager
 def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
     """Hold a run folder for this process alone.

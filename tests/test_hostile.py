@@ -236,6 +236,15 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
         find("test_hostile.Touch", key="model.loss", allowed=["test_hostile"])
 
 
+def test_a_run_does_not_say_where_ranks_meet(tmp_path: Path) -> None:
+    """Ranks unpickle what they are sent, so that a stranger's address is as good as code."""
+    meeting = {"launch.nnodes": 2, "launch.rdzv_endpoint": "evil:1", "launch.node_rank": 0}
+    hostile_run(tmp_path, meeting | {"launch.init_method": "tcp://evil:2"})
+    assert "needs launch.rdzv_endpoint=HOST:PORT" in refusal(f"resume={tmp_path}")
+    launch = resolved(f"resume={tmp_path}", "launch.nnodes=1")[0].launch
+    assert (launch.rdzv_endpoint, launch.init_method, launch.node_rank) == (None, None, None)
+
+
 @pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl", ".lock.holder", ".lock"])
 def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     """A link in it, which a run would write through, is refused before anything is written."""
