@@ -285,37 +285,39 @@ def one_line(end: Any) -> str:
     return str(line)
 
 
-def test_the_command_refuses_a_hostile_run(tmp_path: Path) -> None:
-    """The launcher by the name, a rank by the object, and a rank by the checkpoint's pickle."""
-    run = tmp_path / "hub"
-    run.mkdir()
-    mark = hostile_run(run, HOSTILE["the hub"])
-    assert "(torch.hub.load) is not a part" in one_line(
-        run_command(f"resume={run}", folder=tmp_path / "1")
-    )
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (HOSTILE["the hub"], "(torch.hub.load) is not a part"),
+        (
+            {"optimizer._target_": "torch.optim.lr_scheduler.partial"},
+            "is not a subclass of torch.optim.lr_scheduler.LRScheduler",
+        ),
+    ],
+    ids=["by the name", "by the object"],
+)
+def test_the_command_refuses_a_hostile_config(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Where the name tells nothing before torch is imported, a rank judges the object."""
+    mark = hostile_run(tmp_path, changes)
+    assert said in one_line(run_command(f"resume={tmp_path}", folder=tmp_path / "here"))
     assert not mark.exists()
 
-    run = tmp_path / "object"
-    run.mkdir()
-    mark = hostile_run(run, {"optimizer._target_": "torch.optim.lr_scheduler.partial"})
-    assert "is not a subclass of torch.optim.lr_scheduler.LRScheduler" in one_line(
-        run_command(f"resume={run}", folder=tmp_path / "2")
-    )
 
-    run = tmp_path / "pickle"
-    run.mkdir()
-    mark = hostile_run(run, {})
-    state = run / "checkpoints" / "step-00000001" / "state.pt"
+def test_the_command_refuses_a_hostile_checkpoint(tmp_path: Path) -> None:
+    """One with a right checksum, whose pickle would run code."""
+    mark = hostile_run(tmp_path, {})
+    state = tmp_path / "checkpoints" / "step-00000001" / "state.pt"
     state.parent.mkdir(parents=True)
-    (run / "evil.pt").rename(state)
+    (tmp_path / "evil.pt").rename(state)
     content = state.read_bytes()
     size, digest = len(content), hashlib.sha256(content).hexdigest()
     files = {"state.pt": {"size": size, "sha256": digest}}
     manifest = {"format_version": 1, "step": 1, "metrics": {}, "files": files}
     (state.parent / "manifest.json").write_text(json.dumps(manifest))
-    assert "could run code (none was run)" in one_line(
-        run_command(f"resume={run}", folder=tmp_path / "3")
-    )
+    end = run_command(f"resume={tmp_path}", folder=tmp_path / "here")
+    assert "could run code (none was run)" in one_line(end)
     assert not mark.exists()
     torch.load(state, weights_only=False)
     assert mark.exists(), "the pickle is harmless: the test shows nothing"

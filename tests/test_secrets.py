@@ -140,7 +140,7 @@ def planned(run_dir: Path, *overrides: str) -> Job:
     """Return the job of a command line, as the command plans it."""
     register(None)
     keys = (*NOTED, "backend.device=cpu", "world_size=2", *overrides)
-    raw = compose_raw(*keys)
+    raw = with_resumed(compose_raw(*keys), keys)
     config, warnings = resolve(to_config(raw), hardware=LAPTOP, chosen=chosen_keys(keys))
     return Job(
         config=config,
@@ -188,7 +188,7 @@ def test_no_file_of_a_run_holds_a_secret_and_it_resumes(tmp_path: Path) -> None:
 
     again = resolved(f"resume={run_dir}", "allowed_targets=[test_secrets]")[0]
     assert again.dataset == job.config.dataset
-    more = planned(run_dir, store(tmp_path), "train.epochs=2")
+    more = planned(run_dir, store(tmp_path), "train.epochs=2", f"resume={run_dir}")
     assert run_ranks(whole_run, 2, more, backend=None) == ["completed"] * 2
     assert (record(run_dir)["epoch"], files_with(SECRET, run_dir)) == (2, [])
 
