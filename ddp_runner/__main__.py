@@ -18,7 +18,7 @@ from typing import Any
 import hydra
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from ddp_runner.claims import AUTO
 from ddp_runner.compose import (
@@ -44,6 +44,7 @@ from ddp_runner.multirun import Multirun
 from ddp_runner.record import RUN_RECORD, git_revision, versions
 from ddp_runner.resuming import chosen_keys, resumed_command, with_resumed
 from ddp_runner.rules import resolve
+from ddp_runner.secret_values import find_secrets
 from ddp_runner.text_files import check_text_files
 
 
@@ -175,10 +176,12 @@ class Command:
         """Resolve a composed config; `node` is what Hydra says of it."""
         overrides = tuple(written(node.overrides.task, self._implied))
         raw = with_resumed(raw, overrides, is_launched=self._env is not None)
-        config, warnings = resolve(
-            to_config(raw), hardware=hardware, chosen=chosen_keys(overrides), env=self._env
-        )
-        check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
+        secrets = find_secrets(raw)
+        with secrets.hidden_in_errors():
+            config, warnings = resolve(
+                to_config(raw), hardware=hardware, chosen=chosen_keys(overrides), env=self._env
+            )
+            check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
         if self._env is None and config.sweep.parallel_jobs == 1:
             start_fork_server()  # as early as can be: it imports torch while we go on
         return Job(
@@ -187,13 +190,13 @@ class Command:
             code=self._code,
             run_dir=run_dir,
             overrides=overrides,
-            raw_config=OmegaConf.to_container(raw, resolve=False),
+            secrets=secrets,
             choices={
                 str(group): str(option)
                 for group, option in node.runtime.choices.items()
                 if option is not None and "/" not in str(group)
             },
-            warnings=tuple(warnings),
+            warnings=tuple(map(secrets.hide, warnings)),
         )
 
     @cached_property

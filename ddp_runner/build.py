@@ -1,14 +1,12 @@
 """Turns a resolved config's groups into objects; called by ``worker`` on each rank."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_method, instantiate
 from torch import nn
 
 from ddp_runner.config import Config
@@ -21,6 +19,7 @@ from ddp_runner.pace import Pace
 from ddp_runner.parallelism import Mode
 from ddp_runner.seeds import derive
 from ddp_runner.step import Trainee
+from ddp_runner.targets import construct, find
 from ddp_runner.weights import load_weights
 
 # Keys of `model` that are not the constructor's; `make` drops the name itself.
@@ -56,12 +55,13 @@ def build_trainee(
             f"dataset={dataset.name} has {len(dataset.train)} training samples and world_size is "
             f"{env.world_size}; use world_size={len(dataset.train)} or less"
         )
-    role = mode.role(env)
+    role, allowed = mode.role(env), config.allowed_targets
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
     build = partial(
         make,
         "model",
         {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS},
+        allowed=allowed,
     )
     module = mode.place(build, devices)
     if config.model.get("channels_last"):
@@ -84,9 +84,11 @@ def build_trainee(
         num_randoms=dataset.num_randoms,
         lengths=dataset.lengths() if dataset.group_by_length else None,
     )
-    optimizer = make("optimizer", config.optimizer, partial=True)(module.parameters())
+    optimizer = make("optimizer", config.optimizer, allowed=allowed, partial=True)(
+        module.parameters()
+    )
     steps_per_epoch = batches.steps_per_epoch
-    scheduler = make("scheduler", config.scheduler, partial=True)(
+    scheduler = make("scheduler", config.scheduler, allowed=allowed, partial=True)(
         optimizer,
         total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
@@ -95,7 +97,7 @@ def build_trainee(
         module=module,
         model=model,
         mode=mode,
-        loss_fn=get_method(config.model["loss"]),
+        loss_fn=find(config.model.get("loss"), key="model.loss", allowed=allowed),
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
@@ -111,23 +113,38 @@ def build_trainee(
 
 
 def make(
-    group: str, settings: Mapping[str, Any], *, partial: bool = False, **arguments: Any
+    group: str,
+    settings: Mapping[str, Any],
+    *,
+    allowed: Collection[str] = (),
+    partial: bool = False,
+    **arguments: Any,
 ) -> Any:
     """Build what a group's ``_target_`` names from the group's keys.
 
+    Args:
+        group: of the config.
+        settings: its keys.
+        allowed: the packages of the user's own that it may name, ``allowed_targets``.
+        partial: return a functools.partial, for what takes more arguments later.
+        arguments: objects that are passed on as they are.
+
     Raises:
-        UserError: the keys do not fit it, or it cannot be imported.
+        UserError: the keys do not fit it, or it cannot be imported, or may not be.
     """
     needs_name = group in ("parallelism", "dataset")
     keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
+    named = f"{group}={settings.get('name')}"
+    if "_target_" not in keys:
+        raise UserError(f"{named} has no _target_; name the class or function that builds it")
     try:
-        return instantiate({**keys, "_partial_": partial, "_convert_": "all"}, **arguments)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        reason = " ".join(str(error.__cause__ or error).split())
+        return construct(keys, key=group, allowed=allowed, partial=partial, arguments=arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"{group}={settings.get('name')} ({settings['_target_']}) cannot be built: {reason}; "
+            f"{named} ({keys['_target_']}) cannot be built: {reason}; "
             f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
         ) from error
 

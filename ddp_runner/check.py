@@ -111,7 +111,7 @@ def _build(session: Session) -> Trainee:
     if config.train.compile:
         say("train.compile=true is left out: its random numbers are not the bare model's")
         config = replace(config, train=replace(config.train, compile=False))
-    source = make("dataset", config.dataset)
+    source = make("dataset", config.dataset, allowed=config.allowed_targets)
     dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
     weights = None
     if env.is_rank_zero:

@@ -25,6 +25,7 @@ from ddp_runner.identity import find_unfinished_run
 from ddp_runner.ledger import unfinished_sweep
 from ddp_runner.resuming import chosen_keys, with_resumed
 from ddp_runner.rules import resolve
+from ddp_runner.secret_values import find_secrets
 from ddp_runner.text_files import check_text_files
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -55,15 +56,19 @@ def register(env: DistEnv | None, *, implied: Collection[str] = ()) -> Folders:
         # Before Hydra creates anything: a mistake leaves no folder behind.
         raw = OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"])
         overrides = written(_root_.hydra.overrides.task, implied)
-        config = to_config(with_resumed(raw, overrides, is_launched=env is not None))
-        config = resolve(config, hardware=detect(), chosen=chosen_keys(overrides), env=env)[0]
+        raw = with_resumed(raw, overrides, is_launched=env is not None)
+        with find_secrets(raw).hidden_in_errors():
+            config = to_config(raw)
+            config = resolve(config, hardware=detect(), chosen=chosen_keys(overrides), env=env)[0]
+            is_ranks = env is not None or config.launch.nnodes > 1
+            if config.resume in (None, AUTO) and not is_ranks:
+                check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
         check_chdir(_root_.hydra)
         if config.resume not in (None, AUTO):
             return str(config.resume)
-        if env is not None or config.launch.nnodes > 1:
+        if is_ranks:
             claimed.is_left_to_ranks = True
             return "."
-        check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
         if claimed.run is None and config.resume == AUTO:
             unfinished = find_unfinished_run(sibling_runs(config), work=work_hash(config))
             if unfinished is not None:

@@ -13,9 +13,8 @@ from ddp_runner.times import begin_session
 def execute(job: Job) -> Outcome:
     """Run a job in its folder, whose lock is held."""
     assert job.run_dir is not None
-    freeze_config(
-        job.run_dir, job.config, overrides=job.overrides, raw=job.raw_config, choices=job.choices
-    )
+    written = job.secrets.written(job.config)
+    freeze_config(job.run_dir, written, overrides=job.overrides, choices=job.choices)
     begin_session(
         job.run_dir, status="running", started_at=job.started_at, error=None, **_place(job.slot)
     )

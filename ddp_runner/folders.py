@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -26,7 +25,7 @@ from ddp_runner.record import RUN_RECORD, replace_file
 OUTPUTS = Path("outputs")
 CHOICES_FILE = Path(".hydra", "choices.yaml")  # the options of the groups that a run is made of
 MIN_FREE_MIB = 100
-MAX_NAME_LENGTH = 200  # file systems end at 255
+MAX_NAME_BYTES = 200  # file systems end at 255
 
 
 def run_folder(config: Config) -> Path:
@@ -52,8 +51,14 @@ def job_name(overrides: Sequence[str]) -> str:
 
 
 def safe_name(text: str) -> str:
-    """Return the text as one folder name: no separators, no control characters, not too long."""
-    return re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))[:MAX_NAME_LENGTH]
+    """Return the text as one folder name, which is never the folder above, nor too long.
+
+    It has no separators and no control characters.
+    """
+    name = re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))
+    # What is cut off may leave the first bytes of a character.
+    name = os.fsencode(name)[:MAX_NAME_BYTES].decode(errors="ignore")
+    return name if name.strip(". ") else f"_{name}"
 
 
 def timestamp() -> str:
@@ -118,6 +123,21 @@ def newest_run() -> Path | None:
     return None if newest is None else newest.parent
 
 
+def check_links(run_dir: Path) -> None:
+    """Refuse a run folder, perhaps somebody else's, whose files would be written elsewhere.
+
+    Raises:
+        UserError: one of its files is a link; a folder may be one, such as checkpoints/.
+    """
+    for folder, _, names in os.walk(run_dir):
+        for path in (Path(folder, name) for name in names):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path} is a link to {path.readlink()}, which the run would write to; put "
+                    "the file itself there, or delete the link"
+                )
+
+
 @contextmanager
 def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
     """Hold a run folder for this process alone.
@@ -127,8 +147,9 @@ def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
         patience_s: how long to wait for another process to let go of it.
 
     Raises:
-        UserError: another process holds it; the message says which.
+        UserError: another process holds it; the message says which. Or it holds links.
     """
+    check_links(run_dir)
     holder = run_dir / ".lock.holder"
     lock = FileLock(run_dir / ".lock")
     try:
@@ -157,38 +178,38 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def freeze_config(
-    run_dir: Path,
-    config: Config,
-    *,
-    overrides: Sequence[str],
-    raw: Any,
-    choices: Mapping[str, str],
+    run_dir: Path, config: Config, *, overrides: Sequence[str], choices: Mapping[str, str]
 ) -> str:
-    """Write .hydra/{config,overrides,choices}.yaml and return the config's text.
+    """Write .hydra/{config,overrides,choices}.yaml, each whole or not at all.
+
+    Returns:
+        The config's text.
 
     Args:
         run_dir: the run's folder.
-        config: as resolved.
+        config: resolved, but for what comes from the environment: see ``Secrets.written``.
         overrides: what was given on the command line.
-        raw: the composed config with its interpolations; values that come from the environment
-            (oc.env) stay as written there, so that no secret reaches the disk.
         choices: the option of each group.
+
+    Raises:
+        UserError: they cannot be written; what was there before is intact.
     """
     folder = run_dir / ".hydra"
-    folder.mkdir(exist_ok=True)
-    text = yaml.safe_dump(_hide_secrets(asdict(config), raw), sort_keys=False, allow_unicode=True)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
-    (folder / "overrides.yaml").write_text(
-        yaml.safe_dump(list(overrides), allow_unicode=True), encoding="utf-8"
+    # YAML's own marks of a document's begin and end show a file that was cut off.
+    text = yaml.safe_dump(
+        asdict(config), sort_keys=False, allow_unicode=True, explicit_start=True, explicit_end=True
     )
-    replace_file(run_dir / CHOICES_FILE, yaml.safe_dump(dict(choices)))
+    given = yaml.safe_dump(list(overrides), allow_unicode=True)
+    try:
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / "overrides.yaml", given)
+        replace_file(run_dir / CHOICES_FILE, yaml.safe_dump(dict(choices)))
+        replace_file(folder / "config.yaml", text)  # last: a run is resumed from this one
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}); free space or make the folder writable"
+        ) from error
     return text
-
-
-def _hide_secrets(resolved: Any, raw: Any) -> Any:
-    if isinstance(resolved, dict) and isinstance(raw, dict):
-        return {key: _hide_secrets(value, raw.get(key)) for key, value in resolved.items()}
-    return raw if isinstance(raw, str) and "${oc.env:" in raw else resolved
 
 
 def resume_argument(run_dir: Path) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddp_runner.config import Config
 from ddp_runner.failures import Failure
+from ddp_runner.secret_values import Secrets
 
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
@@ -37,7 +38,7 @@ class Job:
     number: int = 1  # its place in the sweep
     title: str = ""  # what a sweep calls it
     overrides: tuple[str, ...] = ()
-    raw_config: Any = None  # as composed, with its interpolations
+    secrets: Secrets = field(default_factory=Secrets)  # what the config has from the environment
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
     warnings: tuple[str, ...] = ()
 

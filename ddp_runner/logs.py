@@ -6,6 +6,7 @@ Used by ``worker``.
 import logging
 import os
 import sys
+from collections.abc import Callable
 from io import TextIOBase
 from pathlib import Path
 from types import TracebackType
@@ -18,15 +19,20 @@ class RankLog:
 
     Warnings of libraries go to the file alone. What a rank other than 0 prints goes to its file,
     also what C++ code prints.
+
+    Args:
+        run_dir: the run's folder.
+        env: this rank's place.
+        hide: returns a line as it may be written to the file, without secrets.
     """
 
-    def __init__(self, run_dir: Path, env: DistEnv) -> None:
+    def __init__(self, run_dir: Path, env: DistEnv, *, hide: Callable[[str], str] = str) -> None:
         self._env = env
         self._path = run_dir / "logs" / f"rank-{env.rank}.log"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._logger = logging.getLogger("ddp_runner")
         self._handler = logging.FileHandler(self._path, encoding="utf-8")
-        self._handler.setFormatter(_EachLine(env.rank))
+        self._handler.setFormatter(_EachLine(env.rank, hide))
 
     def __enter__(self) -> "RankLog":
         self._logger.setLevel(logging.INFO)
@@ -65,13 +71,13 @@ class RankLog:
 class _EachLine(logging.Formatter):
     """Time, rank and level before every line, those of warnings and tracebacks included."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
         super().__init__()
-        self._rank = rank
+        self._rank, self._hide = rank, hide
 
     def format(self, record: logging.LogRecord) -> str:
         start = f"{self.formatTime(record)} rank {self._rank} {record.levelname} "
-        return "\n".join(start + line for line in super().format(record).splitlines())
+        return "\n".join(start + self._hide(line) for line in super().format(record).splitlines())
 
 
 class _Lines(TextIOBase):

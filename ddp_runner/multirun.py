@@ -172,13 +172,8 @@ class Multirun:
             if self._searches and planned.number and entries[job_id].status == "done":
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
             if entries[job_id].status == "queued":
-                freeze_config(
-                    run_dir,
-                    job.config,
-                    overrides=job.overrides,
-                    raw=job.raw_config,
-                    choices=job.choices,
-                )
+                written = job.secrets.written(job.config)
+                freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
         return jobs, order
 
     def _run(self, jobs: Mapping[str, Job], ledger: Ledger, hardware: Hardware) -> None:

@@ -5,7 +5,10 @@ Used by ``__main__`` and ``compose``. Torch-free.
 
 import re
 from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -89,18 +92,26 @@ def with_resumed(
             raise UserError("experiment= cannot change a run that is resumed; give single keys")
         # The scaling group has no keys of its own: it chooses the batch.
         changed = "batch" if key == "scaling" else key
-        value = OmegaConf.select(raw, changed)
+        value = _as_composed(raw, changed)
         OmegaConf.update(frozen, changed, value, merge=False, force_add=True)
     # A config that came with somebody's run cannot allow itself to run code.
     frozen.allowed_targets = raw.allowed_targets
-    # Where the ranks meet, and which machine this is, was true of that launch alone.
-    frozen.launch.init_method, frozen.launch.node_rank = (
-        raw.launch.init_method,
-        raw.launch.node_rank,
-    )
+    # Where the ranks meet, and which machine this is, was true of that launch alone; and whoever
+    # is met there is sent pickles.
+    for key in ("init_method", "node_rank", "rdzv_endpoint"):
+        frozen.launch[key] = raw.launch[key]
     if is_launched and "world_size" not in chosen_keys(overrides):
         frozen.world_size = "auto"
     return frozen
+
+
+def _as_composed(raw: DictConfig, key: str) -> Any:
+    """Return what a command gives for a key, unresolved: a secret is frozen as it was given."""
+    value = OmegaConf.select(raw, key)
+    if value is None or OmegaConf.is_config(value):
+        return value  # what is within a container has not been resolved
+    plain: Any = OmegaConf.to_container(raw, resolve=False)
+    return reduce(getitem, key.split("."), plain)
 
 
 def _frozen(run_dir: Path) -> DictConfig:
@@ -116,6 +127,9 @@ def _frozen(run_dir: Path) -> DictConfig:
             "name the folder that holds run.json"
         )
     try:
+        text = path.read_text(encoding="utf-8").strip()
+        if text.startswith("---") and not text.endswith("..."):
+            raise ValueError("it is cut off")
         frozen = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         assert isinstance(frozen, DictConfig)
         lacking = [group for group in GROUPS if "_target_" not in frozen[group]]

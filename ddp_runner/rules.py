@@ -11,11 +11,12 @@ from pathlib import Path
 from ddp_runner.batch_rules import num_shares, resolve_batch
 from ddp_runner.checkpoint_rules import check_checkpoints
 from ddp_runner.collectives_config import check_collectives
-from ddp_runner.config import BackendConfig, Config, check_targets
+from ddp_runner.config import BackendConfig, Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware
 from ddp_runner.model_rules import check_model
+from ddp_runner.target_rules import check_targets
 
 TASKS = ("train", "collectives", "check")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")

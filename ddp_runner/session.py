@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ddp_runner.build import make
 from ddp_runner.claims import claim_run, with_global_size
-from ddp_runner.config import Config, check_targets, config_hash, flatten, work_hash
+from ddp_runner.config import Config, config_hash, digest, flatten, work_hash
 from ddp_runner.distributed import (
     check_agreement,
     from_rank_zero,
@@ -33,6 +34,7 @@ from ddp_runner.job import Job
 from ddp_runner.logs import RankLog
 from ddp_runner.parallelism import Mode
 from ddp_runner.record import write_run_record
+from ddp_runner.target_rules import check_targets
 from ddp_runner.times import begin_session
 
 INIT_FILE = "file://"  # how a launch.init_method begins that is a file
@@ -68,7 +70,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    mode: Mode = make("parallelism", config.parallelism)
+    mode: Mode = make("parallelism", config.parallelism, allowed=config.allowed_targets)
     devices = mode.devices(env, kind=config.backend.device)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
@@ -77,7 +79,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         stack.enter_context(
             process_group(env, backend=config.backend, init_method=_init_method(job, env))
         )
-        check_agreement(flatten(config), optional=job.code)
+        check_agreement(_comparable(job), optional=job.code)
         num_threads = config.train.num_threads or _num_threads(env)
         torch.set_num_threads(num_threads)
         marks = _marks(job, env)
@@ -85,23 +87,26 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         if env.is_rank_zero:
             stack.enter_context(_failure_recorded(run.folder))
         job = replace(job, config=with_global_size(config, run.global_size, env.world_size))
-        log = stack.enter_context(RankLog(run.folder, env))
+        log = stack.enter_context(RankLog(run.folder, env, hide=job.secrets.hide))
         if env.is_rank_zero:
             if run.is_held_here:
-                freeze_config(
-                    run.folder,
-                    job.config,
-                    overrides=job.overrides,
-                    raw=job.raw_config,
-                    choices=job.choices,
-                )
+                written = job.secrets.written(job.config)
+                freeze_config(run.folder, written, overrides=job.overrides, choices=job.choices)
             _record_start(
                 *(job, env, run.folder),
                 num_threads=num_threads,
                 devices=devices,
                 num_devices=mode.num_devices(env, kind=config.backend.device),
             )
-        yield Session(job, env, mode, devices, run.folder, log.say)
+        with job.secrets.hidden_in_errors():
+            yield Session(job, env, mode, devices, run.folder, log.say)
+
+
+def _comparable(job: Job) -> dict[str, Any]:
+    """Return the config's keys and values; those from the environment, not to be shown, as one."""
+    values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
+    hidden = {key: value for key, value in values.items() if shown.get(key) != value}
+    return {**shown, "the hash of what oc.env gives": digest(hidden)}
 
 
 def note_restart(session: Session, *, step: int) -> None:

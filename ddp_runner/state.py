@@ -23,6 +23,11 @@ from ddp_runner.train import Position
 def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, Any]:
     """Return all that the next step depends on. Collective: every rank must call.
 
+    Args:
+        trainee: of this rank.
+        position: of the loop.
+        config: as it may be written down; see ``Secrets.written``.
+
     Raises:
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's part of one;
             such a state is never saved.
@@ -178,7 +183,7 @@ def _made_of(config: Config) -> dict[str, Any]:
     # A model and its split form share their parameters: one resumes what the other left.
     groups.pop("model.num_stages", None)
     groups.pop("model.weights", None)  # read once, when the run began
-    return {
+    made_of = {
         **groups,
         "model.name": str(config.model.get("name")).removesuffix("_mp"),
         "optimizer.name": config.optimizer.get("name"),
@@ -186,6 +191,8 @@ def _made_of(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
     }
+    # What comes from the environment is not written down; it may differ when a run is resumed.
+    return {key: value for key, value in made_of.items() if "${" not in str(value)}
 
 
 def _rng_state() -> dict[str, Any]:

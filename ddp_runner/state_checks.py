@@ -37,6 +37,7 @@ def checked_position(state: Any, path: Path) -> Position:
     else:
         numbers = state["position"]
         known = {field.name: type(field.default) for field in fields(Position)}
+        del known["metrics"]  # the manifest has them
         if (
             not isinstance(numbers, dict)
             or not numbers.keys() <= known.keys()

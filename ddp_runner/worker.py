@@ -83,7 +83,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     Collective: every rank must call.
     """
     config, env, run_dir, say = session.config, session.env, session.run_dir, session.say
-    source = make("dataset", config.dataset)
+    written = session.job.secrets.written(config)
+    source = make("dataset", config.dataset, allowed=config.allowed_targets)
     dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
     check_monitor(config, dataset)
     weights = None
@@ -95,7 +96,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     trial = try_first_batch(trainee, config)
     refuse_mean(trial, config)
     position = Position()
-    resume_step = restore(trainee, position, config, run_dir / "checkpoints", say=say)
+    resume_step = restore(trainee, position, written, run_dir / "checkpoints", say=say)
     note_restart(session, step=position.step)
     steps_per_epoch = trainee.batches.steps_per_epoch
     max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
@@ -139,7 +140,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         )
 
     def save(position: Position, metrics: dict[str, float]) -> None:
-        state = snapshot(trainee, position, config)
+        state = snapshot(trainee, position, written)
         if env.is_rank_zero:
             save_checkpoint(
                 run_dir / "checkpoints",

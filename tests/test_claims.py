@@ -42,7 +42,7 @@ def attempt(
     with ExitStack() as held:
         claim = claim_run(planned, marks=marks, stack=held)
         config = with_global_size(planned.config, claim.global_size, planned.config.world_size)
-        freeze_config(claim.folder, config, overrides=(), raw={}, choices={})
+        freeze_config(claim.folder, config, overrides=(), choices={})
         if status is not None:
             write_run_record(claim.folder, status=status, error=error)
     return claim

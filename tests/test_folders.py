@@ -1,12 +1,17 @@
 """Run folders of any name, as the user is told of them."""
 
+import resource
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from ddp_runner.folders import resume_argument
+from ddp_runner.config import Config
+from ddp_runner.errors import UserError
+from ddp_runner.folders import freeze_config, resume_argument, safe_name
 
 
 @pytest.mark.parametrize(
@@ -20,3 +25,49 @@ def test_a_printed_resume_is_what_shell_and_hydra_take(name: str) -> None:
     """Whatever its name, the folder comes out of both as it went in."""
     (argument,) = shlex.split(resume_argument(Path(name)))
     assert OverridesParser.create().parse_override(argument).value() == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "...", " ", "../up", "a/../../b", "/etc", "a\0b", "漢" * 150, "é" * 300]
+)
+def test_any_text_is_one_folder_below_its_parent(name: str, tmp_path: Path) -> None:
+    """Neither the parent itself nor anything outside it, and never too long for a file system."""
+    folder = tmp_path / safe_name(name)
+    assert folder.resolve().parent == tmp_path.resolve()
+    folder.mkdir()
+    folder.with_name(f"{folder.name}-2026-01-01_00-00-00-2").mkdir()
+
+
+def test_a_name_that_is_one_folder_stays_as_it_is() -> None:
+    """Only what no folder can have is changed."""
+    for name in ("model=toy,optimizer.lr=0.1", "a b", "漢字", "..a", "x" * 200):
+        assert safe_name(name) == name
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let writing to a file fail from this byte on, as on a full disk."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "overrides.yaml"])
+def test_a_frozen_config_is_replaced_whole_or_not_at_all(file: str, tmp_path: Path) -> None:
+    """A disk that is full, or a kill, in the middle of it leaves the one before."""
+    overrides = ["seed=1"]
+    text = freeze_config(tmp_path, Config(seed=1), overrides=overrides, choices={})
+    before = {path.name: path.read_bytes() for path in (tmp_path / ".hydra").iterdir()}
+    assert before["config.yaml"].decode() == text
+    long = ["x" * 500] if file == "overrides.yaml" else []
+    with largest_file(200), pytest.raises(UserError, match="cannot be written") as refused:
+        freeze_config(tmp_path, Config(seed=2), overrides=long, choices={})
+    assert "\n" not in str(refused.value)
+    assert (tmp_path / ".hydra" / "config.yaml").read_bytes() == before["config.yaml"]
+    if file == "overrides.yaml":
+        assert (tmp_path / ".hydra" / file).read_bytes() == before[file]
+    freeze_config(tmp_path, Config(seed=3), overrides=long, choices={})
+    assert "seed: 3" in (tmp_path / ".hydra" / "config.yaml").read_text()

@@ -31,7 +31,10 @@ LAYERS = (
         "torch_errors",
         "models",
     ),
-    ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
+    (
+        *("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
+        *("secret_values", "target_rules"),
+    ),
     ("rules", "folders", "job", "times", "stop", "logs"),
     ("parallelism", "data.source", "dashboard"),
     ("interrupts", "calibration", "identity", "agent_store"),
@@ -39,7 +42,7 @@ LAYERS = (
     ("resuming",),
     ("ledger", "comparison", "distributed", "checkpoint", "tracking", "data", "gang"),
     ("compose", "compare", "sweep"),
-    ("explain", "step", "weights", "collective_calls"),
+    ("explain", "step", "weights", "collective_calls", "targets"),
     ("train",),
     ("state_checks",),
     ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
@@ -54,7 +57,7 @@ LAYERS = (
     ("__main__",),
 )
 TORCH_FREE = (
-    *("batch_rules", "checkpoint_rules", "collectives_config", "model_rules"),
+    *("batch_rules", "checkpoint_rules", "collectives_config", "model_rules", "target_rules"),
     *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
     *(
         "gang",
@@ -71,7 +74,7 @@ TORCH_FREE = (
         "sweep",
     ),
     *("calibration", "execution", "interrupts", "multirun", "slots", "sweep_rules"),
-    *("text_files", "identity", "claims", "resuming"),
+    *("text_files", "identity", "claims", "resuming", "secret_values"),
     *("load", "times", "comparison.run", "comparison.doubts"),
     *("compare", "comparison", "comparison.runs", "comparison.settings", "comparison.figures"),
     *("comparison.scaling", "comparison.parity", "comparison.analysis", "comparison.columns"),

@@ -29,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config, _ = resolved(*(f"{group}={option}" for group, option in CHOICES.items()))
     run_dir = Path("outputs", "toy", "first")
     write_run_record(run_dir, status="preempted")
-    freeze_config(run_dir, config, overrides=(), raw={}, choices=CHOICES)
+    freeze_config(run_dir, config, overrides=(), choices=CHOICES)
     return run_dir
 
 
@@ -103,6 +103,11 @@ def test_a_frozen_config_that_was_cut_off_is_refused(run: Path, group: str) -> N
     text = path.read_text()
     path.write_text(text[: text.index(f"\n{group}:") + 1])
     assert f"{path} is damaged" in refusal(f"resume={run}")
+    path.write_text(text.rstrip(".\n").rpartition("\n")[0])  # the last key alone is lost
+    assert f"{path} is damaged" in refusal(f"resume={run}")
+    of_an_older_version = text.removeprefix("---\n").removesuffix("...\n")
+    path.write_text(of_an_older_version)
+    assert resume(f"resume={run}").optimizer["name"] == "adam"
     path.write_text("")
     assert f"{path} is damaged" in refusal(f"resume={run}")
 

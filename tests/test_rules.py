@@ -1,15 +1,22 @@
 """Every rule between the keys answers in one line with key, value and fix."""
 
+import inspect
 import sys
 
 import pytest
 from commands import refusal, resolved
 
-from ddp_runner.config import TARGET_PREFIXES
+from ddp_runner import losses
 from ddp_runner.environment import DistEnv
 from ddp_runner.hardware import Hardware
+from ddp_runner.target_rules import OWN, TORCH
 
-PREFIXES = ", ".join(TARGET_PREFIXES)
+PARTS = f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}"
+LOSSES = " or ".join(
+    f"ddp_runner.losses.{name}"
+    for name, value in sorted(vars(losses).items())
+    if inspect.isfunction(value) and value.__module__ == losses.__name__ and name[0] != "_"
+)
 POSITIVE = (
     *("train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps"),
     *("train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank"),
@@ -91,11 +98,27 @@ REFUSED = [
      "resume=no/such is not a run folder: no/such/.hydra/config.yaml does not exist; name the "
      "folder that holds run.json"),
     ("model._target_=os.system",
-     f"model._target_ (os.system) is not under an allowed prefix ({PREFIXES}); if you trust it, "
-     "add allowed_targets=[os]"),
+     "model._target_ (os.system) is not a part that a config may name; these are the parts in "
+     f"{PARTS}; if you trust it, add allowed_targets=[os]"),
+    ("model._target_=torch.load",
+     "model._target_ (torch.load) is not a part that a config may name; these are the parts in "
+     f"{PARTS}; if you trust it, add allowed_targets=[torch.load]"),
+    ("model._target_=ddp_runner.models.convnet.ConvNte",
+     "model._target_ (ddp_runner.models.convnet.ConvNte) is not a part of ddp_runner; did you mean "
+     "ddp_runner.models.convnet.ConvNet?"),
+    ("model._target_=ConvNet",
+     "model._target_ (ConvNet) is not a dotted name; write one such as "
+     "ddp_runner.models.convnet.ConvNet"),
     ("model.loss=mine.loss",
-     f"model.loss (mine.loss) is not under an allowed prefix ({PREFIXES}); if you trust it, add "
-     "allowed_targets=[mine]"),
+     f"model.loss (mine.loss) is not a loss function that a config may name; write {LOSSES}; if it "
+     "is your own, add allowed_targets=[mine]"),
+    ("model.loss=mse", "model.loss (mse) is not a dotted name; write ddp_runner.losses.mse"),
+    ("model.loss=torch.nn.CrossEntropyLoss",
+     "model.loss (torch.nn.CrossEntropyLoss) is not a loss function that a config may name; write "
+     "ddp_runner.losses.cross_entropy"),
+    ("model.loss=torch.nn.functional.nope",
+     "model.loss (torch.nn.functional.nope) is not a loss function that a config may name; write "
+     f"{LOSSES}"),
     ("train.epoch=3", "train.epoch is not a key of the config; did you mean train.epochs?"),
     ("modle=toy", "modle is not a key of the config; did you mean model?"),
     ("+epochs=3", "epochs is not a key of the config; see --help for all keys"),

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -492,10 +492,9 @@ def test_the_last_checkpoint_of_a_resumed_run_is_that_of_an_undisturbed_one(
 def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], list[list[int]]]:
     """Go on from where an asynchronous run stood with batches 1 and 3 of six outstanding."""
     trainee = build(env, config)
-    position = Position(epoch=1, step=4, outstanding=(1, 3))
-    save_whatever(
-        folder, snapshot(trainee, position, config) | {"position": asdict(position)}, step=4
-    )
+    stands = {"epoch": 1, "step": 4, "step_in_epoch": 0, "outstanding": (1, 3)}
+    state = snapshot(trainee, Position(epoch=1, step=4), config)
+    save_whatever(folder, state | {"position": stands}, step=4)
     position = Position()
     assert restore(trainee, position, config, folder, say=print) == 4
     part = take_part(

@@ -13,6 +13,7 @@ from torch import Tensor
 from ddp_runner.errors import UserError
 
 REMEDY = "replace the file, or delete it to have it downloaded"
+DOWNLOADS = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")  # torchvision's classes
 DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision itself would wait for ever
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, and no cache
 
@@ -68,6 +69,8 @@ def _download(torchvision_class: str, data_root: Path) -> str:
     from torchvision import datasets  # slow to import, and needed only here
 
     try:
+        if torchvision_class not in DOWNLOADS:  # the name of a folder that a config gives
+            raise ValueError(f"there are downloads of {', '.join(DOWNLOADS)} alone")
         with _patient_only_for(DOWNLOAD_TIMEOUT_S), contextlib.redirect_stdout(sys.stderr):
             getattr(datasets, torchvision_class)(data_root, download=True)
     # torchvision also reads the files, and trips over damaged ones that we name better.

@@ -22,6 +22,7 @@ from torch import Tensor
 from ddp_runner.data.checks import check_dataset, check_source, check_tensors
 from ddp_runner.data.source import Dataset, Source
 from ddp_runner.errors import UserError
+from ddp_runner.folders import safe_name
 
 # Raise it when the manifest changes, or what a source builds from the same fingerprint.
 FORMAT_VERSION = 2
@@ -75,7 +76,7 @@ def _identity(source: Source, data_root: Path) -> tuple[Path, Any]:
     """The source's cache folder, and its fingerprint as it reads back from JSON."""
     text = json.dumps(source.fingerprint(data_root), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return _cache_root() / f"{source.name}-{digest}", json.loads(text)
+    return _cache_root() / f"{safe_name(source.name)}-{digest}", json.loads(text)
 
 
 def _fault(folder: Path, fingerprint: object, *, sha256: str | None = None) -> str | None:
@@ -154,7 +155,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Path:
     """Verify or build the cache under the lock, unless somebody just did; returns its folder."""
     root = _cache_root()
-    lock = FileLock(root / f"{source.name}.lock")
+    lock = FileLock(root / f"{safe_name(source.name)}.lock")
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock.acquire()

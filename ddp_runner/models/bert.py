@@ -131,6 +131,7 @@ def _pretrained(folder: str, num_classes: int) -> nn.Module:
             num_labels=num_classes,
             ignore_mismatched_sizes=True,
             local_files_only=True,
+            trust_remote_code=False,  # else it asks whether to run the folder's Python files
             dtype=torch.float32,
         )
     except (OSError, RuntimeError, KeyError) as error:

@@ -1,0 +1,323 @@
+"""A run folder that somebody else made may hold anything: resuming it runs none of its code."""
+
+import hashlib
+import importlib
+import inspect
+import json
+import re
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import refusal, resolved, run_command
+from omegaconf import OmegaConf
+
+from ddp_runner.build import make
+from ddp_runner.compose import to_config
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.folders import locked
+from ddp_runner.job import Job
+from ddp_runner.session import open_session
+from ddp_runner.target_rules import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
+from ddp_runner.targets import find
+
+TOY = ("model=toy", "parallelism=single", "dataset.num_samples=8", "train.epochs=1")
+MARK = "pwned"  # the file that hostile code would leave in the run's folder
+TOUCH = "{oc.create:{_target_:pathlib.Path.touch,self:{_target_:pathlib.Path,_args_:[MARK]}}}"
+
+
+class Touch:
+    """Its pickle leaves the mark when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what the pickle runs."""
+        return Path.touch, (self._mark,)
+
+
+# The dotted keys that a hostile run's config has in place of its own; MARK stands for the path.
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a command": {"model._target_": "os.system", "model.command": "touch MARK"},
+    "a command by another": {
+        "model._target_": "torch.utils.collect_env.run",
+        "model.command": "touch MARK",
+    },
+    "nested": {"model.x": {"_target_": "torch.utils.collect_env.run", "command": "touch MARK"}},
+    "in lists": {"model.x": [1, [{"_target_": "os.system", "command": "touch MARK"}]]},
+    "a module's alias": {
+        "model.x": {"_target_": "ddp_runner.record.subprocess.run", "args": ["touch", "MARK"]}
+    },
+    "torch's alias": {"model.x": {"_target_": "torch.os.system", "command": "touch MARK"}},
+    "what a part's module imports": {
+        "model.x": {"_target_": "ddp_runner.models.bert.import_module", "name": "evil"}
+    },
+    "the hub": {
+        "model._target_": "torch.hub.load",
+        **{"model.repo_or_dir": "FOLDER", "model.model": "m", "model.source": "local"},
+    },
+    "a pickle": {
+        "model._target_": "torch.load",
+        **{"model.f": "FOLDER/evil.pt", "model.weights_only": False},
+    },
+    "the augmentation": {
+        "dataset.augmentation": {"_target_": "subprocess.run", "args": ["touch", "MARK"]}
+    },
+    "allowed by itself": {
+        "allowed_targets": ["os"],
+        "model.x": {"_target_": "os.system", "command": "touch MARK"},
+    },
+    "the loss": {"model.loss": "ddp_runner.record.os._exit"},
+    "an interpolation": {"model.x": f"${TOUCH}"},
+    "an escaped interpolation": {"model.x": f"\\${TOUCH}"},
+    "an escaped one in a list": {"dataset.x": [[f"\\${TOUCH}"]]},
+    "a name that is no text": {"model._target_": b"os.system", "model.command": "touch MARK"},
+}
+
+
+def hostile_run(folder: Path, changes: dict[str, Any]) -> Path:
+    """Make a run folder as a run leaves it, but for these keys of its config; return the mark."""
+    mark = folder / MARK
+    (folder / "hubconf.py").write_text(f"open({str(mark)!r}, 'w')\ndef m(**keys): pass\n")
+    (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    torch.save(Touch(mark), folder / "evil.pt")
+    frozen = asdict(resolved(*TOY)[0])
+    for key, value in changes.items():
+        *groups, last = key.split(".")
+        owner = frozen
+        for group in groups:
+            owner = owner[group]
+        owner[last] = value
+    text = yaml.safe_dump(frozen).replace("MARK", str(mark)).replace("FOLDER", str(folder))
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "config.yaml").write_text(text)
+    return mark
+
+
+def as_loaded(folder: Path) -> Config:
+    """Return a run's config as a rank would have it if no launcher had refused it."""
+    config = to_config(OmegaConf.load(folder / ".hydra" / "config.yaml"))
+    config.allowed_targets = []
+    return config
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_config_runs_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused in one sentence by the launcher, again by a rank, and harmless if it were not."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mark = hostile_run(tmp_path, HOSTILE[kind])
+    sentence = refusal(f"resume={tmp_path}")
+    expected = "may name|not a part of ddp_runner|not a dotted name|still holds an interpolation"
+    assert re.search(expected, sentence)
+
+    config = as_loaded(tmp_path)
+    env = DistEnv(0, 0, 1, 1)
+    job = Job(config=config, started_at=time.time(), code={})
+    with pytest.raises(UserError) as refused, open_session(job, env):
+        pass
+    assert str(refused.value) == sentence
+
+    with suppress(UserError):
+        find(config.model["loss"], key="model.loss")
+    for group in ("model", "dataset"):
+        settings = {key: one for key, one in getattr(config, group).items() if key != "loss"}
+        with pytest.raises(UserError):
+            make(group, settings | {"no such key": 1})
+    assert not mark.exists()
+
+
+def test_yaml_tags_are_refused(tmp_path: Path) -> None:
+    """What PyYAML would build of a tag is not built; the one line names the file."""
+    mark = hostile_run(tmp_path, {})
+    path = tmp_path / ".hydra" / "config.yaml"
+    text = path.read_text()
+    for tag in ("object/apply:os.system", "object/new:os.system", "name:os.system", "module:os"):
+        tagged = f"name: !!python/{tag} ['touch {mark}']\n"
+        path.write_text(text.replace("\nname: null\n", f"\n{tagged}"))
+        assert tag in path.read_text()
+        assert refusal(f"resume={tmp_path}").startswith(f"{path} is damaged or of another version")
+    assert not mark.exists()
+
+
+# What passes as a name, since torch's names are not known before torch is imported.
+NO_PARTS = (
+    *("torch.optim.lr_scheduler.partial", "torch.optim.lr_scheduler.warnings", "torch.nn.init"),
+    *("torch.nn.functional", "torch.nn.Parameter", "torch.optim.Functional", "torch.nn.Conv2D"),
+    *("torch.nn.parallel", "torch.optim.lr_scheduler", "torch.optim.swa_utils"),
+)
+
+
+@pytest.mark.parametrize("name", NO_PARTS)
+def test_a_rank_judges_what_the_object_is(name: str) -> None:
+    """Of torch a class counts by what it is derived from, and nothing else does."""
+    with pytest.raises(UserError) as refused:
+        find(name, key="model._target_")
+    assert str(refused.value).startswith(f"model._target_ ({name}) ")
+    assert "\n" not in str(refused.value)
+
+
+FOREIGN = (
+    *("os.system", "torch.load", "torch.hub.load", "torch.jit.load", "torch.os.system"),
+    *("torch.package.PackageImporter", "torch.ops.load_library", "torch.distributed.run.main"),
+    *("torch.utils.cpp_extension.load_inline", "torch.nn.modules.module.torch.load"),
+    *("torch.nn.os.system", "torch.optim._multi_tensor", "torch.nn.__builtins__.eval"),
+    *("torch.nn.Module.__init__", "transformers.pipeline", "torchvision.models.resnet18"),
+    *("ddp_runner.launch.launch", "ddp_runner.record.os._exit", "ddp_runner.record.replace_file"),
+    *("ddp_runner.record.subprocess.run", "ddp_runner.data.files.fetch_missing"),
+    *("ddp_runner.data.files.sys.exit", "ddp_runner.data.prepared.FileLock"),
+    *("ddp_runner.models.bert.import_module", "ddp_runner.models.bert._pretrained"),
+    *("ddp_runner.models.vision.Mapping", "ddp_runner.parallelism.ps.os", "ddp_runner.models"),
+    *("ddp_runner.losses.math.prod", "ddp_runner.models..convnet.ConvNet", "models.bert"),
+    *("ddp_runner.models.convnet.ConvNet ", "ddp_runner.models.../../evil.m", "", "."),
+    *("builtins.eval", "__main__.main"),
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("key", ["model._target_", "model.loss"])
+def test_a_name_outside_the_parts_is_refused_as_text(key: str, name: str) -> None:
+    """Before anything is imported: neither other modules nor what a part's module imports."""
+    group, _, last = key.partition(".")
+    with pytest.raises(UserError, match=r"name|not a part of ddp_runner") as refused:
+        check_targets(Config(**{group: {last: name}}))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_parts_that_may_be_named_are_parts() -> None:
+    """Each class of torch's three modules, each of torch's losses, and each part of our own."""
+    for module in TORCH:
+        found = vars(importlib.import_module(module))
+        classes = [name for name, one in found.items() if inspect.isclass(one) and name[0] != "_"]
+        accepted = [name for name in classes if _is_found(f"{module}.{name}")]
+        assert len(accepted) > 10
+        for name in accepted:
+            assert found[name].__module__.startswith(("torch.nn.", "torch.optim"))
+    for name in TORCH_LOSS_NAMES:
+        assert callable(find(f"torch.nn.functional.{name}", key="model.loss"))
+    for name in ("models.mnist_net.Net", "models.vision.classifier", "data.digits.Digits"):
+        assert f"ddp_runner.{name}".startswith(tuple(OWN))
+        assert callable(find(f"ddp_runner.{name}", key="model._target_"))
+
+
+def _is_found(name: str) -> bool:
+    try:
+        return callable(find(name, key="model._target_"))
+    except UserError:
+        return False
+
+
+def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
+    """The user's own packages hold parts of any kind; their neighbours by name are foreign."""
+    assert find("os.getcwd", key="model._target_", allowed=["os"])() == str(Path.cwd())
+    assert callable(find("os.path.join", key="model._target_", allowed=["os.path"]))
+    assert find("test_hostile.Touch", key="model._target_", allowed=["test_hostile."]) is not None
+    for allowed in (["os.path"], ["o"], [""], ["os.getcw"]):
+        with pytest.raises(UserError, match="may name"):
+            find("os.getcwd", key="model._target_", allowed=allowed)
+    for name, reason in (
+        ("os.nope", "does not exist"),
+        ("os.sep", "cannot be called"),
+        ("no_such_package.Model", "cannot be imported (ModuleNotFoundError: No module named"),
+    ):
+        with pytest.raises(UserError) as refused:
+            find(name, key="model._target_", allowed=["os", "no_such_package"])
+        assert reason in str(refused.value)
+    with pytest.raises(UserError, match="is a class; name a function"):
+        find("test_hostile.Touch", key="model.loss", allowed=["test_hostile"])
+
+
+def test_a_run_does_not_say_where_ranks_meet(tmp_path: Path) -> None:
+    """Ranks unpickle what they are sent, so that a stranger's address is as good as code."""
+    meeting = {"launch.nnodes": 2, "launch.rdzv_endpoint": "evil:1", "launch.node_rank": 0}
+    hostile_run(tmp_path, meeting | {"launch.init_method": "tcp://evil:2"})
+    assert "needs launch.rdzv_endpoint=HOST:PORT" in refusal(f"resume={tmp_path}")
+    launch = resolved(f"resume={tmp_path}", "launch.nnodes=1")[0].launch
+    assert (launch.rdzv_endpoint, launch.init_method, launch.node_rank) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl", ".lock.holder", ".lock"])
+def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    """A link in it, which a run would write through, is refused before anything is written."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    run = tmp_path / "run"
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(outside)
+    with pytest.raises(UserError, match="is a link to"), locked(run):
+        pass
+    assert outside.read_text() == "mine"
+    (run / name).unlink()
+    (tmp_path / "big disk").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "big disk")
+    with locked(run):
+        pass
+
+
+def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
+    """A pretrained model whose config names Python files beside it does not run them."""
+    mark = tmp_path / MARK
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    classes = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}))
+    (tmp_path / "vocab.txt").write_text("[PAD]\nword\n")
+    settings = {"_target_": "ddp_runner.models.bert.Bert", "num_classes": 2, "vocab_size": 2}
+    sizes = {"max_length": 4, "pretrained": str(tmp_path), "tokenizer": str(tmp_path)}
+    with pytest.raises(UserError) as refused:
+        make("model", settings | sizes)
+    assert "cannot be built" in str(refused.value)
+    assert not mark.exists()
+
+
+def one_line(end: Any) -> str:
+    """Return the one sentence of a command that was refused."""
+    assert end.exit_code == 2, end.stderr
+    (line,) = end.stderr.splitlines()
+    return str(line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (HOSTILE["the hub"], "(torch.hub.load) is not a part"),
+        (
+            {"optimizer._target_": "torch.optim.lr_scheduler.partial"},
+            "is not a subclass of torch.optim.lr_scheduler.LRScheduler",
+        ),
+    ],
+    ids=["by the name", "by the object"],
+)
+def test_the_command_refuses_a_hostile_config(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Where the name tells nothing before torch is imported, a rank judges the object."""
+    mark = hostile_run(tmp_path, changes)
+    assert said in one_line(run_command(f"resume={tmp_path}", folder=tmp_path / "here"))
+    assert not mark.exists()
+
+
+def test_the_command_refuses_a_hostile_checkpoint(tmp_path: Path) -> None:
+    """One with a right checksum, whose pickle would run code."""
+    mark = hostile_run(tmp_path, {})
+    state = tmp_path / "checkpoints" / "step-00000001" / "state.pt"
+    state.parent.mkdir(parents=True)
+    (tmp_path / "evil.pt").rename(state)
+    content = state.read_bytes()
+    size, digest = len(content), hashlib.sha256(content).hexdigest()
+    files = {"state.pt": {"size": size, "sha256": digest}}
+    manifest = {"format_version": 1, "step": 1, "metrics": {}, "files": files}
+    (state.parent / "manifest.json").write_text(json.dumps(manifest))
+    end = run_command(f"resume={tmp_path}", folder=tmp_path / "here")
+    assert "could run code (none was run)" in one_line(end)
+    assert not mark.exists()
+    torch.load(state, weights_only=False)
+    assert mark.exists(), "the pickle is harmless: the test shows nothing"

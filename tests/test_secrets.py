@@ -1,0 +1,234 @@
+"""What comes from the environment is used by a run and stands in none of its files."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import LAPTOP, compose_raw, record, resolved
+from omegaconf import OmegaConf
+from ranks import run_ranks
+
+from ddp_runner.compose import register, to_config
+from ddp_runner.data.random import RandomRegression
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.folders import freeze_config
+from ddp_runner.job import Job
+from ddp_runner.record import versions
+from ddp_runner.resuming import chosen_keys, with_resumed
+from ddp_runner.rules import resolve
+from ddp_runner.secret_values import find_secrets
+from ddp_runner.worker import run
+
+SECRET = "hunter2-of-mine"
+TREE = {
+    "dataset": {
+        "name": "plain",
+        "token": "${oc.env:MY_SECRET}",
+        "copy": "${.name}",
+        "size": 3,
+        "select": "${oc.select:model.nothing,5}",
+    },
+    "model": {
+        "same": "${dataset.token}",
+        "longer": "Bearer ${oc.env:MY_SECRET}!",
+        "listed": ["x", "${oc.env:MY_SECRET}", ["${dataset.token}"]],
+        "nested": {"deep": [{"t": "${oc.env:MY_SECRET}"}]},
+        "selected": "${oc.select:dataset.token}",
+        "decoded": "${oc.decode:${oc.env:MY_SECRET}}",
+        "whole": "${dataset}",
+        "values": "${oc.dict.values:dataset}",
+        "made": "${oc.create:{t:[${oc.env:MY_SECRET}]}}",
+        "spelled": "${oc.${model.word}:MY_SECRET}",
+        "word": "env",
+        "unset": "${oc.env:NOT_SET,usual}",
+        "length": "${dataset.size}",
+        "escaped": "$5",
+    },
+    "train": {"epochs": "${oc.decode:${oc.env:MY_NUMBER}}"},
+    "world_size": "auto",
+}
+HIDDEN = {
+    *(("dataset", "token"), ("train", "epochs")),
+    *(("model", key) for key in ("same", "longer", "selected", "decoded", "whole", "values")),
+    *(("model", key) for key in ("made", "spelled", "unset")),
+    *(("model", "listed", 1), ("model", "listed", 2, 0), ("model", "nested", "deep", 0, "t")),
+}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables that the configs read."""
+    monkeypatch.setenv("MY_SECRET", SECRET)
+    monkeypatch.setenv("MY_NUMBER", "7")
+
+
+def at(tree: Any, place: tuple[str | int, ...]) -> Any:
+    """Return what stands at a place of a nested tree."""
+    for key in place:
+        tree = tree[key]
+    return tree
+
+
+def test_a_value_from_the_environment_is_found_on_whatever_way_it_came(tmp_path: Path) -> None:
+    """Direct, by way of other keys and resolvers, in longer texts, lists and whole groups."""
+    raw = OmegaConf.create(TREE)
+    secrets = find_secrets(raw)
+    assert set(secrets.texts) == HIDDEN
+    assert all(secrets.texts[place] == at(TREE, place) for place in HIDDEN)
+
+    config = to_config(raw)
+    assert (config.model["longer"], config.train.epochs) == (f"Bearer {SECRET}!", 7)
+    text = freeze_config(tmp_path, secrets.written(config), overrides=[], choices={})
+    assert SECRET not in text
+    frozen = yaml.safe_load(text)
+    assert all(at(frozen, place) == at(TREE, place) for place in HIDDEN)
+    assert (frozen["model"]["length"], frozen["dataset"]["copy"]) == (3, "plain")
+    assert to_config(OmegaConf.load(tmp_path / ".hydra" / "config.yaml")) == config
+
+
+def test_looking_for_secrets_leaves_the_resolver_as_it_was() -> None:
+    """A config resolves afterwards as before, and a missing variable is named only then."""
+    secrets = find_secrets(OmegaConf.create({"name": "${oc.env:NOT_SET}"}))
+    assert secrets.texts == {("name",): "${oc.env:NOT_SET}"}
+    assert OmegaConf.create({"a": "${oc.env:MY_SECRET}"}).a == SECRET
+
+
+def test_a_sentence_shows_the_variable_in_place_of_its_value() -> None:
+    """In every word of an error and of its causes; short values and parts of words stay."""
+    raw = OmegaConf.create({"name": "${oc.env:MY_SECRET}", "seed": "${oc.env:MY_NUMBER}"})
+    secrets = find_secrets(raw)
+    told = f"a ({SECRET}) and {SECRET}s, 7 times"
+    hidden = f"a (${{oc.env:MY_SECRET}}) and {SECRET}s, 7 times"
+    assert secrets.hide(told) == hidden
+    missing = FileNotFoundError(2, "No such file", f"/no/{SECRET}")
+    with pytest.raises(UserError) as refused, secrets.hidden_in_errors():
+        raise UserError(told) from missing
+    assert str(refused.value) == hidden
+    assert "/no/${oc.env:MY_SECRET}" in str(refused.value.__cause__)
+
+
+@dataclass(frozen=True)
+class Noted(RandomRegression):
+    """A dataset with keys for what a private store wants to know."""
+
+    token: str = ""
+    headers: Any = None
+    fails: bool = False
+
+    def dataset(self, tensors: Any) -> Any:
+        """Return it, if the store takes the token."""
+        assert (self.token, self.headers) == (SECRET, [{"auth": f"Bearer {SECRET}"}])
+        if self.fails:
+            raise RuntimeError(f"the store refuses {self.token}")
+        return super().dataset(tensors)
+
+
+NOTED = (
+    *("model=toy", "dataset.num_samples=8", "batch.per_rank=2", "train.epochs=1"),
+    *("dataset._target_=test_secrets.Noted", "allowed_targets=[test_secrets]"),
+    *("+dataset.token=${oc.env:MY_SECRET}", "+dataset.headers=[{auth:'Bearer ${dataset.token}'}]"),
+    *("dataset.name='${oc.decode:${oc.env:MY_SECRET}}'", "model.name=toy-${dataset.name}"),
+)
+
+
+def planned(run_dir: Path, *overrides: str) -> Job:
+    """Return the job of a command line, as the command plans it."""
+    register(None)
+    keys = (*NOTED, "backend.device=cpu", "world_size=2", *overrides)
+    raw = with_resumed(compose_raw(*keys), keys)
+    config, warnings = resolve(to_config(raw), hardware=LAPTOP, chosen=chosen_keys(keys))
+    return Job(
+        config=config,
+        started_at=time.time(),
+        code={"versions": versions()},
+        run_dir=run_dir,
+        overrides=keys,
+        secrets=find_secrets(raw),
+        warnings=tuple(warnings),
+    )
+
+
+def whole_run(env: DistEnv, job: Job) -> str:
+    """Run as a worker does; return how it ended, or what it said."""
+    env = replace(env, launcher="environment")  # so that the ranks meet where the config says
+    try:
+        return str(run(job, env)["status"])
+    except (UserError, RuntimeError) as error:
+        return str(error)
+
+
+def files_with(text: str, folder: Path) -> list[Path]:
+    """Return the files of a folder that hold a text."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def store(folder: Path) -> str:
+    """Return the override that lets ranks meet in a file of their own."""
+    return f"launch.init_method='{(folder / f'store-{time.time_ns()}').as_uri()}'"
+
+
+def test_no_file_of_a_run_holds_a_secret_and_it_resumes(tmp_path: Path) -> None:
+    """Neither the config, nor checkpoints, logs, TensorBoard or run.json; resuming reads it."""
+    run_dir = tmp_path / "run"
+    job = planned(run_dir, store(tmp_path))
+    assert run_ranks(whole_run, 2, job, backend=None) == ["completed"] * 2
+    assert files_with(SECRET, run_dir) == []
+    frozen = yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text())
+    assert frozen["dataset"]["headers"] == [{"auth": "Bearer ${dataset.token}"}]
+    (state,) = (torch.load(path, weights_only=True) for path in run_dir.rglob("state.pt"))
+    assert "dataset.num_samples" in state["made_of"]
+    assert "dataset.token" not in state["made_of"]
+
+    again = resolved(f"resume={run_dir}", "allowed_targets=[test_secrets]")[0]
+    assert again.dataset == job.config.dataset
+    more = planned(run_dir, store(tmp_path), "train.epochs=2", f"resume={run_dir}")
+    assert run_ranks(whole_run, 2, more, backend=None) == ["completed"] * 2
+    assert (record(run_dir)["epoch"], files_with(SECRET, run_dir)) == (2, [])
+
+
+def test_a_failing_run_does_not_tell_a_secret(tmp_path: Path) -> None:
+    """What somebody else's code says of it is written with the variable's name."""
+    run_dir = tmp_path / "run"
+    job = planned(run_dir, store(tmp_path), "+dataset.fails=true")
+    said = run_ranks(whole_run, 2, job, backend=None)
+    assert said == ["the store refuses ${oc.env:MY_SECRET}"] * 2
+    assert record(run_dir)["error"]["sentence"] == "the store refuses ${oc.env:MY_SECRET}"
+    assert "the store refuses ${oc.env:MY_SECRET}" in (run_dir / "logs/rank-1.log").read_text()
+    assert files_with(SECRET, run_dir) == []
+
+
+def with_other_secret(env: DistEnv, job: Job, other: Job) -> str:
+    """Run with another secret on rank 1."""
+    return whole_run(env, other if env.rank else job)
+
+
+def test_ranks_with_different_secrets_refuse_each_other_without_telling_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That they differ is found by a hash."""
+    keys = (store(tmp_path),)
+    job = planned(tmp_path / "run", *keys)
+    monkeypatch.setenv("MY_SECRET", "another-one")
+    other = planned(tmp_path / "run", *keys)
+    for sentence in run_ranks(with_other_secret, 2, job, other, backend=None):
+        assert "ranks were launched differently: the hash of what oc.env gives is " in sentence
+        assert SECRET not in sentence
+        assert "another-one" not in sentence
+
+
+def test_a_secret_that_is_given_when_resuming_is_found_as_well(tmp_path: Path) -> None:
+    """A key of the command that resumes is kept as it was given, beside those that were frozen."""
+    keys = ("model=toy", "dataset.num_samples=8")
+    freeze_config(tmp_path, resolved(*keys)[0], overrides=keys, choices={})
+    register(None)
+    overrides = (f"resume={tmp_path}", "launch.rdzv_id=${oc.env:MY_SECRET}", "batch.per_rank=2")
+    raw = with_resumed(compose_raw(*overrides), overrides)
+    assert find_secrets(raw).texts == {("launch", "rdzv_id"): "${oc.env:MY_SECRET}"}
+    assert to_config(raw).launch.rdzv_id == SECRET
