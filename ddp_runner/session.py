@@ -17,6 +17,7 @@ import torch
 from ddp_runner.build import make
 from ddp_runner.claims import claim_run, with_global_size
 from ddp_runner.config import Config, check_targets, config_hash, flatten, work_hash
+from ddp_runner.cuda import open_devices
 from ddp_runner.distributed import (
     check_agreement,
     from_rank_zero,
@@ -70,8 +71,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         torch.use_deterministic_algorithms(True)
     mode: Mode = make("parallelism", config.parallelism)
     devices = mode.devices(env, kind=config.backend.device)
-    if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])
+    open_devices(devices, precision=config.train.precision)
 
     with ExitStack() as stack:
         stack.enter_context(

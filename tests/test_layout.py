@@ -19,6 +19,7 @@ LAYERS = (
     (
         "environment",
         "config",
+        "cuda",
         "record",
         "failures",
         "collective_ops",
