@@ -20,6 +20,7 @@ from ddp_runner.config import Config, check_targets, config_hash, flatten, work_
 from ddp_runner.cuda import open_devices
 from ddp_runner.distributed import (
     check_agreement,
+    check_own_devices,
     from_rank_zero,
     gather_objects,
     process_group,
@@ -78,6 +79,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             process_group(env, backend=config.backend, init_method=_init_method(job, env))
         )
         check_agreement(flatten(config), optional=job.code)
+        check_own_devices(devices, backend=config.backend.name)
         num_threads = config.train.num_threads or _num_threads(env)
         torch.set_num_threads(num_threads)
         marks = _marks(job, env)

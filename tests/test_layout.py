@@ -31,7 +31,8 @@ LAYERS = (
         "schedules",
         "models",
     ),
-    ("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
+    ("collectives_config",),
+    ("checkpoint_rules", "batch_rules", "device_rules", "model_rules", "sweep_rules"),
     ("rules", "folders", "job", "times", "stop", "logs"),
     ("parallelism", "data.source", "dashboard"),
     ("interrupts", "calibration", "identity", "agent_store"),
@@ -54,7 +55,7 @@ LAYERS = (
     ("__main__",),
 )
 TORCH_FREE = (
-    *("batch_rules", "checkpoint_rules", "collectives_config", "model_rules"),
+    *("batch_rules", "checkpoint_rules", "collectives_config", "device_rules", "model_rules"),
     *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
     *(
         "gang",
