@@ -135,32 +135,34 @@ def fake_gpus(count: int, *, ranks: int = 1) -> Iterator[FakeGpus]:
         box[:] = [value] * len(box)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    with pytest.MonkeyPatch.context() as patch, FakeMode():
-        for name, stub in {
-            "device_count": lambda: count,
-            "get_rng_state": save_rng,
-            "set_rng_state": set_rng,
-            "current_stream": stream,
-            "Event": event,
-            "is_bf16_supported": lambda including_emulation=True: True,
-        }.items():
-            patch.setattr(torch.cuda, name, stub)
-        patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-        patch.setattr(torch, "set_rng_state", lambda state: None)  # the CPU's, without numbers
-        patch.setattr(nn.Module, "_apply", _apply)
-        patch.setattr(Tensor, "backward", _backward)
-        for name, stub in {
-            "all_reduce": lambda tensor, **_: None,
-            "broadcast": lambda tensor, **_: None,
-            "broadcast_object_list": lambda box, **_: None,
-            "all_gather_object": gather,
-            "get_world_size": lambda group=None: ranks,
-        }.items():
-            patch.setattr(dist, name, stub)
-        _replace_copies(patch)
-        _replace_reducer(patch)
-        yield gpus
-    dist.destroy_process_group()
+    try:
+        with pytest.MonkeyPatch.context() as patch, FakeMode():
+            for name, stub in {
+                "device_count": lambda: count,
+                "get_rng_state": save_rng,
+                "set_rng_state": set_rng,
+                "current_stream": stream,
+                "Event": event,
+                "is_bf16_supported": lambda including_emulation=True: True,
+            }.items():
+                patch.setattr(torch.cuda, name, stub)
+            patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+            patch.setattr(torch, "set_rng_state", lambda state: None)  # the CPU's, without numbers
+            patch.setattr(nn.Module, "_apply", _apply)
+            patch.setattr(Tensor, "backward", _backward)
+            for name, stub in {
+                "all_reduce": lambda tensor, **_: None,
+                "broadcast": lambda tensor, **_: None,
+                "broadcast_object_list": lambda box, **_: None,
+                "all_gather_object": gather,
+                "get_world_size": lambda group=None: ranks,
+            }.items():
+                patch.setattr(dist, name, stub)
+            _replace_copies(patch)
+            _replace_reducer(patch)
+            yield gpus
+    finally:
+        dist.destroy_process_group()
 
 
 def index_of(device: Any) -> int:
