@@ -199,11 +199,11 @@ def test_a_resumed_run_steps_as_before(
         gpus.rng.clear()
         assert restore(trainee, Position(), config, tmp_path, say=print) == 4
         assert {index: state.numel() for index, state in gpus.rng.items()} == sizes
-        assert loaded_onto == ["cpu"]
+        take_epoch(trainee, 1)
         for parameter, state in trainee.optimizer.state.items():
             assert state["step"].device.type == "cpu"
             assert state["exp_avg"].device == parameter.device
-        take_epoch(trainee, 1)
+    assert loaded_onto == ["cpu"]
 
 
 def spy_on_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
