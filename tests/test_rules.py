@@ -9,6 +9,7 @@ from commands import refusal, resolved
 
 from ddp_runner.config import TARGET_PREFIXES
 from ddp_runner.environment import DistEnv
+from ddp_runner.folders import freeze_config
 from ddp_runner.hardware import Hardware
 
 PREFIXES = ", ".join(TARGET_PREFIXES)
@@ -224,9 +225,8 @@ def test_a_sweep_over_world_sizes_says_which_jobs_leave_the_gpus(gpus: int) -> N
 
 def test_a_resumed_run_that_once_fell_to_the_cpu_says_so(tmp_path: Path) -> None:
     """Its frozen config cannot tell whether that was meant; both ways out are keys of resume."""
-    (tmp_path / ".hydra").mkdir()
-    frozen = "batch: {global_size: null, per_rank: 10}\nbackend: {name: gloo, device: cpu}\n"
-    (tmp_path / ".hydra" / "config.yaml").write_text(f"{frozen}world_size: 2\n")
+    begun = resolved("world_size=2")[0]
+    freeze_config(tmp_path, begun, overrides=(), raw={}, choices={})
     resume, machine = f"resume={tmp_path}", Hardware(num_gpus=2, num_cores=4)
     assert resolved(resume)[1] == []
     config, warnings = resolved(resume, hardware=machine)
