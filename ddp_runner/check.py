@@ -46,6 +46,8 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     if env.is_rank_zero:
         begin_anew(session.run_dir)
     trainee = _build(session)
+    for warning in session.job.warnings:
+        say(f"warning: {warning}")
     say(
         f"model={config.model.get('name')} dataset={config.dataset.get('name')} "
         f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "

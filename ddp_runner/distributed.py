@@ -171,6 +171,26 @@ def check_agreement(
                     )
 
 
+def check_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:
+    """Compare the ranks' GPUs, of which NCCL wants another for each. Collective: every rank.
+
+    Raises:
+        UserError: on every rank, naming two ranks that have the same one.
+    """
+    if backend != "nccl":
+        return
+    owners: dict[str, int] = {}
+    own = [str(torch.cuda.get_device_properties(one).uuid) for one in devices]
+    for rank, uuids in enumerate(gather_objects(own)):
+        for uuid in set(uuids):
+            if owners.setdefault(uuid, rank) != rank:
+                raise UserError(
+                    f"ranks {owners[uuid]} and {rank} both have GPU {uuid}, which backend=nccl "
+                    "cannot do; start as many ranks as there are GPUs, or write backend=gloo "
+                    "backend.device=cpu"
+                )
+
+
 class StopVote:
     """Agreement of all ranks on the step at which they stop.
 

@@ -2,55 +2,184 @@
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+AMD_GPUS = Path("/dev/kfd")
+GET_TORCH = "https://pytorch.org/get-started/locally/"
 
 
 @dataclass(frozen=True)
 class Hardware:
     """The devices and cores that this process may use."""
 
-    num_gpus: int
+    num_gpus: int  # that torch can compute on
     num_cores: int
+    unusable: str | None = None  # why torch cannot use the GPUs that are there, and what helps
+    binds_gpus: bool = False  # the job's launcher shows each task its own GPUs alone
 
     def share(self, num_slots: int) -> "Hardware":
         """Return what each of so many slots has; a remainder lies idle, so that all are alike."""
-        return Hardware(self.num_gpus // num_slots, self.num_cores // num_slots)
+        return replace(
+            self, num_gpus=self.num_gpus // num_slots, num_cores=self.num_cores // num_slots
+        )
 
 
 def detect() -> Hardware:
-    """Return the visible CUDA devices and the cores of this process's affinity mask."""
+    """Return the GPUs that are visible and usable, and the cores that this process may keep busy.
+
+    Cores: those of its affinity mask, and no more than its cgroups' CPU time allows.
+    """
+    num_visible, driver_cuda = _cuda_driver()
+    unusable = why_unusable(num_visible, driver_cuda, torch_build(), has_amd=AMD_GPUS.exists())
     if sys.platform == "linux":
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = min(len(os.sched_getaffinity(0)), quota_cores() or sys.maxsize)
     else:
         num_cores = os.cpu_count() or 1
-    return Hardware(num_gpus=_num_cuda_devices(), num_cores=num_cores)
+    return Hardware(
+        num_gpus=0 if unusable else num_visible,
+        num_cores=num_cores,
+        unusable=unusable,
+        binds_gpus=binds_gpus(os.environ),
+    )
 
 
-def _num_cuda_devices() -> int:
+def _cuda_driver() -> tuple[int, int]:
+    """Return how many CUDA devices are visible, and the driver's CUDA version (12.4: 12040)."""
     # The driver itself applies CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices), which is why it
     # is asked instead of NVML. No context is created: no GPU memory is taken here.
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         driver = ctypes.CDLL(library)
     except OSError:
-        return 0
-    count = ctypes.c_int(0)
+        return 0, 0
+    count, version = ctypes.c_int(0), ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        return 0, 0
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return count.value, version.value
 
 
-def core_shares(num_slots: int) -> list[tuple[int, ...]]:
-    """Return disjoint, equal parts of this process's cores. Linux only."""
+def torch_build() -> dict[str, str | None]:
+    """Return what the installed torch was built for (cuda, hip), without importing it.
+
+    Empty where its version file is not as expected.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    found = re.findall(r"""^(cuda|hip)\b.*=\s*(None|["'].*["'])""", text, re.MULTILINE)
+    return {key: None if value == "None" else value.strip("\"'") for key, value in found}
+
+
+def why_unusable(
+    num_visible: int, driver_cuda: int, build: Mapping[str, str | None], *, has_amd: bool
+) -> str | None:
+    """Return why torch cannot compute on this machine's GPUs, and what helps; None: it can.
+
+    Args:
+        num_visible: CUDA devices that the driver shows.
+        driver_cuda: the CUDA version of the driver, or 0.
+        build: what torch was built for.
+        has_amd: whether there is a driver for AMD's GPUs.
+    """
+    if build.get("hip"):
+        # Their number is not known here: asking AMD's driver has never been tried.
+        return (
+            "torch was built for ROCm, whose GPUs ddp_runner cannot count; take NVIDIA GPUs and "
+            "a torch for CUDA"
+            if has_amd
+            else None
+        )
+    if num_visible == 0 or "cuda" not in build:
+        return None
+    cuda, noun = build["cuda"], "GPU is" if num_visible == 1 else "GPUs are"
+    if not cuda:
+        return (
+            f"{num_visible} {noun} visible and torch was built without CUDA; install one that was "
+            f"built with it ({GET_TORCH})"
+        )
+    # Within a major version every driver serves every runtime:
+    # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+    major, minor = driver_cuda // 1000, driver_cuda % 1000 // 10
+    if driver_cuda and major < int(cuda.partition(".")[0]):
+        return (
+            f"{num_visible} {noun} visible and the driver (CUDA {major}.{minor}) is too old for "
+            f"torch (CUDA {cuda}); update it, or install a torch for CUDA {major} ({GET_TORCH})"
+        )
+    return None
+
+
+def binds_gpus(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm shows each task its own GPUs alone (srun --gpus-per-task, --gpu-bind).
+
+    torchrun's ranks share those of the one task that started it.
+    """
+    if "SLURM_PROCID" not in environ or "TORCHELASTIC_RUN_ID" in environ:
+        return False
+    if "SLURM_GPU_BIND" in environ:
+        return "none" not in environ["SLURM_GPU_BIND"]
+    return "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+
+
+def quota_cores() -> int | None:
+    """Return how many cores the CPU time of this process's cgroups is worth; None: no limit.
+
+    Every group up to the root limits it: cpu.max (version 2), cpu.cfs_quota_us (version 1). A part
+    of a core does not count, but there is one at least.
+    """
+    try:
+        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = ("", "unified") if not controllers else (controllers, "cpu")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for name in names:
+            # In a container the path may be the host's: the part that is not there is skipped.
+            folder = CGROUPS / name / path.lstrip("/")
+            for group in (folder, *folder.parents):
+                if group.is_relative_to(CGROUPS):
+                    quotas.append(_quota(group))
+    found = [quota for quota in quotas if quota is not None]
+    return max(1, int(min(found))) if found else None
+
+
+def _quota(group: Path) -> float | None:
+    """Return a cgroup's CPU time as a number of cores, None where it is not limited."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+        else:
+            quota, period = (
+                (group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
+                for name in ("quota", "period")
+            )
+        return float(quota) / float(period) if float(quota) > 0 else None
+    except (OSError, ValueError):
+        return None  # not there, or "max"
+
+
+def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
+    """Return disjoint, equal parts of this process's cores, num_cores in all. Linux only."""
     assert sys.platform == "linux"  # elsewhere `check_sweep` has refused it
     cores = sorted(os.sched_getaffinity(0), key=_place)
-    size = len(cores) // num_slots
-    return [tuple(sorted(cores[size * i : size * (i + 1)])) for i in range(num_slots)]
+    size, distance = num_cores // num_slots, len(cores) // num_slots
+    return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
 
 
 def gpu_shares(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-MOST_EVENTS = 1024  # of CUDA that are kept; of the older half the times are added up
+MOST_EVENTS = 1024  # CUDA events kept; beyond that, the times of the older half are added up
 
 
 class Pace:
@@ -16,7 +16,8 @@ class Pace:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        """Measure on `device`, the rank's first."""
+        self._device, self._on_gpu = device, device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
@@ -27,11 +28,22 @@ class Pace:
         self._events: list[tuple[str, torch.cuda.Event]] = []
         self.mark("")
 
-    def mark(self, part: str) -> None:
-        """Count the time since the last mark for a part of the step."""
+    def mark(self, part: str, *, ends_on: torch.device | None = None) -> None:
+        """Count the time since the last mark for a part of the step.
+
+        Args:
+            part: its name; an empty one counts for nothing.
+            ends_on: the device that finishes the part; None: this rank's first.
+        """
         if self._on_gpu:
+            # By device: in a thread of autograd's another one may be current, and there is no
+            # time between events of two devices.
+            stream = torch.cuda.current_stream(self._device)
+            if ends_on is not None and ends_on != self._device:
+                # Costs nothing after a forward: the first device has to wait for its gradients.
+                stream.wait_event(torch.cuda.current_stream(ends_on).record_event())
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(stream)
             self._events.append((part, event))
             if len(self._events) > MOST_EVENTS:
                 self._add_up(MOST_EVENTS // 2)
@@ -52,7 +64,6 @@ class Pace:
             Metrics; and the milliseconds of each part that was marked, on this rank.
         """
         if self._on_gpu:
-            self._events[-1][1].synchronize()
             self._add_up(len(self._events) - 1)
         elapsed_s = time.perf_counter() - self._started
         figures = {
@@ -64,7 +75,8 @@ class Pace:
         return figures, parts
 
     def _add_up(self, count: int) -> None:
-        """Add the oldest events' times to their parts; the GPU has passed them."""
+        """Add the oldest events' times to their parts, once the GPU has passed them."""
+        self._events[count][1].synchronize()
         for (_, before), (part, event) in zip(
             self._events[:count], self._events[1 : count + 1], strict=True
         ):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner.config import Config
+from ddp_runner.cuda import peak_memory_gib
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.folders import resume_argument
@@ -238,8 +239,8 @@ def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_d
 
 
 def _peak_memory_gib() -> float:
-    """Return the most memory that rank 0 has held: of its GPU where it has one, else of its RAM."""
+    """Return the most memory that rank 0 has held: on its fullest GPU, without one in RAM."""
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
+        return peak_memory_gib()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)

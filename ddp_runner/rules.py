@@ -12,6 +12,7 @@ from ddp_runner.batch_rules import num_shares, resolve_batch
 from ddp_runner.checkpoint_rules import check_checkpoints
 from ddp_runner.collectives_config import check_collectives
 from ddp_runner.config import BackendConfig, Config
+from ddp_runner.device_rules import resolve_backend
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware
@@ -51,10 +52,11 @@ def resolve(
     shares = num_shares(config, ranks)
     _check_init_method(config, env)
     nproc = env.local_world_size if env else _nproc_per_node(config, ranks)
-    backend = _backend(config, hardware, ranks, nproc)
+    backend, warnings = resolve_backend(
+        config, hardware, nproc=nproc, is_launched=env is not None, chosen=chosen
+    )
     _check_mode(config, ranks, backend)
     batch = resolve_batch(config, shares, chosen)
-    warnings = []
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
         warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
     # Another launcher may have bound this rank to a part of the cores.
@@ -62,7 +64,9 @@ def resolve(
         warnings.append(
             f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
         )
-    if config.parallelism.get("data_parallel") and hardware.num_gpus < 2:
+    if config.parallelism.get("data_parallel") and (
+        hardware.num_gpus < 2 or backend.device == "cpu"
+    ):
         warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
     return replace(config, world_size=ranks, backend=backend, batch=batch), warnings
 
@@ -186,35 +190,6 @@ def _check_init_method(config: Config, env: DistEnv | None) -> None:
         )
 
 
-def _backend(config: Config, hardware: Hardware, ranks: int, nproc: int) -> BackendConfig:
-    backend, gpus = config.backend, hardware.num_gpus
-    needed = nproc * config.parallelism.get("devices_per_rank", 1)
-    if backend.name == "nccl" and gpus == 0:
-        raise UserError(
-            "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"
-        )
-    wants_cuda = backend.device == "cuda" or backend.name == "nccl"
-    if wants_cuda and backend.device == "cpu":
-        raise UserError("backend=nccl moves only CUDA tensors; backend.device=cpu needs gloo")
-    if wants_cuda and needed > gpus:
-        fewer = (
-            f"write world_size={gpus * nproc // needed}, or" if gpus * nproc >= needed else "write"
-        )
-        raise UserError(
-            f"{nproc} ranks of {needed // nproc} devices need {needed} GPUs and this machine shows "
-            f"{gpus}; {fewer} backend=gloo backend.device=cpu"
-        )
-    device = backend.device
-    if device == "auto":
-        device = "cuda" if gpus and needed <= gpus and backend.name != "mpi" else "cpu"
-    name = backend.name
-    if name == "auto":
-        name = "nccl" if device == "cuda" else "gloo"
-    if config.train.precision == "fp16" and device == "cpu":
-        raise UserError("train.precision=fp16 needs a CUDA device; on a CPU write bf16")
-    return replace(backend, name=name, device=device)
-
-
 def _check_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
     mode, name = config.parallelism, config.parallelism.get("name")
     if mode.get("max_ranks") and ranks > mode["max_ranks"]:
@@ -238,6 +213,11 @@ def _check_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
         raise UserError(
             "parallelism.static_graph=true cannot skip gradient syncs, which "
             f"train.grad_accum_steps ({config.train.grad_accum_steps}) does; turn one of them off"
+        )
+    if mode.get("data_parallel") and config.train.compile:
+        raise UserError(
+            f"train.compile=true does not work with parallelism={name}, which copies the model to "
+            "the GPUs anew in each step; leave it out, or write parallelism=ddp"
         )
     if mode.get("sync_batchnorm") and backend.device == "cpu":
         raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")

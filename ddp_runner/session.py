@@ -18,8 +18,10 @@ import torch
 from ddp_runner.build import make
 from ddp_runner.claims import claim_run, with_global_size
 from ddp_runner.config import Config, config_hash, digest, flatten, work_hash
+from ddp_runner.cuda import open_devices
 from ddp_runner.distributed import (
     check_agreement,
+    check_own_devices,
     from_rank_zero,
     gather_objects,
     process_group,
@@ -72,14 +74,14 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         torch.use_deterministic_algorithms(True)
     mode: Mode = make("parallelism", config.parallelism, allowed=config.allowed_targets)
     devices = mode.devices(env, kind=config.backend.device)
-    if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])
+    open_devices(devices, precision=config.train.precision)
 
     with ExitStack() as stack:
         stack.enter_context(
             process_group(env, backend=config.backend, init_method=_init_method(job, env))
         )
         check_agreement(_comparable(job), optional=job.code)
+        check_own_devices(devices, backend=config.backend.name)
         num_threads = config.train.num_threads or _num_threads(env)
         torch.set_num_threads(num_threads)
         marks = _marks(job, env)

@@ -52,7 +52,7 @@ class Slots:
         self._speaking = threading.Lock()
         self._current: dict[int, int] = {}  # the number of the job that each slot has begun
         self._heard_out = threading.Semaphore(0)  # readers that have shown all of a batch
-        cores = core_shares(num_slots)
+        cores = core_shares(num_slots, num_cores=hardware.num_cores)
         gpus = gpu_shares(num_slots, num_gpus=hardware.num_gpus)
         self._slots = dict(
             self._start(Slot(number + 1, cores[number], gpus[number], self._folder))

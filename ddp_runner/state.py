@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint
 from ddp_runner.config import Config
+from ddp_runner.cuda import rng_states, set_rng_states
 from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
@@ -41,7 +42,7 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
         "scaler": trainee.scaler.state_dict(),
         "position": _saved_position(trainee, position),
         "order_version": ORDER_VERSION,
-        "rng": gather_objects(_rng_state(), group=trainee.group),
+        "rng": gather_objects(_rng_state(trainee.devices[0]), group=trainee.group),
         "made_of": _made_of(config),
         "data": data_facts(trainee.dataset),
     }
@@ -57,7 +58,7 @@ def restore(
 ) -> int | None:
     """Load the newest whole checkpoint of `folder` into the trainee and position, if there is one.
 
-    Every rank loads onto its own device. Collective: every rank must call.
+    Every rank loads onto its own devices. Collective: every rank must call.
 
     Returns:
         The step that the run goes on from; None where it begins anew.
@@ -71,7 +72,9 @@ def restore(
         if config.resume is not None:
             say(f"{folder} holds no checkpoint: the run begins at step 0")
         return None
-    state = load_checkpoint(path, map_location=trainee.devices[0])
+    # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
+    # counts on the CPU, where a step reads them without waiting for a GPU.
+    state = load_checkpoint(path, map_location="cpu")
     saved, current = checked_position(state, path), _made_of(config)
     differing = [key for key, value in current.items() if state["made_of"].get(key) != value]
     at_epoch_end = saved.step_in_epoch == 0 and not saved.outstanding
@@ -108,7 +111,7 @@ def restore(
         if state["scaler"]:  # empty where the run's precision scaled no loss
             trainee.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == trainee.env.world_size:
-            _set_rng_state(state["rng"][trainee.env.rank])
+            _set_rng_state(state["rng"][trainee.env.rank], trainee.devices[0])
         elif trainee.env.is_rank_zero:
             say("the world size differs from the checkpoint's: dropout draws new random numbers")
     # Of any kind: what a foreign state makes of torch's loaders.
@@ -195,14 +198,15 @@ def _made_of(config: Config) -> dict[str, Any]:
     return {key: value for key, value in made_of.items() if "${" not in str(value)}
 
 
-def _rng_state() -> dict[str, Any]:
+def _rng_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        state["cuda"] = rng_states(device)
     return state
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        saved = state["cuda"]  # in checkpoints of earlier versions the first device's alone
+        set_rng_states([saved] if isinstance(saved, torch.Tensor) else saved, device)

@@ -82,7 +82,7 @@ def backward(trainee: Trainee, batch: StepBatch) -> Tensor:
             loss = loss_sum * (micro_batch.weight / batch.global_count)
             # The reduction divides by the shares, and global_count has counted them all already.
             scaled = trainee.scaler.scale(loss * trainee.batches.num_shares)
-            trainee.pace.mark("forward")
+            trainee.pace.mark("forward", ends_on=trainee.devices[-1])
             if trainee.env.world_size > 1:
                 scaled.register_hook(lambda _: _at_end_of_backward(trainee.pace))
             scaled.backward()

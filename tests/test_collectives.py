@@ -60,7 +60,7 @@ def test_every_collective_gives_what_is_due(world_size: int, dtypes: list[str]) 
     assert set(answers[0]) <= {f"{op}_{dtype}_mean" for op in reducing for dtype in whole}
 
 
-@pytest.mark.gpu
+@pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_every_collective_of_nccl_gives_what_is_due() -> None:
     """As with gloo, on CUDA tensors."""

@@ -19,6 +19,7 @@ LAYERS = (
     (
         "environment",
         "config",
+        "cuda",
         "record",
         "failures",
         "collective_ops",
@@ -31,8 +32,9 @@ LAYERS = (
         "torch_errors",
         "models",
     ),
+    ("collectives_config",),
     (
-        *("collectives_config", "checkpoint_rules", "batch_rules", "model_rules", "sweep_rules"),
+        *("checkpoint_rules", "batch_rules", "device_rules", "model_rules", "sweep_rules"),
         *("secret_values", "target_rules"),
     ),
     ("rules", "folders", "job", "times", "stop", "logs"),
@@ -57,7 +59,8 @@ LAYERS = (
     ("__main__",),
 )
 TORCH_FREE = (
-    *("batch_rules", "checkpoint_rules", "collectives_config", "model_rules", "target_rules"),
+    *("batch_rules", "checkpoint_rules", "collectives_config", "device_rules", "model_rules"),
+    "target_rules",
     *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
     *(
         "gang",

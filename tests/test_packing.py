@@ -75,8 +75,9 @@ def test_cores_and_gpus_are_dealt_out_evenly(
             path.write_text(f"{value}\n")
     monkeypatch.setattr(hardware, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(core_of))
-    assert core_shares(2) == [(4, 6), (5, 7)]
-    assert core_shares(5) == [(4,), (6,), (5,), (7,), (9,)]
+    assert core_shares(2, num_cores=5) == [(4, 6), (5, 7)]
+    assert core_shares(2, num_cores=3) == [(4,), (5,)]  # a quota of CPU time leaves cores idle
+    assert core_shares(5, num_cores=5) == [(4,), (6,), (5,), (7,), (9,)]
 
     assert gpu_shares(2, num_gpus=5, environ={}) == ["0,1", "2,3"]
     assert gpu_shares(2, num_gpus=3, environ={"CUDA_VISIBLE_DEVICES": "3,GPU-a,1"}) == [

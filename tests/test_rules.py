@@ -1,13 +1,16 @@
 """Every rule between the keys answers in one line with key, value and fix."""
 
 import inspect
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from commands import refusal, resolved
 
 from ddp_runner import losses
 from ddp_runner.environment import DistEnv
+from ddp_runner.folders import freeze_config
 from ddp_runner.hardware import Hardware
 from ddp_runner.target_rules import OWN, TORCH
 
@@ -89,6 +92,9 @@ REFUSED = [
     ("parallelism.static_graph=true train.grad_accum_steps=4",
      "parallelism.static_graph=true cannot skip gradient syncs, which train.grad_accum_steps (4) "
      "does; turn one of them off"),
+    ("parallelism=dp train.compile=true",
+     "train.compile=true does not work with parallelism=dp, which copies the model to the GPUs "
+     "anew in each step; leave it out, or write parallelism=ddp"),
     ("parallelism.sync_batchnorm=true",
      "parallelism.sync_batchnorm=true exists on CUDA only; set it to false"),
     ("data_root=/no/such",
@@ -189,6 +195,119 @@ def test_more_ranks_than_gpus_is_refused(overrides: str, gpus: int, sentence: st
     if (fix := sentence.rpartition("write ")[2]).startswith("world_size="):
         kept = [one for one in overrides.split() if not one.startswith("world_size=")]
         resolved(*kept, fix, hardware=machine)
+
+
+MEANT = "or write backend.device=cpu if this is meant"
+LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "warning"),
+    [
+        ("world_size=4", 2,
+         "2 GPUs are visible and the run computes on the CPU, since its 4 ranks need 4; write "
+         f"world_size=2 to use them, {MEANT}"),
+        ("world_size=2", 1,
+         "1 GPU is visible and the run computes on the CPU, since its 2 ranks need 2; write "
+         f"world_size=1 to use them, {MEANT}"),
+        ("model=toy_mp parallelism=ddp_mp", 1,
+         "1 GPU is visible and the run computes on the CPU, since each rank needs 2; take a model "
+         f"in one piece and parallelism=ddp to use them, {MEANT}"),
+        ("model=toy_mp parallelism=ddp_mp world_size=4", 5,
+         "5 GPUs are visible and the run computes on the CPU, since its 4 ranks need 8; write "
+         f"world_size=2 to use them, {MEANT}"),
+        ("launch.nnodes=2 launch.rdzv_endpoint=h:1 world_size=8", 2,
+         "2 GPUs are visible and the run computes on the CPU, since its 4 ranks need 4; write "
+         f"world_size=4 to use them, {MEANT}"),
+        ("backend=mpi", 2,
+         "2 GPUs are visible and the run computes on the CPU, since backend=mpi moves CPU "
+         f"tensors; write backend=nccl to use them, {MEANT}"),
+    ],
+)  # fmt: skip
+def test_gpus_that_lie_idle_are_said(overrides: str, gpus: int, warning: str) -> None:
+    """With the reason and both ways out, which work and are silent."""
+    machine = Hardware(num_gpus=gpus, num_cores=16)
+    config, warnings = resolved(*overrides.split(), hardware=machine)
+    assert config.backend.device == "cpu"
+    assert warnings == [warning]
+    assert resolved(*overrides.split(), "backend.device=cpu", hardware=machine)[1] == []
+    if fix := re.search(r"write (world_size=\d+|backend=nccl) ", warning):
+        key = fix[1].partition("=")[0]
+        kept = [one for one in overrides.split() if not one.startswith(f"{key}=")]
+        config, warnings = resolved(*kept, fix[1], hardware=machine)
+        assert (config.backend.device, warnings) == ("cuda", [])
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_sweep_over_world_sizes_says_which_jobs_leave_the_gpus(gpus: int) -> None:
+    """One and two ranks compute on two GPUs, four do not; without GPUs nothing is said."""
+    machine = Hardware(num_gpus=gpus, num_cores=4)
+    warned = [bool(resolved(f"world_size={size}", hardware=machine)[1]) for size in (1, 2, 4)]
+    assert warned == [False, False, gpus > 0]
+
+
+def test_a_resumed_run_that_once_fell_to_the_cpu_says_so(tmp_path: Path) -> None:
+    """Its frozen config cannot tell whether that was meant; both ways out are keys of resume."""
+    begun = resolved("world_size=2")[0]
+    freeze_config(tmp_path, begun, overrides=(), choices={})
+    resume, machine = f"resume={tmp_path}", Hardware(num_gpus=2, num_cores=4)
+    assert resolved(resume)[1] == []
+    config, warnings = resolved(resume, hardware=machine)
+    assert (config.backend.name, config.backend.device) == ("gloo", "cpu")
+    assert warnings == [
+        "2 GPUs are visible and the run computes on the CPU, as it did before it was resumed; add "
+        f"backend=auto to use them, {MEANT}"
+    ]
+    config, warnings = resolved(resume, "backend=auto", hardware=machine)
+    assert (config.backend.name, config.backend.device, warnings) == ("nccl", "cuda", [])
+    assert resolved(resume, "backend.device=cpu", hardware=machine)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "binds_gpus", "gpus", "expected"),
+    [
+        ("", True, 1, ("nccl", "cuda", False)),
+        ("backend=nccl", True, 1, ("nccl", "cuda", False)),
+        ("backend=gloo", True, 1, ("gloo", "cuda", False)),
+        ("model=toy_mp parallelism=ddp_mp", True, 2, ("nccl", "cuda", False)),
+        ("backend=nccl", False, 1, ("nccl", "cuda", False)),
+        ("backend.device=cuda", False, 1, ("nccl", "cuda", False)),
+        ("", False, 1, ("gloo", "cpu", True)),
+        ("model=toy_mp parallelism=ddp_mp", True, 3, ("gloo", "cpu", True)),
+    ],
+)
+def test_a_rank_that_is_shown_its_own_gpus_uses_them(
+    overrides: str, binds_gpus: bool, gpus: int, expected: tuple[str, str, bool]
+) -> None:
+    """As Slurm binds them, or where the user says so; else one GPU may be shared by all ranks."""
+    machine = Hardware(num_gpus=gpus, num_cores=8, binds_gpus=binds_gpus)
+    config, warnings = resolved(*overrides.split(), hardware=machine, env=LAUNCHED)
+    assert (config.backend.name, config.backend.device, bool(warnings)) == expected
+
+
+def test_one_gpu_for_all_ranks_is_told_from_one_for_each() -> None:
+    """The warning names the key for the case that cannot be seen from here."""
+    machine = Hardware(num_gpus=1, num_cores=8)
+    (warning,) = resolved(hardware=machine, env=LAUNCHED)[1]
+    assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own" in warning
+    assert resolved("backend.device=cuda", hardware=machine, env=LAUNCHED)[1] == []
+    assert "need 4 GPUs" in refusal("backend=nccl", "world_size=4", hardware=machine)
+
+
+def test_gpus_that_torch_cannot_use_are_said_or_refused() -> None:
+    """The default runs on the CPU and says why; whoever asks for CUDA gets the reason."""
+    machine = Hardware(num_gpus=0, num_cores=4, unusable="torch was built without CUDA; buy one")
+    config, warnings = resolved(hardware=machine)
+    assert (config.world_size, config.backend.name, config.backend.device) == (2, "gloo", "cpu")
+    assert warnings == [
+        f"the run computes on the CPU: torch was built without CUDA; buy one, {MEANT}"
+    ]
+    assert resolved("backend.device=cpu", hardware=machine)[1] == []
+    assert refusal("backend=nccl", hardware=machine) == (
+        "backend=nccl needs CUDA devices: torch was built without CUDA; buy one, or write "
+        "backend=gloo backend.device=cpu"
+    )
+    assert refusal("backend.device=cuda", hardware=machine).startswith("backend.device=cuda needs")
 
 
 def test_a_proposed_world_size_never_needs_a_gpu_that_is_not_there() -> None:

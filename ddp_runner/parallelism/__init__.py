@@ -122,11 +122,12 @@ class Mode(Protocol):
 def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.device, ...]:
     """Return local rank r's block of devices: per_rank of them, from r * per_rank on.
 
-    On the CPU every "device" is the same one, so that a replica of two stages runs there too.
+    A rank that sees its own GPUs alone, as Slurm's binding lets it, has them from 0 on. On the CPU
+    every "device" is the same one, so that a replica of two stages runs there too.
     """
     if kind == "cpu":
         return (torch.device("cpu"),) * per_rank
-    first = env.local_rank * per_rank
+    first = 0 if torch.cuda.device_count() == per_rank else env.local_rank * per_rank
     return tuple(torch.device(kind, first + stage) for stage in range(per_rank))
 
 

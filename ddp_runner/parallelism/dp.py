@@ -4,15 +4,16 @@ Kept for comparison: PyTorch recommends DDP even on one machine
 (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import Role, alike
+from ddp_runner.parallelism import Role, alike, rank_devices
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,8 @@ class DataParallelMode:
         return alike(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return every visible GPU, or the CPU."""
-        if kind == "cpu":
-            return (torch.device("cpu"),)
-        return tuple(torch.device(kind, index) for index in range(torch.cuda.device_count()))
+        """Return the first GPU, which holds the model and gathers the outputs; or the CPU."""
+        return rank_devices(env, kind=kind)
 
     def num_devices(self, env: DistEnv, *, kind: str) -> int:
         """Return how many GPUs share each batch, or 1."""
@@ -41,15 +40,41 @@ class DataParallelMode:
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
     ) -> nn.Module:
-        """Build the model on the first device, where the outputs are gathered too."""
+        """Build the model on the first device."""
         return build().to(devices[0])
 
     def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
-        """Replicate the model at each forward, on as many devices as there are."""
-        if len(devices) < 2:
+        """Replicate the model at each forward, on every visible GPU."""
+        if devices[0].type == "cpu" or torch.cuda.device_count() < 2:
             return module
-        return nn.DataParallel(module, device_ids=[device.index for device in devices])
+        return Replicas(module, device_ids=list(range(torch.cuda.device_count())))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return an empty context: gradients are summed inside backward itself."""
         return nullcontext()
+
+
+class Replicas(nn.DataParallel[nn.Module]):
+    """``nn.DataParallel`` whose replicas compute in the caller's precision.
+
+    Autocast's dtype belongs to a thread. DataParallel switches autocast on in each replica's
+    thread, and leaves the dtype at CUDA's default there: bf16 would silently become fp16.
+    """
+
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Call each replica in a thread of its own, under autocast to this thread's dtype."""
+        dtype = torch.get_autocast_dtype("cuda")
+        return super().parallel_apply([_Autocast(one, dtype) for one in replicas], inputs, kwargs)
+
+
+class _Autocast(nn.Module):
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", dtype=self.dtype, enabled=enabled):
+            return self.module(*inputs, **kwargs)

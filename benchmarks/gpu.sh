@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one command and under 20 minutes; what it found is one Markdown file.
+#
+#   benchmarks/gpu.sh [gpu-results.md]
+#
+# Runs the tests marked gpu and multi_gpu, the tests on fake GPUs, and the benchmarks that make sense
+# on CUDA. Says for each part whether it ran, failed (with its last lines) or was left out, and why.
+# Needs no network and no uv: PYTHON names the interpreter. DDP_RUNNER_DATA_ROOT: where MNIST lies.
+set -u
+out=$(realpath -m "${1:-gpu-results.md}")
+cd "$(dirname "$0")/.." || exit 1
+python=${PYTHON:-python}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+limit_s=${LIMIT_S:-1140}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+failed=0
+
+say() { printf '%s\n' "$*" >>"$out"; }
+
+has() { "$python" -c "import $1" >"$scratch/import" 2>&1; }
+
+left_out() { # name, reason
+    echo "$1: left out: $2"
+    say "## $1" && say "" && say "Left out: $2." && say ""
+}
+
+# name, seconds at most, command...
+part() {
+    local name=$1 most_s=$2 start=$SECONDS code verdict
+    shift 2
+    local left_s=$((limit_s - SECONDS))
+    if [ "$left_s" -lt 20 ]; then
+        left_out "$name" "the time of the whole script ($limit_s s) is up"
+        return
+    fi
+    [ "$most_s" -lt "$left_s" ] || most_s=$left_s
+    echo "$name: at most $most_s s ..."
+    timeout --kill-after=10 "$most_s" "$@" >"$scratch/log" 2>&1 </dev/null
+    code=$?
+    case $code in
+        0) verdict="Ran, without a failure" ;;
+        5) verdict="Left out: no test was collected" ;;
+        124 | 137) verdict="**FAILED**: stopped after $most_s s" ;;
+        *) verdict="**FAILED** with exit code $code" ;;
+    esac
+    case $verdict in *FAILED*) failed=1 ;; esac
+    if [ "$code" = 0 ] && tail -n 1 "$scratch/log" | grep -q skipped &&
+        ! tail -n 1 "$scratch/log" | grep -q passed; then
+        verdict="Left out: every test was skipped, see the reasons"
+    fi
+    say "## $name" && say "" && say "$verdict; $((SECONDS - start)) s. \`${*//$python/python}\`" && say ""
+    say '```'
+    if [ "$code" = 0 ]; then tail -n 30 "$scratch/log" >>"$out"; else tail -n 80 "$scratch/log" >>"$out"; fi
+    say '```' && say ""
+    echo "$name: $verdict"
+}
+
+pytest=("$python" -m pytest -q -rs --tb=short --durations=5 -p no:cacheprovider)
+has pytest_timeout || pytest+=(-o addopts=) # else its key in pyproject.toml is an error
+
+: >"$out"
+say "# What was found on a machine with ${HOSTNAME:-?}'s GPUs" && say ""
+say "$(date -u '+%Y-%m-%d %H:%M UTC'), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)" && say ""
+say '```'
+if command -v nvidia-smi >/dev/null; then
+    nvidia-smi --query-gpu=index,name,driver_version,memory.total,compute_cap --format=csv >>"$out" 2>&1
+else
+    say "no nvidia-smi"
+fi
+"$python" - >>"$out" 2>&1 <<'PYTHON'
+import os, platform
+import torch
+print(f"Python {platform.python_version()}, torch {torch.__version__} for CUDA {torch.version.cuda}, {os.cpu_count()} cores")
+count = torch.cuda.device_count()
+print(f"{count} CUDA devices:", ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "none")
+from ddp_runner.hardware import detect
+print("the runner sees", detect())
+PYTHON
+say '```' && say ""
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>"$scratch/import" || echo 0)
+missing=""
+for module in hydra omegaconf tensorboard filelock sklearn torchvision tqdm matplotlib PIL safetensors; do
+    has "$module" || missing="$missing $module"
+done
+[ -z "$missing" ] || say "Missing here, so that what needs them fails or is left out:$missing." && say ""
+
+if has pytest && has psutil; then
+    part "Tests that need one GPU" 540 "${pytest[@]}" -m gpu tests/test_gpu.py
+    part "Tests that need two GPUs" 420 "${pytest[@]}" -m multi_gpu tests/test_gpu.py tests/test_collectives.py
+    part "Tests on fake GPUs, of hardware and its rules" 300 \
+        "${pytest[@]}" tests/test_fake_cuda.py tests/test_hardware.py tests/test_rules.py
+else
+    left_out "Tests" "pytest or psutil is missing"
+fi
+
+keys=(hydra.run.dir="$scratch/run" train.log_every_steps=20)
+if [ "$gpus" -gt 0 ]; then
+    for precision in fp32 bf16 fp16; do
+        part "A loop on the GPU, $precision" 90 "$python" -m ddp_runner model=resnet18 \
+            dataset=fake_images dataset.num_samples=8192 batch.global_size=256 world_size=1 \
+            train.max_steps=60 train.precision="$precision" "${keys[@]}"
+        rm -rf "$scratch/run"
+    done
+else
+    left_out "A loop on the GPU" "torch sees no CUDA device"
+    part "A small loop on the CPU" 120 "$python" -m ddp_runner model=mnist_net dataset=fake_images \
+        dataset.num_samples=512 world_size=1 train.max_steps=8 backend.device=cpu "${keys[@]}"
+fi
+
+data_root=${DDP_RUNNER_DATA_ROOT:-data}
+if [ "$gpus" = 0 ]; then
+    left_out "The tutorial's loop and the runner's" "torch sees no CUDA device"
+elif ! has torchvision; then
+    left_out "The tutorial's loop and the runner's" "torchvision is missing"
+elif [ ! -d "$data_root/MNIST/raw" ]; then
+    left_out "The tutorial's loop and the runner's" "$data_root/MNIST/raw is not there; see DDP_RUNNER_DATA_ROOT"
+else
+    ranks=(1)
+    [ "$gpus" -lt 2 ] || ranks+=(2)
+    part "The tutorial's loop and the runner's" 240 "$python" benchmarks/loop.py \
+        --data-root "$data_root" --repeats 1 --ranks "${ranks[@]}"
+fi
+if [ "$gpus" -gt 1 ]; then
+    part "All-reduce over nccl, the runner's timing and one by hand" 120 "$python" -m torch.distributed.run \
+        --standalone --nproc-per-node=2 benchmarks/collectives.py --turns 5
+else
+    left_out "All-reduce over nccl" "it takes two CUDA devices, here are $gpus"
+fi
+left_out "benchmarks/sweep.py" "it measures how jobs start, on the CPU, and takes minutes"
+
+say "Whole script: $SECONDS s."
+echo "written: $out"
+exit "$failed"

@@ -1,0 +1,70 @@
+"""What a rank asks of its GPUs: that they work, their memory, and their random numbers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_runner.errors import UserError
+
+GET_TORCH = "https://pytorch.org/get-started/locally/"
+
+
+def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
+    """Make a rank's devices ready for use, and the first the current one; nothing on a CPU.
+
+    Args:
+        devices: of this rank.
+        precision: the config's train.precision.
+
+    Raises:
+        UserError: torch cannot use this machine's GPUs, or one of them has no bf16.
+    """
+    if devices[0].type != "cuda":
+        return
+    try:
+        torch.cuda.init()
+        torch.cuda.set_device(devices[0])
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"torch {torch.__version__} cannot use {devices[0]} ({reason}); update the driver, "
+            f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
+            "backend.device=cpu"
+        ) from error
+    if precision != "bf16":
+        return
+    for device in devices:
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                raise UserError(
+                    f"train.precision=bf16 would be emulated on {device} "
+                    f"({torch.cuda.get_device_name(device)}), slower than fp32; write "
+                    "train.precision=fp16 or fp32"
+                )
+
+
+def rng_states(first: torch.device) -> list[Tensor]:
+    """Return the state of each visible GPU's random numbers, those of the rank's own GPUs first.
+
+    Args:
+        first: the first device of the rank; its others follow by number.
+    """
+    return [torch.cuda.get_rng_state(device) for device in _from(first)]
+
+
+def set_rng_states(states: Sequence[Tensor], first: torch.device) -> None:
+    """Set what `rng_states` returned, perhaps in a process to which other GPUs are visible."""
+    for device, state in zip(_from(first), states, strict=False):
+        torch.cuda.set_rng_state(state, device)
+
+
+def peak_memory_gib() -> float:
+    """Return the most memory that torch has allocated for this process on any one GPU, in GiB."""
+    peaks = [torch.cuda.max_memory_allocated(one) for one in range(torch.cuda.device_count())]
+    return max(peaks) / 2**30
+
+
+def _from(first: torch.device) -> list[torch.device]:
+    count = torch.cuda.device_count()
+    return [torch.device("cuda", (first.index + offset) % count) for offset in range(count)]

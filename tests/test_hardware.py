@@ -1,0 +1,198 @@
+"""What a machine has: its GPUs as torch can use them, and cores as its cgroups allow."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_runner import hardware
+from ddp_runner.cuda import open_devices
+from ddp_runner.errors import UserError
+from ddp_runner.hardware import binds_gpus, detect, quota_cores, torch_build, why_unusable
+
+NUM_CORES = 64
+GPU = (torch.device("cuda", 0),)
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty tree of cgroups, as of a machine with 64 cores."""
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "self")
+    if sys.platform == "linux":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(NUM_CORES)))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "400000 100000"}, 4),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {}, None),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {"cpu.max": "350000 100000"}, 3),
+        ("0::/", {"cpu.max": "broken"}, None),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "200000 100000"}, 2),
+        ("0::/a/b", {"a/b/cpu.max": "800000 100000", "a/cpu.max": "600000 100000"}, 6),
+        ("0::/a", {"b/cpu.max": "100000 100000"}, None),
+        ("4:cpu,cpuacct:/docker/1",
+         {"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 3),
+        ("3:cpuset:/\n1:cpu:/job",
+         {"cpu/job/cpu.cfs_quota_us": "250000", "cpu/job/cpu.cfs_period_us": "50000",
+          "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 5),
+        ("1:cpuset:/", {"cpuset/cpu.cfs_quota_us": "1", "cpuset/cpu.cfs_period_us": "1"}, None),
+    ],
+)  # fmt: skip
+def test_cores_are_those_that_the_cgroups_pay_for(
+    cgroups: Path, own: str, files: dict[str, str], cores: int | None
+) -> None:
+    """Version 1 and 2, of the process's own group and of those above it: the tightest counts."""
+    (cgroups / "self").write_text(f"{own}\n")
+    for name, text in files.items():
+        (cgroups / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroups / "fs" / name).write_text(f"{text}\n")
+    assert quota_cores() == cores
+    if sys.platform == "linux":
+        assert detect().num_cores == (cores or NUM_CORES)
+
+
+def test_a_machine_without_cgroups_has_its_cores(cgroups: Path) -> None:
+    """No /proc/self/cgroup is no limit."""
+    assert quota_cores() is None
+
+
+def test_the_build_of_torch_is_known_without_importing_it() -> None:
+    """As torch itself says it, in a process that has not loaded it."""
+    code = (
+        "import sys; from ddp_runner.hardware import torch_build; "
+        "print(torch_build()); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    assert done.stdout.strip() == str(expected) == str(torch_build())
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        ("__version__ = '2.11.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n",
+         {"cuda": None, "hip": None}),
+        ("cuda = '12.8'\nhip = None\ndebug = False\n", {"cuda": "12.8", "hip": None}),
+        ('cuda: Optional[str] = None\nhip: Optional[str] = "6.2.4"\n',
+         {"cuda": None, "hip": "6.2.4"}),
+        ("something else", {}),
+    ],
+)  # fmt: skip
+def test_a_version_file_is_read_as_torch_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, build: dict[str, str | None]
+) -> None:
+    """With and without types; a file that is not understood says nothing."""
+    (tmp_path / "version.py").write_text(text)
+
+    class Spec:
+        origin = str(tmp_path / "__init__.py")
+
+    monkeypatch.setattr(hardware, "find_spec", lambda name: Spec)
+    assert torch_build() == build
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "driver_cuda", "build", "has_amd", "reason"),
+    [
+        (0, 0, {"cuda": None, "hip": None}, False, None),
+        (2, 13000, {"cuda": "13.2", "hip": None}, False, None),
+        (2, 13020, {"cuda": "12.8", "hip": None}, False, None),
+        (2, 12080, {}, False, None),
+        (2, 12080, {"cuda": None, "hip": None}, False,
+         "2 GPUs are visible and torch was built without CUDA; install one that was built with it"),
+        (1, 12080, {"cuda": "13.2", "hip": None}, False,
+         "1 GPU is visible and the driver (CUDA 12.8) is too old for torch (CUDA 13.2); update it, "
+         "or install a torch for CUDA 12"),
+        (0, 0, {"cuda": None, "hip": "6.2"}, False, None),
+        (0, 0, {"cuda": None, "hip": "6.2"}, True, "torch was built for ROCm, whose GPUs "),
+    ],
+)  # fmt: skip
+def test_gpus_that_torch_cannot_use_have_a_reason(
+    num_visible: int,
+    driver_cuda: int,
+    build: dict[str, str | None],
+    has_amd: bool,
+    reason: str | None,
+) -> None:
+    """The build, or the driver's age; where all fits, or there are no GPUs, there is none."""
+    found = why_unusable(num_visible, driver_cuda, build, has_amd=has_amd)
+    assert (found or "").startswith(reason or "")
+    assert (found is None) == (reason is None)
+
+
+def test_unusable_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that world_size, backend and slots are those of a machine without them."""
+    monkeypatch.setattr(hardware, "_cuda_driver", lambda: (2, 12080))
+    monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": None, "hip": None})
+    machine = detect()
+    assert machine.num_gpus == 0
+    assert "without CUDA" in str(machine.unusable)
+    assert machine.share(2).unusable == machine.unusable
+    monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": "12.4", "hip": None})
+    assert (detect().num_gpus, detect().unusable) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "binds"),
+    [
+        ({}, False),
+        ({"SLURM_PROCID": "1"}, False),
+        ({"SLURM_PROCID": "1", "SLURM_GPUS_PER_TASK": "1"}, True),
+        ({"SLURM_PROCID": "1", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, True),
+        ({"SLURM_PROCID": "1", "SLURM_TRES_PER_TASK": "cpu=4"}, False),
+        ({"SLURM_PROCID": "1", "SLURM_GPU_BIND": "per_task:1"}, True),
+        ({"SLURM_PROCID": "1", "SLURM_GPU_BIND": "none", "SLURM_GPUS_PER_TASK": "1"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_GPUS_PER_TASK": "1", "TORCHELASTIC_RUN_ID": "x"}, False),
+        ({"SLURM_GPUS_PER_TASK": "1"}, False),
+    ],
+)
+def test_slurm_says_whether_a_task_sees_its_own_gpus(environ: dict[str, str], binds: bool) -> None:
+    """Ranks that torchrun starts inside of one task share what that task sees."""
+    assert binds_gpus(environ) == binds
+
+
+def test_a_gpu_that_torch_cannot_open_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a driver that broke since: the reason in torch's first line, and the ways out."""
+
+    def fail() -> None:
+        raise RuntimeError("CUDA unknown error - this may be due to an environment.\nMore.\n")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    with pytest.raises(UserError) as error:
+        open_devices(GPU, precision="fp32")
+    assert "cannot use cuda:0 (CUDA unknown error - this may" in str(error.value)
+    assert str(error.value).endswith("or write backend=gloo backend.device=cpu")
+    assert "\n" not in str(error.value)
+    open_devices((torch.device("cpu"),), precision="bf16")
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_bf16_is_refused_where_it_would_be_emulated(
+    monkeypatch: pytest.MonkeyPatch, is_supported: bool
+) -> None:
+    """A T4 or V100 has none, and is slower with it than without."""
+
+    def supported(including_emulation: bool = True) -> bool:
+        return including_emulation or is_supported
+
+    for name in ("init", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: -1)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda device: -1)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    open_devices(GPU, precision="fp16")
+    if is_supported:
+        open_devices(GPU, precision="bf16")
+        return
+    with pytest.raises(UserError, match=r"on cuda:0 \(Tesla T4\).*write train.precision=fp16"):
+        open_devices(GPU, precision="bf16")
