@@ -59,7 +59,7 @@ def process_group(
     except (RuntimeError, ValueError) as error:
         if "Unable to find address for" not in str(error):
             raise
-        interface = os.environ["GLOO_SOCKET_IFNAME"]
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this machine")
         raise UserError(
             f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address; "
             f"bring it up (ip link set {interface} up), or set the variable to one that has"
