@@ -19,7 +19,9 @@ PREFIX = "ddp_runner-"
 OWNER = "owner"  # a file in it: the host, since a lock is known on its own host alone; the process
 NOT_YET = "new-"  # in front of the name until the folder is locked
 LAST = -200  # among what multiprocessing does at a process's end; it removes its own at -100
-MOST_CHARACTERS = 70  # a socket in it gets 31 more, and a socket's path ends at 103 on macOS
+# Of the folder around it: 50 more are of a socket in it, and a socket's path ends at 103 on macOS.
+MOST_CHARACTERS = 52
+SHORT_BASE = Path("/tmp")
 
 _folder: Path | None = None
 
@@ -29,11 +31,13 @@ def temp_folder() -> Path:
     global _folder  # noqa: PLW0603  # one for the process, as tempfile.tempdir is
     if _folder is None:
         base = Path(tempfile.gettempdir())
+        if len(str(base)) > MOST_CHARACTERS:
+            base = SHORT_BASE
         clear_abandoned(base)
         _folder = _made(base)
         # Not by atexit: multiprocessing removes a folder of its own in this one, and must be first.
         Finalize(None, shutil.rmtree, (_folder,), {"ignore_errors": True}, exitpriority=LAST)
-        _use(_folder)
+        tempfile.tempdir = str(_folder)  # also for what multiprocessing leaves at an abrupt end
     return _folder
 
 
@@ -41,7 +45,7 @@ def share_temp_folder(folder: Path) -> None:
     """Make the folder of the launcher that started this process its own as well."""
     global _folder  # noqa: PLW0603  # as above
     _folder = folder
-    _use(folder)
+    tempfile.tempdir = str(folder)
 
 
 def clear_abandoned(base: Path) -> None:
@@ -70,8 +74,3 @@ def _made(base: Path) -> Path:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     # Only now does it bear the name that others look for: none of them ever sees it unlocked.
     return made.rename(base / made.name.removeprefix(NOT_YET))
-
-
-def _use(folder: Path) -> None:
-    if len(str(folder)) <= MOST_CHARACTERS:
-        tempfile.tempdir = str(folder)  # also for what multiprocessing leaves at an abrupt end

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import psutil
+import pytest
 from commands import (
+    TIME_LIMIT_S,
     background,
     ended,
     fork_server,
@@ -69,6 +71,7 @@ ROWS = {  # fault: rank and kind of the failure, the start of its sentence, and 
 }
 
 
+@pytest.mark.timeout(900)
 def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) -> None:
     """A job for each way, in one sweep, whose launcher goes on; what the user caused ends at once.
 
@@ -93,7 +96,7 @@ def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) ->
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path)},
     ) as process:
-        wait_for(lambda: process.poll() or last_step(runs["wait"]) >= 1, timeout_s=200)
+        wait_for(lambda: process.poll() or last_step(runs["wait"]) >= 1, timeout_s=2 * TIME_LIMIT_S)
         assert len(gang(process.pid)) == 2
         fork_server(process.pid).kill()
         end = ended(process, tmp_path)

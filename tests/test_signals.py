@@ -5,7 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -148,7 +149,14 @@ class Mother(Net):
 '''
 
 
-def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path) -> None:
+@pytest.fixture
+def temp() -> Iterator[Path]:
+    """A temp folder whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Path) -> None:
     """As after `nohup … | head -1 &`, with a cleaner of temporary files, until Slurm's notice.
 
     SIGHUP and Ctrl-C are ignored by whoever started it; nobody reads what it prints; its scratch
@@ -156,13 +164,12 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path) -> None:
     the ranks have started ends with them.
     """
     (tmp_path / "mother.py").write_text(MOTHER)
-    (tmp_path / "temp").mkdir()
     command = (
         "trap '' HUP INT; "
         f"{sys.executable} -m ddp_runner {' '.join(LONG)} model._target_=mother.Mother "
         "allowed_targets=[mother] > >(head -1 > first)"
     )
-    environ = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path / "temp")}
+    environ = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(temp)}
     with background(
         "-c",
         f"{command} & pid=$!; echo $pid > pid; wait $pid",
@@ -177,7 +184,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path) -> None:
         children = [
             psutil.Process(int((tmp_path / f"child-{rank}").read_text())) for rank in (0, 1)
         ]
-        (scratch,) = (tmp_path / "temp").glob("ddp_runner-*/job-*")
+        (scratch,) = temp.glob("ddp_runner-*/job-*")
         for path in scratch.iterdir():
             path.unlink()
         scratch.rmdir()
@@ -196,7 +203,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path) -> None:
     assert (fields["status"], fields["error"]) == ("preempted", None)
     assert steps(run_dir)[-1] == fields["step"]
     assert "stdout is lost (Broken pipe)" in (run_dir / "logs" / "rank-0.log").read_text()
-    assert not list((tmp_path / "temp").glob("ddp_runner-*"))
+    assert not list(temp.glob("ddp_runner-*"))
 
 
 def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> None:

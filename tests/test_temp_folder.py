@@ -4,9 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from ddp_runner.temp_folder import OWNER, clear_abandoned
 
@@ -39,16 +42,33 @@ def launcher(base: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.communicate()
 
 
-def test_the_next_start_clears_what_a_killed_launcher_left(tmp_path: Path) -> None:
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A temp folder whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_the_next_start_clears_what_a_killed_launcher_left(base: Path) -> None:
     """With all that lies in it; a living launcher's folder stays, and goes at its own end."""
-    with launcher(tmp_path) as (living, held):
-        with launcher(tmp_path) as (killed, abandoned):
+    with launcher(base) as (living, held):
+        with launcher(base) as (killed, abandoned):
             killed.kill()
         assert len(list(abandoned.glob("pymp-*/listener"))) == 1
-        with launcher(tmp_path) as (other, others):
-            assert set(tmp_path.iterdir()) == {held, others}
+        with launcher(base) as (other, others):
+            assert set(base.iterdir()) == {held, others}
     assert [living.returncode, other.returncode] == [0, 0]
-    assert not list(tmp_path.iterdir())
+    assert not list(base.iterdir())
+
+
+def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:
+    """The folder is then in /tmp, where multiprocessing can put its sockets."""
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    with launcher(long) as (process, held):
+        assert held.parent == Path("/tmp")
+    assert process.returncode == 0
+    assert not held.exists()
 
 
 def test_what_is_not_surely_abandoned_stays(tmp_path: Path) -> None:
