@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    # Ctrl-C during the imports below: without a traceback, as a program in C would end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hydra
 from hydra.conf import HydraConf
@@ -35,34 +40,42 @@ from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute, told
 from ddp_runner.explain import user_error
 from ddp_runner.folders import check_writable, locked, resume_argument
+from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.identity import is_same_work
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.launch import launch, start_fork_server
+from ddp_runner.launch import launch
 from ddp_runner.ledger import LEDGER
 from ddp_runner.multirun import Multirun
 from ddp_runner.record import RUN_RECORD, git_revision, versions
 from ddp_runner.resuming import chosen_keys, resumed_command, with_resumed
 from ddp_runner.rules import resolve
 from ddp_runner.secret_values import find_secrets
+from ddp_runner.signals import answered
+from ddp_runner.streams import keep_streams
 from ddp_runner.text_files import check_text_files
 
 
 def main() -> None:
     """Run the command line; exit with one of the codes that the README lists."""
     started_at = time.time()
+    keep_streams()
+    for signum in answered():
+        signal.signal(signum, _leave)  # before any worker: there is nothing to save
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; what the user reads is written here
     try:
         sys.exit(Command(started_at).run())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)  # before any worker: there is nothing to save
     except Exception as error:
         explained = user_error(error)
         if explained is None or wants_traceback:
             raise
         complain(str(explained))
         sys.exit(EXIT_USER_ERROR)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)
 
 
 class Command:

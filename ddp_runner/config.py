@@ -58,11 +58,12 @@ class LaunchSettings:
     node_rank: int | None = None  # this machine's place, for static rendezvous; null: c10d decides
     rdzv_endpoint: str | None = None  # HOST:PORT of the rendezvous; needed when nnodes > 1
     rdzv_id: str = "ddp_runner"  # the same on every machine of one run
-    max_restarts: int = 0  # restarts of the whole gang, each from the last checkpoint
+    max_restarts: int = 0  # restarts of all ranks, each from the last checkpoint
     # tcp://HOST:PORT or file:///PATH in place of the rendezvous's; file://NAME: in the run folder.
     # Of the present command alone: never taken from a run that is resumed. torchrun has its own.
     init_method: str | None = None
-    shutdown_timeout_s: float = 30.0  # from the first Ctrl-C or SIGTERM to SIGKILL
+    # From the first Ctrl-C or SIGTERM to SIGKILL; ten times as long while a checkpoint is written.
+    shutdown_timeout_s: float = 30.0
 
 
 @dataclass

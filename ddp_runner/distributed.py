@@ -47,14 +47,23 @@ def process_group(
     timeout = timedelta(seconds=backend.timeout_s)
     is_agents = init_method == FROM_ENVIRONMENT and serves_ranks()
     store = fresh_store(env, timeout=timeout) if is_agents else None
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
-        init_method=None if is_agents else init_method,
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timeout,
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
+            init_method=None if is_agents else init_method,
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this machine")
+        raise UserError(
+            f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address; "
+            f"bring it up (ip link set {interface} up), or set the variable to one that has"
+        ) from error
     # The group's threads take the GIL to let go of the last collective's tensors. Were the group to
     # end with DDP's reducer, which joins these threads while it holds the GIL, both would wait for
     # ever. So the group outlives the model, to the end of the process.

@@ -5,6 +5,7 @@ from typing import Any
 
 from ddp_runner.environment import dist_env
 from ddp_runner.folders import freeze_config
+from ddp_runner.interrupts import mark_ended
 from ddp_runner.job import Job, Outcome, Slot
 from ddp_runner.launch import launch
 from ddp_runner.times import begin_session
@@ -18,7 +19,11 @@ def execute(job: Job) -> Outcome:
     begin_session(
         job.run_dir, status="running", started_at=job.started_at, error=None, **_place(job.slot)
     )
-    return told(launch(job))
+    try:
+        return told(launch(job))
+    except SystemExit:  # a signal before the launcher had begun to answer them
+        mark_ended(job.run_dir)
+        raise
 
 
 def told(outcome: Outcome) -> Outcome:

@@ -1,19 +1,22 @@
-"""What a failing rank leaves for the launcher: one small file, so that the first failure is named.
+"""What a failing rank leaves for the launcher: small files in the scratch folder of its group.
 
-Torch-free, since the launcher reads it. The agent alone would report whichever rank it happened
-to notice first, often one that only lost its peer.
+Torch-free, since the launcher reads them: see ``blame``.
 """
 
 import json
-import math
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddp_runner.errors import UserError
+
+# What gloo, NCCL and the store of a group say when another rank is gone or late.
+PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
+TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure")  # the rank itself has waited too long
 
 
 @dataclass(frozen=True)
@@ -26,18 +29,23 @@ class Failure:
     traceback: str = ""
     time_ns: int = 0
 
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the rank has waited for a peer in vain, which is late rather than gone."""
+        return self.kind == "peer" and any(sign in self.sentence for sign in TIMEOUT_SIGNS)
+
 
 def record_failure(scratch: Path, *, rank: int, attempt: int, error: BaseException) -> Failure:
     """Write down why this rank dies; return what was written."""
     if isinstance(error, UserError):
         kind, sentence = "user", str(error)
     else:
-        lost_peer = type(error).__module__.startswith("torch.") or any(
-            sign in str(error) for sign in ("gloo", "NCCL", "Connection", "store")
+        lost_peer = type(error).__module__.startswith("torch.distributed") or any(
+            sign in str(error) for sign in PEER_SIGNS
         )
         kind = "peer" if lost_peer and isinstance(error, RuntimeError) else "crash"
-        first_line = (str(error).splitlines() or [""])[0]
-        sentence = f"rank {rank} raised {type(error).__name__}: {first_line}"
+        what = [type(error).__name__, *str(error).splitlines()[:1]]
+        sentence = f"rank {rank} raised {': '.join(what)}"
     failure = Failure(
         rank=rank,
         kind=kind,
@@ -45,17 +53,34 @@ def record_failure(scratch: Path, *, rank: int, attempt: int, error: BaseExcepti
         traceback="".join(traceback.format_exception(error)),
         time_ns=time.time_ns(),
     )
-    path = scratch / f"failure-{attempt}-{rank}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
-    path.with_suffix(".tmp").replace(path)
+    _write(scratch / f"failure-{attempt}-{rank}.json", failure)
     return failure
 
 
-def first_failure(scratch: Path, *, attempt: int) -> Failure | None:
-    """Return the earliest failure of an attempt, one that is not the loss of a peer if any is."""
+def recorded_failures(scratch: Path, *, attempt: int) -> dict[int, Failure]:
+    """Return what the ranks of an attempt have written down, by rank."""
     paths = scratch.glob(f"failure-{attempt}-*.json")
     failures = [Failure(**json.loads(path.read_text())) for path in paths]
-    return min(failures, key=lambda one: (one.kind == "peer", one.time_ns), default=None)
+    return {failure.rank: failure for failure in failures}
+
+
+def note_cause(scratch: Path, failure: Failure, *, attempt: int) -> None:
+    """Keep for the next attempt's ranks why this one ended."""
+    _write(scratch / f"cause-{attempt}.json", failure)
+
+
+def cause(scratch: Path, *, attempt: int) -> Failure | None:
+    """Return why an earlier attempt ended; None where that was no failure of this machine's."""
+    path = scratch / f"cause-{attempt}.json"
+    return Failure(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _write(path: Path, failure: Failure) -> None:
+    # Where that is impossible the rank ends all the same, and its exit code tells the launcher.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files was here
+        path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
+        path.with_suffix(".tmp").replace(path)
 
 
 def note_end(scratch: Path, *, rank: int) -> None:
@@ -71,35 +96,9 @@ def ended_ranks(scratch: Path | None) -> set[int]:
 
 
 def record_stack(scratch: Path, *, rank: int, attempt: int) -> None:
-    """Write down where this rank's main thread stands; the gang has failed and it may be late."""
+    """Write down where this rank's main thread stands; its group has failed and it may be late."""
     main_thread = threading.main_thread().ident
     frame = sys._current_frames().get(main_thread or 0)
-    if frame is not None:
+    if frame is not None and scratch.is_dir():
         text = "".join(traceback.format_stack(frame))
         (scratch / f"stack-{attempt}-{rank}.txt").write_text(text, encoding="utf-8")
-
-
-def late_rank(scratch: Path, *, attempt: int, timeout_s: float, world_size: int) -> Failure | None:
-    """Return the rank that the others waited for: the lowest that stood still and never failed."""
-    late = (
-        f"did not reach the collective in which the others waited for backend.timeout_s "
-        f"({timeout_s:g} s)"
-    )
-    failed_at = {
-        int(path.stem.split("-")[2]): json.loads(path.read_text())["time_ns"]
-        for path in scratch.glob(f"failure-{attempt}-*.json")
-    }
-    for path in sorted(scratch.glob(f"stack-{attempt}-*.txt")):
-        rank = int(path.stem.split("-")[2])
-        # One that had failed by then only waited for its peers; one that fails later came too late.
-        if failed_at.get(rank, math.inf) < path.stat().st_mtime_ns:
-            continue
-        stack = path.read_text(encoding="utf-8")
-        where = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
-        sentence = f"rank {rank} {late}; it stood at {(where or ['?'])[-1]}"
-        return Failure(rank=rank, kind="late", sentence=sentence, traceback=stack)
-    silent = [rank for rank in range(world_size) if rank not in failed_at]
-    if not silent:
-        return None
-    sentence = f"rank {silent[0]} {late}; it could not even say where it stood: is it stopped?"
-    return Failure(rank=silent[0], kind="late", sentence=sentence)

@@ -7,11 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from io import TextIOBase
 from pathlib import Path
 from types import TracebackType
 
 from ddp_runner.environment import DistEnv
+from ddp_runner.streams import keep_streams
 
 
 class RankLog:
@@ -31,7 +33,7 @@ class RankLog:
         self._path = run_dir / "logs" / f"rank-{env.rank}.log"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._logger = logging.getLogger("ddp_runner")
-        self._handler = logging.FileHandler(self._path, encoding="utf-8")
+        self._handler = _File(self._path, encoding="utf-8")
         self._handler.setFormatter(_EachLine(env.rank, hide))
 
     def __enter__(self) -> "RankLog":
@@ -41,7 +43,9 @@ class RankLog:
         logging.captureWarnings(True)
         logging.getLogger("py.warnings").addHandler(self._handler)
         logging.getLogger("py.warnings").propagate = False
-        if not self._env.is_rank_zero:
+        if self._env.is_rank_zero:
+            keep_streams(self._logger.warning)
+        else:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
@@ -65,7 +69,21 @@ class RankLog:
         if error is not None:
             self._logger.error("this rank ends with an error", exc_info=error)
         self._logger.removeHandler(self._handler)
-        self._handler.close()
+        with suppress(OSError):  # a full disk, of which the handler has told
+            self._handler.close()
+
+
+class _File(logging.FileHandler):
+    """A log file whose disk may be full; logging would print a traceback for each line."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        """Say that the file cannot be written."""
+        error = sys.exc_info()[1]
+        if not self._has_failed:
+            self._has_failed = True
+            print(f"warning: {self.baseFilename} cannot be written ({error})", file=sys.stderr)
 
 
 class _EachLine(logging.Formatter):

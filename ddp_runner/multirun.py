@@ -19,9 +19,9 @@ from ddp_runner.config import SweepSettings, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute
 from ddp_runner.folders import check_writable, freeze_config
+from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
-from ddp_runner.launch import start_fork_server
 from ddp_runner.ledger import REFUSED, UNFINISHED, Entry, Ledger
 from ddp_runner.record import read_run_record
 from ddp_runner.slots import Batch, Slots

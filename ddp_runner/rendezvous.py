@@ -1,52 +1,78 @@
-"""What the elastic agent needs to know about a gang; imported by ``launch`` once torch is there."""
+"""How the agents of a run's machines meet, and what else torch's launcher settles for them."""
 
+import os
 import uuid
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.elastic.rendezvous.registry as rdzv_registry
+import torch.numa.binding as numa
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_runner.config import Config
 
-ONE_MACHINE = "ddp_runner-one-machine"
 MONITOR_INTERVAL_S = 0.05
+RDZV_TIMEOUT_S = 900  # torchrun's
 
 
-def launch_config(config: Config, scratch: Path) -> LaunchConfig:
-    """Return how the agent starts this machine's share of the gang."""
+def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
+    """Return what the agent of this machine is to start, and how it meets the others."""
     launch = config.launch
-    rdzv_configs: dict[str, int] = {}
-    if launch.nnodes == 1:
-        backend = ONE_MACHINE
-        if ONE_MACHINE not in rendezvous_handler_registry._registry:
-            rendezvous_handler_registry.register(ONE_MACHINE, OneMachine)
-    elif launch.node_rank is None:
-        backend = "c10d"
-    else:
-        backend, rdzv_configs = "static", {"rank": launch.node_rank}
-    return LaunchConfig(
-        min_nodes=launch.nnodes,
-        max_nodes=launch.nnodes,
-        nproc_per_node=config.world_size // launch.nnodes,
-        run_id=uuid.uuid4().hex if launch.nnodes == 1 else launch.rdzv_id,
-        rdzv_backend=backend,
-        rdzv_endpoint=launch.rdzv_endpoint or "",
-        rdzv_configs=rdzv_configs,
+    handler: RendezvousHandler = OneMachine(uuid.uuid4().hex)
+    master_addr, master_port = None, None
+    if launch.nnodes > 1:
+        endpoint = launch.rdzv_endpoint or ""
+        rank: dict[str, Any] = {} if launch.node_rank is None else {"rank": launch.node_rank}
+        if launch.node_rank is not None:
+            master_addr, master_port = parse_rendezvous_endpoint(endpoint, default_port=-1)
+        handler = rdzv_registry.get_rendezvous_handler(
+            RendezvousParameters(
+                backend="c10d" if launch.node_rank is None else "static",
+                endpoint=endpoint,
+                run_id=launch.rdzv_id,
+                min_nodes=launch.nnodes,
+                max_nodes=launch.nnodes,
+                timeout=RDZV_TIMEOUT_S,
+                **rank,
+            )
+        )
+    return WorkerSpec(
+        role="default_role",
+        local_world_size=config.world_size // launch.nnodes,
+        entrypoint=work,
+        rdzv_handler=handler,
         max_restarts=launch.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
-        # The launcher handles the signals of users itself; the agent would only pass them on.
-        signals_to_handle="SIGUSR2",
+        master_addr=master_addr,
+        master_port=master_port,
     )
+
+
+def numa_options(config: Config) -> numa.NumaOptions | None:
+    """Return how torchrun would bind ranks to the cores beside their GPUs; None: not at all."""
+    return LaunchConfig(
+        min_nodes=config.launch.nnodes,
+        max_nodes=config.launch.nnodes,
+        nproc_per_node=config.world_size // config.launch.nnodes,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    ).numa_options
+
+
+def numa_bound(
+    work: Callable[..., Any], local_rank: int, options: numa.NumaOptions | None
+) -> Callable[..., Any]:
+    """Return `work` bound so; torch has no public name for it."""
+    return numa._maybe_wrap_with_numa_binding(work, device_index=local_rank, numa_options=options)
 
 
 class OneMachine(RendezvousHandler):
@@ -55,12 +81,12 @@ class OneMachine(RendezvousHandler):
     The c10d one listens on all interfaces, even for one machine.
     """
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
 
     def get_backend(self) -> str:
-        """Return the name under which this handler is registered."""
-        return ONE_MACHINE
+        """Return the name of this kind of rendezvous."""
+        return "ddp_runner-one-machine"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return rank 0 of 1, with a store inside this process."""

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.failures import first_failure
+from ddp_runner.failures import Failure, cause
 from ddp_runner.folders import freeze_config
 from ddp_runner.hardware import detect
 from ddp_runner.identity import own_marks
@@ -124,18 +124,22 @@ def note_restart(session: Session, *, step: int) -> None:
     env, scratch = session.env, session.job.scratch
     if not env.restart_count or scratch is None:
         return
-    before = first_failure(scratch, attempt=env.restart_count - 1)
-    reason = before.sentence if before else "a rank was killed"
+    causes = [cause(scratch, attempt=attempt) for attempt in range(env.restart_count)]
     allowed = session.config.launch.max_restarts
-    session.say(f"restart {env.restart_count} of {allowed}: {reason}")
+    session.say(f"restart {env.restart_count} of {allowed}: {_sentence(causes[-1])}")
     path = scratch / f"attempts-{env.rank}.json"
     steps = [*(json.loads(path.read_text()) if path.exists() else []), step]
     path.write_text(json.dumps(steps))
     if len(steps) >= 3 and len(set(steps[-3:])) == 1:
         raise UserError(
-            f"three restarts in a row made no progress beyond step {step}: the cause is "
-            "not a passing one; see the first failure above, or logs/ in the run folder"
+            f"three restarts in a row made no progress beyond step {step}, so that the cause is no "
+            f"passing one; the first of them: {_sentence(causes[-3])}; see also logs/ in the run "
+            "folder"
         )
+
+
+def _sentence(failure: Failure | None) -> str:
+    return failure.sentence if failure else "another machine's ranks have failed"
 
 
 @contextmanager
@@ -143,15 +147,16 @@ def _failure_recorded(run_dir: Path) -> Iterator[None]:
     """Leave run.json saying failed if rank 0 is; a launcher of ours then says it more exactly."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         kind = "user" if isinstance(error, UserError) else "crash"
-        sentence = " ".join(str(error).split())
-        write_run_record(
-            run_dir,
-            status="failed",
-            finished_at=time.time(),
-            error={"rank": 0, "kind": kind, "sentence": sentence},
-        )
+        sentence = " ".join(str(error).split()) or type(error).__name__
+        with suppress(UserError):  # a full disk: what it made fail is the error to tell
+            write_run_record(
+                run_dir,
+                status="failed",
+                finished_at=time.time(),
+                error={"rank": 0, "kind": kind, "sentence": sentence},
+            )
         raise
 
 

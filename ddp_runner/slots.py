@@ -7,9 +7,7 @@ it hears comes from the process that started it, and it dies with that one.
 
 import multiprocessing
 import os
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -22,13 +20,15 @@ from typing import TextIO
 from ddp_runner.config import SweepSettings
 from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute
+from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, core_shares, gpu_shares
-from ddp_runner.interrupts import Interrupts, born_deaf
+from ddp_runner.interrupts import Interrupts
 from ddp_runner.job import EXIT_USER_ERROR, STOP, Job, Outcome, Slot
-from ddp_runner.launch import start_fork_server
 from ddp_runner.ledger import Ledger
+from ddp_runner.signals import signals_ignored
 from ddp_runner.stop import die_with_launcher
 from ddp_runner.sweep import run_jobs
+from ddp_runner.temp_folder import share_temp_folder, temp_folder
 
 MARK = "\x1e"  # opens a line for the reader: the number of the job that begins, none at the end
 END_S = 10.0  # from the end of the work to that of a slot, or of what it says
@@ -48,7 +48,7 @@ class Slots:
     """So many slots, from their start to ``close``."""
 
     def __init__(self, num_slots: int, hardware: Hardware) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ddp_runner-"))
+        self._folder = temp_folder()
         self._speaking = threading.Lock()
         self._current: dict[int, int] = {}  # the number of the job that each slot has begun
         self._heard_out = threading.Semaphore(0)  # readers that have shown all of a batch
@@ -94,13 +94,12 @@ class Slots:
             link.close()
             process.join(END_S)
             process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, slot: Slot) -> tuple[Connection, SpawnProcess]:
         link, far_link = multiprocessing.Pipe()
         (out, far_out), (err, far_err) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
         context = multiprocessing.get_context("spawn")
-        with born_deaf():
+        with signals_ignored():
             process = context.Process(target=serve, args=(slot, far_link, far_out, far_err))
             process.start()
         for far in (far_link, far_out, far_err):
@@ -139,7 +138,7 @@ def serve(slot: Slot, link: Connection, stdout: Connection, stderr: Connection) 
     """Run what is left of each batch; a slot's whole life."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
-    tempfile.tempdir = str(slot.folder)  # also of what multiprocessing leaves at an abrupt end
+    share_temp_folder(slot.folder)
     if slot.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpus
     die_with_launcher()

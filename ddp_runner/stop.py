@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.failures import record_stack
+from ddp_runner.job import STOP
+from ddp_runner.signals import STOP_SIGNALS, answered
 
-# From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its gang has
-# failed, and it may sit in a collective that will never end.
-FAILED_GANG_GRACE_S = 3.0
+# From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its worker group
+# has failed, and it may sit in a collective that will never end.
+FAILED_GROUP_GRACE_S = 3.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -26,25 +28,27 @@ class StopRequest:
 
     Under our launcher the request is a file: Ctrl-C reaches every process of a terminal, SIGTERM
     may reach every process of a container, and only the launcher knows which it was. Under
-    another launcher (torchrun, Slurm) SIGTERM and SIGINT are the request.
+    another launcher (torchrun, Slurm) any of ``STOP_SIGNALS`` is the request.
     """
 
     def __init__(self, scratch: Path | None, *, rank: int, attempt: int) -> None:
-        self._file = scratch / "stop" if scratch else None
-        self._signalled = False
+        self._file = scratch / STOP if scratch else None
+        self.received: int | None = None  # the signal that asked this very rank
         if scratch is None:
-            signal.signal(signal.SIGINT, self._on_signal)
+            for signum in answered():
+                signal.signal(signum, self._on_signal)
         else:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, signal.SIG_IGN)
             self._watch_sigterm(partial(record_stack, scratch, rank=rank, attempt=attempt))
-        signal.signal(signal.SIGTERM, self._on_signal)
+            signal.signal(signal.SIGTERM, self._on_signal)
 
     def __call__(self) -> bool:
         """Return whether to stop; cheap enough for every step."""
-        return self._signalled or (self._file is not None and self._file.exists())
+        return self.received is not None or (self._file is not None and self._file.exists())
 
     def _on_signal(self, signum: int, frame: object) -> None:
-        self._signalled = True
+        self.received = self.received or signum
 
     def _watch_sigterm(self, record_stack: Callable[[], None]) -> None:
         # The interpreter writes a signal's number here even while the main thread sits in a
@@ -53,15 +57,15 @@ class StopRequest:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
 
-        def end_with_the_gang() -> None:
+        def end_with_the_group() -> None:
             while os.read(reader, 1) != bytes([signal.SIGTERM]):
                 continue
             record_stack()
-            time.sleep(FAILED_GANG_GRACE_S)
+            time.sleep(FAILED_GROUP_GRACE_S)
             if self._file is not None and not self._file.exists():
                 os._exit(128 + signal.SIGTERM)
 
-        threading.Thread(target=end_with_the_gang, name="sigterm-watch", daemon=True).start()
+        threading.Thread(target=end_with_the_group, name="sigterm-watch", daemon=True).start()
 
 
 def die_with_launcher() -> None:

@@ -25,7 +25,7 @@ from ddp_runner.delivery import check_monitor, deliver
 from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.failures import ended_ranks, record_failure
 from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
-from ddp_runner.job import EXIT_COMPLETED, READY, Job
+from ddp_runner.job import EXIT_COMPLETED, READY, SAVING, Job, marked
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
 from ddp_runner.serving import take_part
@@ -40,14 +40,14 @@ PEER_GRACE_S = 2.0  # a rank that lost a peer waits: the peer's own end shall be
 
 
 def work(job: Job) -> dict[str, Any]:
-    """Run one rank of a gang that ``launch`` started. The elastic agent's entrypoint."""
+    """Run one rank of a group that ``launch`` started. The supervisor's entrypoint."""
     die_with_launcher()
     env = dist_env()
     assert env is not None
     assert job.scratch is not None
     try:
         return run(job, env)
-    except Exception as error:
+    except BaseException as error:  # sys.exit in a model ends a rank as much as any error
         failure = record_failure(job.scratch, rank=env.rank, attempt=env.restart_count, error=error)
         if failure.kind == "peer":
             time.sleep(PEER_GRACE_S)
@@ -58,15 +58,18 @@ def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
     """Run one rank that torchrun, Slurm or mpirun started, and end the process."""
     result = record(run)(job, env)
     status = result["status"] if result else "completed"
+    received = (result or {}).get("signal") or signal.SIGTERM
     sys.stdout.flush()
     sys.stderr.flush()
     # Not by way of the interpreter's own end, which now and then aborts under gloo's threads while
     # a peer's connection closes. Forked workers end like this, too.
-    os._exit(EXIT_COMPLETED if status == "completed" else 128 + signal.SIGTERM)
+    os._exit(EXIT_COMPLETED if status == "completed" else 128 + received)
 
 
 def run(job: Job, env: DistEnv) -> dict[str, Any]:
-    """Run the task as one rank of the gang; return status and run_dir. Collective: every rank.
+    """Run the task as one rank of the gang; return status, run_dir and the signal that stopped it.
+
+    Collective: every rank must call.
 
     Raises:
         UserError: the input is at fault: the data, a checkpoint, a loss that became NaN.
@@ -74,7 +77,11 @@ def run(job: Job, env: DistEnv) -> dict[str, Any]:
     stop_requested = StopRequest(job.scratch, rank=env.rank, attempt=env.restart_count)
     with open_session(job, env) as session:
         status = TASKS[job.config.task](session, stop_requested)
-    return {"status": status, "run_dir": str(session.run_dir)}
+    return {
+        "status": status,
+        "run_dir": str(session.run_dir),
+        "signal": stop_requested.received,  # that this very rank has received
+    }
 
 
 def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
@@ -117,6 +124,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         return part
     trainee = part
     if session.job.scratch is not None:
+        session.job.scratch.mkdir(parents=True, exist_ok=True)
         (session.job.scratch / READY).touch()
 
     reporter = NullReporter()
@@ -141,7 +149,9 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
 
     def save(position: Position, metrics: dict[str, float]) -> None:
         state = snapshot(trainee, position, written)
-        if env.is_rank_zero:
+        if not env.is_rank_zero:
+            return
+        with marked(session.job.scratch, SAVING):  # the launcher lets it end
             save_checkpoint(
                 run_dir / "checkpoints",
                 state,

@@ -139,7 +139,7 @@ def gang(launcher_pid: int) -> dict[int, psutil.Process]:
 
 
 def wait_for(
-    condition: Callable[[], Any], *, timeout_s: float = 60.0, every_s: float = 0.02
+    condition: Callable[[], Any], *, timeout_s: float = 150.0, every_s: float = 0.02
 ) -> Any:
     """Return the first true value of a condition, asked again and again."""
     deadline = time.monotonic() + timeout_s

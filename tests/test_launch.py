@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,8 @@ from commands import (
     steps,
     wait_for,
 )
+
+from ddp_runner.interrupts import ONE_REQUEST_S
 
 # Long enough to be hit in its midst; a step takes some milliseconds.
 LONG = (
@@ -108,6 +111,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process gets it
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
         assert process.poll() is None
+        time.sleep(2 * ONE_REQUEST_S)  # what comes at once is the same request
         process.send_signal(signal.SIGINT)
         process.wait(5)
         wait_for(lambda: is_gone(process.pid), timeout_s=5)

@@ -1,0 +1,84 @@
+"""Standard output and error that may be closed, full, or a pipe that nobody reads any more.
+
+None of that is a reason to lose a run: what cannot be written is dropped.
+"""
+
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+STREAMS = {"stdout": 1, "stderr": 2}
+
+
+def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None:
+    """Let this process outlive its stdout and stderr.
+
+    Args:
+        on_loss: told once of each stream that is lost, and why.
+    """
+    for name, number in STREAMS.items():
+        _open(number)
+        stream = getattr(sys, name)
+        if stream is not None and stream is not getattr(sys, f"__{name}__"):
+            continue  # somebody catches what is written, as pytest does
+        if stream is not None:
+            with suppress(OSError):
+                stream.flush()
+        kept = io.TextIOWrapper(
+            io.BufferedWriter(_Kept(name, number, on_loss)),
+            encoding=stream.encoding if stream else "utf-8",
+            errors="backslashreplace",
+            line_buffering=name == "stderr" or os.isatty(number),
+        )
+        setattr(sys, name, kept)
+        setattr(sys, f"__{name}__", kept)
+
+
+def _open(number: int) -> None:
+    """Open a closed descriptor: else the next file that is opened would get its number."""
+    try:
+        os.fstat(number)
+    except OSError:
+        _send_nowhere(number)
+
+
+def _send_nowhere(number: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != number:
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+    os.set_inheritable(number, True)
+
+
+class _Kept(io.RawIOBase):
+    """A descriptor that is turned to /dev/null once it cannot be written."""
+
+    def __init__(self, name: str, number: int, on_loss: Callable[[str], None]) -> None:
+        self.name, self._number, self._on_loss = f"<{name}>", number, on_loss
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+    def write(self, data: Any, /) -> int:
+        while True:
+            try:
+                return os.write(self._number, data)
+            except BlockingIOError:
+                select.select([], [self._number], [])
+            except OSError as error:
+                _send_nowhere(self._number)
+                self._on_loss(
+                    f"{self.name[1:-1]} is lost ({error.strerror}): what it would have shown is "
+                    "in this file alone"
+                )
+                return len(data)

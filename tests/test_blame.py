@@ -1,0 +1,135 @@
+"""Who failed first: told from hand-made files and exit codes, as ranks leave them."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from commands import resolved
+
+from ddp_runner.blame import Ends, explain
+from ddp_runner.config import Config
+from ddp_runner.failures import Failure, record_failure
+
+CLOSED = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234. GLHF!")
+TIMED_OUT = RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete")
+TIMED_OUT_BEFORE = RuntimeError("Application timeout caused pair closure")  # in the step's vote
+LATE = "did not reach the collective in which the others waited for backend.timeout_s (5 s)"
+BETWEEN_S = 10**9  # ns
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    """A resolved config with a known time-out."""
+    return resolved("model=toy", "backend.timeout_s=5")[0]
+
+
+def fail(scratch: Path, rank: int, error: BaseException) -> None:
+    """Let a rank write down its failure."""
+    record_failure(scratch, rank=rank, attempt=0, error=error)
+
+
+def stand(scratch: Path, rank: int, where: str, *, after_failure_of: int | None = None) -> None:
+    """Let a rank say where it stands; long after another's failure where that is given."""
+    path = scratch / f"stack-0-{rank}.txt"
+    path.write_text(f'  File "{where}", line 7, in forward\n')
+    if after_failure_of is not None:
+        at = (scratch / f"failure-0-{after_failure_of}.json").stat().st_mtime_ns + BETWEEN_S
+        os.utime(path, ns=(at, at))
+
+
+def blamed(scratch: Path, config: Config, exit_codes: dict[int, int], **more: bool) -> Failure:
+    """Return who is blamed in a group of three."""
+    ends = Ends(ranks=range(3), exit_codes=exit_codes, **more)
+    return explain(ends, scratch, config, attempt=0)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "sentence"),
+    [
+        (7, "rank 1 ended with exit code 7, without an exception: by os._exit, or by a library"),
+        (0, "rank 1 ended with exit code 0 before the run was over, without an exception"),
+        (-signal.SIGKILL, "rank 1 was killed by SIGKILL from outside, or by the kernel"),
+        (-signal.SIGABRT, "rank 1 was killed by SIGABRT"),
+        (-40, "rank 1 was killed by signal 40"),
+    ],
+)
+def test_a_rank_that_died_without_a_word_comes_before_its_peers_complaints(
+    tmp_path: Path, config: Config, exit_code: int, sentence: str
+) -> None:
+    """Whichever of the two is noticed first."""
+    fail(tmp_path, 0, CLOSED)
+    for exit_codes in ({1: exit_code}, {0: 1, 1: exit_code}):
+        failure = blamed(tmp_path, config, exit_codes)
+        assert failure.rank == 1
+        assert failure.sentence.startswith(sentence)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("x")])
+def test_an_error_of_its_own_comes_before_the_loss_of_a_peer(
+    tmp_path: Path, config: Config, error: BaseException
+) -> None:
+    """Also where the peers failed earlier, since what they lost is told later."""
+    fail(tmp_path, 0, CLOSED)
+    fail(tmp_path, 2, error)
+    failure = blamed(tmp_path, config, {0: 1})
+    assert (failure.rank, failure.kind) == (2, "crash")
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    assert failure.sentence == f"rank 2 raised {what}"
+
+
+@pytest.mark.parametrize("error", [TIMED_OUT, TIMED_OUT_BEFORE])
+def test_a_rank_that_stood_still_is_late(
+    tmp_path: Path, config: Config, error: RuntimeError
+) -> None:
+    """The others timed out or lost the connection; one that fails later came too late."""
+    fail(tmp_path, 0, error)
+    fail(tmp_path, 1, CLOSED)
+    stand(tmp_path, 1, "waits.py", after_failure_of=1)
+    stand(tmp_path, 2, "sleeps.py")
+    failure = blamed(tmp_path, config, {0: 1})
+    assert (failure.rank, failure.kind) == (2, "late")
+    assert failure.sentence == f'rank 2 {LATE}; it stood at File "sleeps.py", line 7, in forward'
+
+
+def test_a_stopped_rank_is_late_without_a_stack(tmp_path: Path, config: Config) -> None:
+    """It could take no signal, and so said nothing at all."""
+    fail(tmp_path, 0, TIMED_OUT)
+    fail(tmp_path, 2, CLOSED)
+    failure = blamed(tmp_path, config, {0: 1})
+    assert (failure.rank, failure.kind) == (1, "late")
+    assert failure.sentence.endswith("could not even say where it stood: is it stopped?")
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_nccl_aborts_those_that_wait_and_not_the_late_one(
+    tmp_path: Path, config: Config, stands: bool
+) -> None:
+    """SIGABRT without a word is its watchdog's; rank 2 is late, asleep or stopped."""
+    config.backend.name = "nccl"
+    try:
+        if stands:
+            stand(tmp_path, 2, "sleeps.py")
+        failure = blamed(tmp_path, config, {0: -signal.SIGABRT, 1: -signal.SIGABRT})
+        assert (failure.rank, failure.kind) == (2, "late")
+        assert failure.sentence.startswith(f"rank 2 {LATE}")
+        # All aborted: nobody is left who could have been late.
+        everybody = dict.fromkeys(range(3), -signal.SIGABRT)
+        if not stands:
+            assert blamed(tmp_path, config, everybody).sentence == "rank 0 was killed by SIGABRT"
+    finally:
+        config.backend.name = "gloo"
+
+
+def test_the_fork_server_takes_its_ranks_with_it(tmp_path: Path, config: Config) -> None:
+    """Their exit codes are unknown then, and no rank is to blame."""
+    failure = blamed(tmp_path, config, {0: 255, 1: 255, 2: 255}, server_is_gone=True)
+    assert "the process that the ranks are forked from was killed" in failure.sentence
+
+
+def test_peers_that_complain_alone_are_believed(tmp_path: Path, config: Config) -> None:
+    """Of several machines the cause may be on another one."""
+    for rank in range(3):
+        fail(tmp_path, rank, CLOSED)
+    failure = blamed(tmp_path, config, {0: 1, 1: 1})
+    assert (failure.rank, failure.kind) == (0, "peer")

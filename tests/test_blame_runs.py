@@ -1,0 +1,114 @@
+"""Ranks that fail in every way, in the real runs of one command: who is named, what restarts."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import (
+    TIME_LIMIT_S,
+    background,
+    ended,
+    fork_server,
+    gang,
+    last_step,
+    record,
+    wait_for,
+    write_experiment,
+)
+
+# Rank 1 fails as it is told while rank 0 waits for it in a collective.
+FAULTY = '''
+import os, signal, subprocess, sys, time
+import torch
+from torch import nn
+
+class Faulty(nn.Linear):
+    """Works for two steps; then rank 1 does what is asked, and every rank starts a child before."""
+
+    def __init__(self, fault):
+        super().__init__(10, 5)
+        self.fault, self.calls = fault, 0
+        if fault == "mother":
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            with open(f"child-{os.environ['RANK']}", "w") as file:
+                file.write(str(child.pid))
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls < 3:
+            return super().forward(inputs)
+        if self.fault == "not_finite":
+            return super().forward(inputs) * float("nan")
+        if os.environ["RANK"] == "1":
+            match self.fault:
+                case "exit7":
+                    os._exit(7)
+                case "exit0":
+                    os._exit(0)
+                case "system_exit":
+                    sys.exit("enough")
+                case "keyboard":
+                    raise KeyboardInterrupt
+                case "mother" | "again":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "wait":
+                    time.sleep(600)
+        return super().forward(inputs)
+'''
+ANY = None  # every rank fails alike
+ROWS = {  # fault: rank and kind of the failure, the start of its sentence, and the restarts
+    "exit7": (1, "crash", "rank 1 ended with exit code 7, without an exception", 0),
+    "exit0": (1, "crash", "rank 1 ended with exit code 0 before the run was over", 0),
+    "system_exit": (1, "crash", "rank 1 raised SystemExit: enough", 0),
+    "keyboard": (1, "crash", "rank 1 raised KeyboardInterrupt", 0),
+    "mother": (1, "signal", "rank 1 was killed by SIGKILL", 0),
+    "stopped": (1, "late", "rank 1 did not reach the collective in which the others waited", 0),
+    "not_finite": (ANY, "user", "train/loss became nan", 0),
+    "again": (ANY, "user", "three restarts in a row made no progress beyond step 0", 3),
+    "wait": (0, "signal", "the process that the ranks are forked from was killed", 0),
+}
+
+
+@pytest.mark.timeout(900)
+def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) -> None:
+    """A job for each way, in one sweep, whose launcher goes on; what the user caused ends at once.
+
+    A failure that would only repeat is not restarted, and restarts without progress stop. A stopped
+    rank is killed by the supervisor; children of ranks end with them.
+    """
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    for fault, (*_, restarts) in ROWS.items():
+        allowed = 9 if restarts or fault == "not_finite" else 0
+        write_experiment(
+            tmp_path / "conf",
+            fault,
+            *("model=toy", "model._target_=faulty.Faulty", f"model.fault={fault}"),
+            *("train.log_every_steps=1", "checkpoint.every_epochs=null"),
+            *(f"launch.max_restarts={allowed}", "backend.timeout_s=6"),
+        )
+    sweep = tmp_path / "sweep"
+    runs = {fault: sweep / f"experiment={fault}" for fault in ROWS}
+    with background(
+        *("-m", f"--config-dir={tmp_path / 'conf'}", f"experiment={','.join(ROWS)}"),
+        *("allowed_targets=[faulty]", "hydra.sweep.dir=sweep"),
+        folder=tmp_path,
+        environ={"PYTHONPATH": str(tmp_path)},
+    ) as process:
+        wait_for(lambda: process.poll() or last_step(runs["wait"]) >= 1, timeout_s=2 * TIME_LIMIT_S)
+        assert len(gang(process.pid)) == 2
+        fork_server(process.pid).kill()
+        end = ended(process, tmp_path)
+    assert end.exit_code == 2
+    for fault, (rank, kind, sentence, restarts) in ROWS.items():
+        fields = record(runs[fault])
+        error = fields["error"]
+        assert (rank in (ANY, error["rank"]), error["kind"]) == (True, kind), (fault, error)
+        assert error["sentence"].startswith(sentence), (fault, error)
+        assert (fields["status"], fields["restarts"]) == ("failed", restarts), fault
+    assert "is it stopped?" in record(runs["stopped"])["error"]["sentence"]
+    first = "the first of them: rank 1 was killed by SIGKILL"
+    assert first in record(runs["again"])["error"]["sentence"]
+    assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("child-*"))
+    assert len(list(tmp_path.glob("child-*"))) == 2

@@ -1,0 +1,228 @@
+"""Signals to launchers and ranks: what is inherited, what is answered, what is left at the end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import (
+    TIME_LIMIT_S,
+    background,
+    ended,
+    record,
+    run_dirs,
+    session_pids,
+    steps,
+    wait_for,
+)
+from test_launch import LONG, is_training
+
+# A launcher without torch, in the middle of something: it has asked for the lock of run.json.
+LAUNCHER = """
+import fcntl, os, sys, time
+from pathlib import Path
+from ddp_runner.interrupts import Interrupts
+from ddp_runner.job import SAVING, STOP
+from ddp_runner.record import write_run_record
+
+run, folder = Path("run"), Path("scratch")
+write_run_record(run, status="running")
+timeout_s = float(sys.argv[1])
+with Interrupts(folder, timeout_s=timeout_s, running=lambda: [run]) as interrupts:
+    exec(sys.argv[2])
+    Path("ready").touch()
+    while not (folder / STOP).exists():
+        time.sleep(0.01)
+    exec(sys.argv[3])
+print("the end of the block", interrupts.received, flush=True)
+"""
+HOLD = "fd = os.open(run, os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)"
+
+
+def launcher(
+    folder: Path, *script: str, timeout_s: float = 60.0, ignored: Sequence[int] = ()
+) -> "subprocess.Popen[str]":
+    """Start a small launcher, which runs a line in its block and another once it is asked."""
+    trap = f"trap '' {' '.join(map(str, map(int, ignored)))}; " if ignored else ""
+    process = subprocess.Popen(
+        [
+            *("bash", "-c", f'{trap}exec "$@"', "bash"),
+            *(sys.executable, "-c", LAUNCHER, str(timeout_s), *script),
+        ],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for((folder / "ready").exists)
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """Twice at once, as timeout(1) sends it, is one request."""
+    process = launcher(tmp_path, "pass", "time.sleep(0.1)")
+    for _ in range(2):
+        process.send_signal(signal.Signals[name])
+    out, _ = process.communicate(timeout=60)
+    assert f"{name}: finishing the step and saving a checkpoint" in out
+    assert out.endswith(f"the end of the block {signal.Signals[name].value}\n")
+    assert process.returncode == 0
+
+
+def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
+    """nohup: SIGHUP; a background job of a script: SIGINT, SIGQUIT. SIGTERM is answered."""
+    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    process = launcher(tmp_path, "pass", "pass", ignored=ignored)
+    for signum in (*ignored, signal.SIGTERM):
+        process.send_signal(signum)
+    out, _ = process.communicate(timeout=60)
+    assert out.strip().endswith("the end of the block 15")
+    assert out.count("finishing the step") == 1
+
+
+def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Path) -> None:
+    """The main thread may hold the lock itself, or a rank that is stopped: no wait for ever."""
+    wait = f"{HOLD}; Path('asked').touch(); time.sleep(600)"
+    process = launcher(tmp_path, "Path('scratch').mkdir()", wait)
+    process.send_signal(signal.SIGTERM)
+    wait_for((tmp_path / "asked").exists)
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    assert process.communicate()[0].count("\n") == 2
+    assert process.returncode == 143
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: Path) -> None:
+    """A save that takes longer than shutdown_timeout_s ends in peace; a hang does not."""
+    save = "(folder / SAVING).touch(); time.sleep(2.5); (folder / SAVING).unlink()"
+    patient = launcher(tmp_path, "pass", f"{save}", timeout_s=0.5)
+    patient.send_signal(signal.SIGUSR1)
+    out, _ = patient.communicate(timeout=60)
+    assert "the end of the block 10" in out
+    assert record(tmp_path / "run")["status"] == "running"
+    (tmp_path / "ready").unlink()
+    (tmp_path / "scratch" / "stop").unlink()
+    hanging = launcher(tmp_path, "pass", "time.sleep(600)", timeout_s=0.5)
+    hanging.send_signal(signal.SIGUSR1)
+    assert hanging.wait(60) == 138
+    assert record(tmp_path / "run")["error"]["sentence"] == "ended without a checkpoint"
+
+
+def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
+    """The process ends by the signal, as the shell expects; here in the midst of Hydra's import."""
+    (tmp_path / "hydra").mkdir()
+    (tmp_path / "hydra" / "__init__.py").write_text(
+        "import time; open('importing', 'w').close(); time.sleep(600)"
+    )
+    with background(folder=tmp_path, environ={"PYTHONPATH": str(tmp_path)}) as process:
+        wait_for((tmp_path / "importing").exists)
+        process.send_signal(signal.SIGINT)
+        end = ended(process, tmp_path)
+    assert (end.exit_code, end.stdout, end.stderr) == (-signal.SIGINT, "", "")
+
+
+MOTHER = '''
+import os, subprocess
+from torch import nn
+from ddp_runner.models.mnist_net import Net
+
+class Mother(Net):
+    """Has a child process on each rank, in a session of its own, and says which."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(f"child-{os.environ['RANK']}", "w") as file:
+            file.write(str(child.pid))
+'''
+
+
+@pytest.fixture
+def temp() -> Iterator[Path]:
+    """A temp folder whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Path) -> None:
+    """As after `nohup … | head -1 &`, with a cleaner of temporary files, until Slurm's notice.
+
+    SIGHUP and Ctrl-C are ignored by whoever started it; nobody reads what it prints; its scratch
+    folder goes. It trains on. SIGUSR1 to the whole process group is then one clean stop, and what
+    the ranks have started ends with them.
+    """
+    (tmp_path / "mother.py").write_text(MOTHER)
+    command = (
+        "trap '' HUP INT; "
+        f"{sys.executable} -m ddp_runner {' '.join(LONG)} model._target_=mother.Mother "
+        "allowed_targets=[mother] > >(head -1 > first)"
+    )
+    environ = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(temp)}
+    with background(
+        "-c",
+        f"{command} & pid=$!; echo $pid > pid; wait $pid",
+        folder=tmp_path,
+        program=["bash"],
+        environ=environ,
+    ) as shell:
+        wait_for(lambda: is_training(shell, tmp_path), timeout_s=TIME_LIMIT_S)
+        launcher_pid = int((tmp_path / "pid").read_text())
+        for signum in (signal.SIGHUP, signal.SIGINT):
+            os.kill(launcher_pid, signum)
+        children = [
+            psutil.Process(int((tmp_path / f"child-{rank}").read_text())) for rank in (0, 1)
+        ]
+        (scratch,) = temp.glob("ddp_runner-*/job-*")
+        for path in scratch.iterdir():
+            path.unlink()
+        scratch.rmdir()
+        (run_dir,) = run_dirs(tmp_path)
+        wait_for(lambda: is_training(shell, tmp_path, step=20), timeout_s=TIME_LIMIT_S)
+        assert all(one.is_running() for one in children)
+        group = {psutil.Process(launcher_pid), *psutil.Process(launcher_pid).children(True)}
+        assert len(group) >= 6  # the launcher, its fork server, two ranks and their children
+        for one in group - set(children):
+            one.send_signal(signal.SIGUSR1)
+        end = ended(shell, tmp_path)
+        wait_for(lambda: not session_pids(shell.pid), timeout_s=5)
+        assert not any(one.is_running() for one in children)
+    assert (end.exit_code, end.stderr) == (138, "")
+    fields = record(run_dir)
+    assert (fields["status"], fields["error"]) == ("preempted", None)
+    assert steps(run_dir)[-1] == fields["step"]
+    assert "stdout is lost (Broken pipe)" in (run_dir / "logs" / "rank-0.log").read_text()
+    assert not list(temp.glob("ddp_runner-*"))
+
+
+def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> None:
+    """A checkpoint, then 128 + the signal's number; SIGHUP stays ignored, stdout may be closed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    facts = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = f"trap '' HUP; exec {sys.executable} -m ddp_runner {' '.join(LONG)} >&-"
+    with background(
+        "-c", command, folder=tmp_path, program=["bash"], environ=facts | where
+    ) as process:
+        wait_for(lambda: is_training(process, tmp_path), timeout_s=TIME_LIMIT_S)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGUSR1)
+        end = ended(process, tmp_path)
+    assert end.exit_code == 138
+    assert "Traceback" not in end.stderr
+    fields = record(end.run_dir)
+    assert fields["status"] == "preempted"
+    assert steps(end.run_dir)[-1] == fields["step"]

@@ -1,0 +1,69 @@
+"""A process whose stdout or stderr is closed, full, or a pipe without a reader goes on."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.environment import DistEnv
+from ddp_runner.logs import RankLog
+
+CHATTY = """
+import os, sys
+from ddp_runner.streams import keep_streams
+told = []
+keep_streams(told.append)
+with open("first", "w") as file:  # must not take the place of a closed descriptor
+    assert file.fileno() > 2
+    for _ in range(3):
+        print("x" * 100_000, flush=True)
+        print("y" * 100_000, file=sys.stderr)
+        os.system("echo from a child; echo from a child >&2")
+open("told", "w").write("\\n".join(told))
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "lost"),
+    [
+        (">&- 2>&-", []),
+        (">/dev/full", ["stdout is lost (No space left on device)"]),
+        (">/dev/full 2>&1", ["stdout is lost (No s", "stderr is lost (No s"]),
+        ("2>&1 | head -c 1", ["stdout is lost (Broken pipe)", "stderr is lost (Broken pipe)"]),
+    ],
+    ids=["closed", "full", "both-full", "head"],
+)
+def test_what_cannot_be_written_is_dropped(
+    tmp_path: Path, redirection: str, lost: list[str]
+) -> None:
+    """Exit code 0, no traceback, told once for each stream."""
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    command = f"set -o pipefail; {sys.executable} chatty.py {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = (tmp_path / "told").read_text().splitlines()
+    assert [one[: len(start)] for one, start in zip(told, lost, strict=True)] == lost
+    assert b"Traceback" not in done.stderr
+    assert (tmp_path / "first").read_text() == ""
+
+
+def test_a_log_on_a_full_disk_is_told_of_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In place of logging's own traceback for each line."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    try:
+        with RankLog(tmp_path, env) as log:
+            log.say("one")
+            log.say("two")
+    finally:
+        logging.captureWarnings(False)
+    out, err = capfd.readouterr()
+    assert out == "one\ntwo\n"
+    assert len(err.splitlines()) == 1
+    assert "rank-0.log cannot be written" in err
+    assert "No space left on device" in err

@@ -1,0 +1,90 @@
+"""What launchers leave in the temp folder: cleared by the next one, never under a living one."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.temp_folder import OWNER, clear_abandoned
+
+LAUNCHER = """
+import sys, tempfile, time
+from ddp_runner.temp_folder import temp_folder
+folder = temp_folder()
+open(tempfile.mkdtemp(prefix="pymp-", dir=folder) + "/listener", "w").close()
+print(folder, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def launcher(base: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Start a process that has a folder of its own under `base`; end it with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        env={**os.environ, "TMPDIR": str(base)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, Path(process.stdout.readline().strip())
+        process.communicate("")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A temp folder whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_the_next_start_clears_what_a_killed_launcher_left(base: Path) -> None:
+    """With all that lies in it; a living launcher's folder stays, and goes at its own end."""
+    with launcher(base) as (living, held):
+        with launcher(base) as (killed, abandoned):
+            killed.kill()
+        assert len(list(abandoned.glob("pymp-*/listener"))) == 1
+        with launcher(base) as (other, others):
+            assert set(base.iterdir()) == {held, others}
+    assert [living.returncode, other.returncode] == [0, 0]
+    assert not list(base.iterdir())
+
+
+def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:
+    """The folder is then in /tmp, where multiprocessing can put its sockets."""
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    with launcher(long) as (process, held):
+        assert held.parent == Path("/tmp")
+    assert process.returncode == 0
+    assert not held.exists()
+
+
+def test_what_is_not_surely_abandoned_stays(tmp_path: Path) -> None:
+    """A folder that has no owner yet, one of another host, a file, a link, another program's."""
+    (tmp_path / "new-ddp_runner-young").mkdir()
+    (tmp_path / "ddp_runner-bare").mkdir()
+    (tmp_path / "ddp_runner-file").touch()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / OWNER).write_text(f"{socket.gethostname()}\nprocess 1\n")
+    (tmp_path / "ddp_runner-link").symlink_to(tmp_path / "precious")
+    elsewhere = tmp_path / "ddp_runner-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / OWNER).write_text("another-host\nprocess 1\n")
+    before = set(tmp_path.rglob("*"))
+    clear_abandoned(tmp_path)
+    assert set(tmp_path.rglob("*")) == before
+    (elsewhere / OWNER).write_text(f"{socket.gethostname()}\nprocess 1\n")
+    clear_abandoned(tmp_path)
+    assert not elsewhere.exists()
