@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -116,10 +116,13 @@ HOSTILE = {
 def test_a_config_that_came_with_a_run_cannot_run_code(kind: str, tmp_path: Path) -> None:
     """Neither a foreign target nor a frozen config that allows itself one is accepted."""
     (tmp_path / ".hydra").mkdir()
-    frozen = {"model": HOSTILE[kind] | {"name": "x"}, "allowed_targets": ["os"]}
+    foreign = {"model": HOSTILE[kind] | {"name": "x"}, "allowed_targets": ["os"]}
+    frozen = asdict(resolved("model=toy")[0]) | foreign
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(frozen))
     assert "(os.system) is not under an allowed prefix" in refusal(f"resume={tmp_path}")
-    resolved(f"resume={tmp_path}", "allowed_targets=[os]", "batch.per_rank=2")
+    resolved(
+        f"resume={tmp_path}", "allowed_targets=[os]", "batch.per_rank=2", "batch.global_size=null"
+    )
 
 
 @pytest.mark.parametrize("text", ["a: [b", "garbage", "foo: 1", "train: {epochs: abc}", "\x00"])
