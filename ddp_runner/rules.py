@@ -16,6 +16,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware
 from ddp_runner.model_rules import check_model
+from ddp_runner.scheduler_rules import check_scheduler
 from ddp_runner.value_rules import check_values
 
 TASKS = ("train", "collectives", "check")
@@ -58,6 +59,7 @@ def resolve(
     backend = _backend(config, hardware, ranks, nproc)
     _check_mode(config, ranks, backend)
     batch = resolve_batch(config, shares, chosen)
+    check_scheduler(replace(config, batch=batch))
     warnings = []
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
         warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")

@@ -12,7 +12,7 @@ from commands import CONFIG_DIR, refusal, resolved, run_command
 from hydra.utils import get_method
 from texts import write_reviews
 
-from ddp_runner.build import MODEL_KEYS, make
+from ddp_runner.build import MODEL_KEYS, build_schedule, make
 from ddp_runner.config import config_hash
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.environment import DistEnv
@@ -53,9 +53,7 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     places = {f"dev{stage}": device for stage, device in enumerate(devices)}
     model = make("model", keys, **(places if config.model["num_stages"] > 1 else {}))
     optimizer = make("optimizer", config.optimizer, partial=True)(model.parameters())
-    scheduler = make("scheduler", config.scheduler, partial=True)(
-        optimizer, total_steps=1000, steps_per_epoch=10
-    )
+    schedule = build_schedule(config, optimizer, total_steps=1000, steps_per_epoch=10)
     source = make("dataset", config.dataset)
     if "folder" in config.dataset:
         return  # needs files: see the test with real data
@@ -65,7 +63,8 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     outputs = model(dataset.normalize(dataset.train.inputs[:4]))
     get_method(config.model["loss"])(outputs, dataset.train.targets[:4]).backward()
     optimizer.step()
-    scheduler.step()
+    schedule.step()
+    schedule.evaluated({"eval/loss": 1.0})
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 

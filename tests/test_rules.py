@@ -56,6 +56,21 @@ REFUSED = [
     ("train.epochs=ten", "train.epochs (ten) must be a whole number"),
     ("train.compile=perhaps", "train.compile (perhaps) must be true or false"),
     ("backend.timeout_s=soon", "backend.timeout_s (soon) must be a number"),
+    ("model=toy scheduler=cosine scheduler.warmup_steps=21 train.max_steps=20",
+     "scheduler.warmup_steps (21) must be from 0 to the run's total steps (20); shorten the "
+     "warm-up or train longer"),
+    ("model=toy scheduler=cosine scheduler.warmup_steps=51",
+     "scheduler.warmup_steps (51) must be from 0 to the run's total steps (50); shorten the "
+     "warm-up or train longer"),
+    ("scheduler=plateau scheduler.monitor=train/loss",
+     "scheduler.monitor (train/loss) must be one of eval/loss, eval/accuracy, eval/precision, "
+     "eval/recall, eval/f1"),
+    ("scheduler=plateau scheduler.monitor=eval/f1",
+     "scheduler.monitor=eval/f1 with scheduler.mode=min would lower the rate while it improves; "
+     "write scheduler.mode=max"),
+    ("scheduler=plateau train.eval_every_epochs=0",
+     "scheduler.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
+     "train.eval_every_epochs=1"),
     ("optimizer.lr=inf", "optimizer.lr (inf) must be a finite number"),
     ("optimizer.lr=nan", "optimizer.lr (nan) must be a finite number"),
     ("train.clip_norm=inf", "train.clip_norm (inf) must be a finite number"),
@@ -130,7 +145,7 @@ REFUSED = [
      "momentum, weight_decay, nesterov"),
     ("optimizer=sgdd",
      "optimizer=sgdd does not exist; did you mean sgd? options: adam, adamw, momentum, sgd"),
-    ("scheduler=x", "scheduler=x does not exist; options: constant, cosine, step"),
+    ("scheduler=x", "scheduler=x does not exist; options: constant, cosine, plateau, step"),
 ]  # fmt: skip
 
 
