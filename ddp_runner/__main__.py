@@ -44,6 +44,7 @@ from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.identity import is_same_work
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
+from ddp_runner.known_keys import check_options
 from ddp_runner.launch import launch
 from ddp_runner.ledger import LEDGER
 from ddp_runner.multirun import Multirun
@@ -92,6 +93,7 @@ class Command:
 
     def run(self) -> int:
         """Let Hydra compose and call back; return the exit code."""
+        check_options(sys.argv[1:])
         arguments, self._implied = resumed_command(sys.argv[1:], conf=CONFIG_DIR)
         self._folders = register(self._env, implied=self._implied)
 
@@ -106,15 +108,14 @@ class Command:
                 entry(run_job)()
             if self._refused is not None:
                 raise self._refused
-        except BaseException:
-            for path in filter(None, (self._folders.run, self._folders.sweep)):
-                if not any(path.rglob(RUN_RECORD)) and not (path / LEDGER).exists():
-                    shutil.rmtree(path, ignore_errors=True)  # refused before anything ran in it
-                    with suppress(OSError):
-                        path.parent.rmdir()
-            raise
         finally:
             sys.argv[1:] = given
+            for path in filter(None, (self._folders.run, self._folders.sweep)):
+                if not any(path.rglob(RUN_RECORD)) and not (path / LEDGER).exists():
+                    # Refused, or only shown (--cfg), before anything ran in it.
+                    shutil.rmtree(path, ignore_errors=True)
+                    with suppress(OSError):
+                        path.parent.rmdir()
         self._multirun.report()
         return max(self._exit_code, self._multirun.exit_code)
 

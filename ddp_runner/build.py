@@ -1,6 +1,8 @@
 """Turns a resolved config's groups into objects; called by ``worker`` on each rank."""
 
-from collections.abc import Collection, Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ddp_runner.checkpoint_rules import CLASS_METRICS
 from ddp_runner.config import Config
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.source import Dataset, Split
@@ -17,6 +20,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.pace import Pace
 from ddp_runner.parallelism import Mode
+from ddp_runner.schedules import Schedule, follow
 from ddp_runner.seeds import derive
 from ddp_runner.step import Trainee
 from ddp_runner.targets import construct, find
@@ -24,6 +28,7 @@ from ddp_runner.weights import load_weights
 
 # Keys of `model` that are not the constructor's; `make` drops the name itself.
 MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
+ANY = "**"  # stands for whatever keyword a function takes
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
@@ -84,11 +89,12 @@ def build_trainee(
         num_randoms=dataset.num_randoms,
         lengths=dataset.lengths() if dataset.group_by_length else None,
     )
-    optimizer = make("optimizer", config.optimizer, allowed=allowed, partial=True)(
-        module.parameters()
-    )
+    factory = make("optimizer", config.optimizer, allowed=allowed, partial=True)
+    optimizer = complete("optimizer", config.optimizer, factory, module.parameters())
+    _check_monitor(config, dataset)
     steps_per_epoch = batches.steps_per_epoch
-    scheduler = make("scheduler", config.scheduler, allowed=allowed, partial=True)(
+    schedule = build_schedule(
+        config,
         optimizer,
         total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
@@ -99,7 +105,7 @@ def build_trainee(
         mode=mode,
         loss_fn=find(config.model.get("loss"), key="model.loss", allowed=allowed),
         optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=schedule,
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
         batches=batches,
@@ -110,6 +116,41 @@ def build_trainee(
         pace=Pace(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
     )
+
+
+def build_schedule(
+    config: Config, optimizer: torch.optim.Optimizer, *, total_steps: int, steps_per_epoch: int
+) -> Schedule:
+    """Return the schedule of the learning rate: ours, torch's as they are, or the user's own.
+
+    Args:
+        config: resolved.
+        optimizer: whose rates it changes.
+        total_steps: of the whole run; passed on if the scheduler takes it, as OneCycleLR does.
+        steps_per_epoch: likewise.
+
+    Raises:
+        UserError: a key of the group does not fit the scheduler.
+    """
+    settings = dict(config.scheduler)
+    make_it = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
+    factory = make_it(settings)
+    monitor = None if "monitor" in _keywords(factory) else settings.pop("monitor", None)
+    scheduler = complete(
+        *("scheduler", settings, make_it(settings), optimizer),
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+    )
+    return follow(scheduler, monitor=monitor)
+
+
+def _check_monitor(config: Config, dataset: Dataset) -> None:
+    monitor = config.scheduler.get("monitor")
+    if monitor in CLASS_METRICS and dataset.num_classes is None:
+        raise UserError(
+            f"scheduler.monitor={monitor} needs classes and dataset={dataset.name} has none; "
+            "write scheduler.monitor=eval/loss scheduler.mode=min"
+        )
 
 
 def make(
@@ -147,6 +188,57 @@ def make(
             f"{named} ({keys['_target_']}) cannot be built: {reason}; "
             f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
         ) from error
+
+
+def complete(
+    group: str,
+    settings: Mapping[str, Any],
+    factory: Callable[..., Any],
+    *arguments: Any,
+    **offered: Any,
+) -> Any:
+    """Call what ``make`` returned with `partial`.
+
+    Args:
+        group: of the config, which names it.
+        settings: the group's keys.
+        factory: what takes more arguments.
+        arguments: these, in their order.
+        offered: passed as far as it takes them, such as the steps of the whole run.
+
+    Raises:
+        UserError: a key of the group is not a keyword of it, or it refuses a value.
+    """
+    name, target = f"{group}={settings.get('name')}", settings.get("_target_")
+    known = _keywords(factory)
+    for key in [one for one in settings if one != "name" and one[0] != "_"]:
+        if key not in known and ANY not in known:
+            named = sorted(known - offered.keys())
+            meant = difflib.get_close_matches(key, named, n=1)
+            hint = f"did you mean {group}.{meant[0]}?" if meant else f"it has {', '.join(named)}"
+            raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
+    taken = {key: value for key, value in offered.items() if key in known or ANY in known}
+    try:
+        return factory(*arguments, **taken)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"{name} ({target}) cannot be built: {reason}; a keyword that it needs is added by "
+            f"+{group}.KEY=VALUE"
+        ) from error
+
+
+def _keywords(factory: Callable[..., Any]) -> set[str]:
+    """Return what a class or function takes by keyword; ANY among them if it takes any."""
+    try:
+        parameters = list(inspect.signature(getattr(factory, "func", factory)).parameters.values())
+    except ValueError:  # written in C
+        return {ANY}
+    names = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    return names | ({ANY} if takes_any else set())
 
 
 def _near(split: Split, device: torch.device) -> Split:

@@ -16,10 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.claims import AUTO
+from ddp_runner.config import CONFIG_DIR as CONFIG_DIR
 from ddp_runner.config import Config, work_hash
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.folders import claim, job_name, run_folder, sibling_runs, sweep_folder
+from ddp_runner.folders import OUTPUTS, claim, job_name, run_folder, sibling_runs, sweep_folder
 from ddp_runner.hardware import detect
 from ddp_runner.identity import find_unfinished_run
 from ddp_runner.ledger import unfinished_sweep
@@ -27,10 +28,6 @@ from ddp_runner.resuming import chosen_keys, with_resumed
 from ddp_runner.rules import resolve
 from ddp_runner.secret_values import find_secrets
 from ddp_runner.text_files import check_text_files
-
-_PACKAGE = Path(__file__).resolve().parent
-# In a wheel conf/ lies inside the package, in a checkout beside it.
-CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 
 @dataclass
@@ -53,6 +50,8 @@ def register(env: DistEnv | None, *, implied: Collection[str] = ()) -> Folders:
     claimed = Folders()
 
     def run_dir(*, _root_: DictConfig) -> str:
+        if "resume" not in _root_:  # --cfg hydra shows that node alone
+            return str(OUTPUTS / "NAME" / "DATE_TIME")
         # Before Hydra creates anything: a mistake leaves no folder behind.
         raw = OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"])
         overrides = written(_root_.hydra.overrides.task, implied)
@@ -78,6 +77,8 @@ def register(env: DistEnv | None, *, implied: Collection[str] = ()) -> Folders:
         return str(claimed.run)
 
     def sweep_dir(*, _root_: DictConfig) -> str:
+        if "resume" not in _root_:
+            return str(OUTPUTS / "NAME-DATE_TIME")
         if claimed.sweep is None:
             planned = sweep_folder(_root_.name)
             sampler = _root_.hydra.sweeper.get("sampler")  # of a search such as Optuna's

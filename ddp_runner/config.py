@@ -7,8 +7,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+_PACKAGE = Path(__file__).resolve().parent
+# In a wheel conf/ lies inside the package, in a checkout beside it.
+CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # what follows from the ranks
 
 

@@ -122,7 +122,13 @@ class Ledger:
             "command": list(command),
             "jobs": [asdict(entry) for entry in entries.values()],
         }
-        replace_file(self.folder / LEDGER, json.dumps(fields, indent=1, ensure_ascii=False))
+        try:
+            replace_file(self.folder / LEDGER, json.dumps(fields, indent=1, ensure_ascii=False))
+        except OSError as error:
+            raise UserError(
+                f"{self.folder / LEDGER} cannot be written ({error.strerror}); free space or make "
+                "the folder writable"
+            ) from error
 
 
 def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool) -> Path | None:

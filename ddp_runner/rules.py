@@ -17,11 +17,14 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware
 from ddp_runner.model_rules import check_model
+from ddp_runner.scheduler_rules import check_scheduler
 from ddp_runner.target_rules import check_targets
+from ddp_runner.value_rules import check_values
 
 TASKS = ("train", "collectives", "check")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
 PRECISIONS = ("fp32", "bf16", "fp16")
+MOST_RANKS_A_CORE = 64  # a rank takes some 100 MiB, and a collective waits for the slowest of them
 
 
 def resolve(
@@ -43,20 +46,24 @@ def resolve(
     Raises:
         UserError: a rule is broken.
     """
+    if not all(isinstance(name, str) for name in config.allowed_targets):
+        raise UserError("allowed_targets must be a list of packages; write allowed_targets=[NAME]")
     check_targets(config)
-    _check_values(config)
+    check_values(config)
+    _check_choices(config)
     check_checkpoints(config, env=env, chosen=chosen)
     check_model(config)
     ranks = _world_size(config, hardware, env.world_size if env else None)
     check_collectives(config, num_ranks=ranks)
     shares = num_shares(config, ranks)
     _check_init_method(config, env)
-    nproc = env.local_world_size if env else _nproc_per_node(config, ranks)
+    nproc = env.local_world_size if env else _nproc_per_node(config, hardware, ranks)
     backend, warnings = resolve_backend(
         config, hardware, nproc=nproc, is_launched=env is not None, chosen=chosen
     )
     _check_mode(config, ranks, backend)
     batch = resolve_batch(config, shares, chosen)
+    check_scheduler(replace(config, batch=batch))
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
         warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
     # Another launcher may have bound this rank to a part of the cores.
@@ -71,45 +78,10 @@ def resolve(
     return replace(config, world_size=ranks, backend=backend, batch=batch), warnings
 
 
-def _check_values(config: Config) -> None:
-    train, launch = config.train, config.launch
-    positive = {
-        "train.epochs": train.epochs,
-        "train.max_steps": train.max_steps,
-        "train.log_every_steps": train.log_every_steps,
-        "train.grad_accum_steps": train.grad_accum_steps,
-        "train.clip_norm": train.clip_norm,
-        "train.num_threads": train.num_threads,
-        "batch.global_size": config.batch.global_size,
-        "batch.per_rank": config.batch.per_rank,
-        "batch.eval_per_rank": config.batch.eval_per_rank,
-        "launch.nnodes": launch.nnodes,
-        "launch.nproc_per_node": launch.nproc_per_node,
-        "launch.shutdown_timeout_s": launch.shutdown_timeout_s,
-        "sweep.max_failures": config.sweep.max_failures,
-        "sweep.parallel_jobs": config.sweep.parallel_jobs,
-        "backend.timeout_s": config.backend.timeout_s,
-        "optimizer.lr": _number("optimizer.lr", config.optimizer.get("lr", 1.0)),
-        "dataset.num_samples": _number("dataset.num_samples", config.dataset.get("num_samples", 1)),
-    }
-    for key, value in positive.items():
-        if value is not None and not value > 0:
-            raise UserError(f"{key} ({value}) must be greater than 0")
-    not_negative = {
-        "seed": config.seed,
-        "train.eval_every_epochs": train.eval_every_epochs,
-        "launch.max_restarts": launch.max_restarts,
-        "optimizer.weight_decay": _number(
-            "optimizer.weight_decay", config.optimizer.get("weight_decay", 0.0)
-        ),
-        "optimizer.momentum": _number("optimizer.momentum", config.optimizer.get("momentum", 0.0)),
-    }
-    for key, value in not_negative.items():
-        if value < 0:
-            raise UserError(f"{key} ({value}) must be 0 or greater")
+def _check_choices(config: Config) -> None:
     for key, choice, options in (
         ("task", config.task, TASKS),
-        ("train.precision", train.precision, PRECISIONS),
+        ("train.precision", config.train.precision, PRECISIONS),
         ("backend.name", config.backend.name, BACKENDS),
         ("sweep.retry", config.sweep.retry, (None, "failed")),
         ("backend.device", config.backend.device, ("auto", "cpu", "cuda")),
@@ -122,12 +94,6 @@ def _check_values(config: Config) -> None:
             f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
             "or dataset=digits, which needs none"
         )
-
-
-def _number(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{key} ({value}) must be a number")
-    return value
 
 
 def _world_size(config: Config, hardware: Hardware, running: int | None) -> int:
@@ -152,7 +118,7 @@ def _world_size(config: Config, hardware: Hardware, running: int | None) -> int:
     return (per_node or min(2, hardware.num_cores)) * launch.nnodes
 
 
-def _nproc_per_node(config: Config, ranks: int) -> int:
+def _nproc_per_node(config: Config, hardware: Hardware, ranks: int) -> int:
     launch = config.launch
     if launch.nnodes > 1 and launch.rdzv_endpoint is None:
         raise UserError(
@@ -160,6 +126,12 @@ def _nproc_per_node(config: Config, ranks: int) -> int:
             "the same on every machine"
         )
     nproc = launch.nproc_per_node or ranks // launch.nnodes
+    most = MOST_RANKS_A_CORE * hardware.num_cores
+    if nproc > most:
+        raise UserError(
+            f"{nproc} ranks on a machine of {hardware.num_cores} cores would never meet; write "
+            f"world_size={most * launch.nnodes} or less"
+        )
     if nproc * launch.nnodes != ranks:
         raise UserError(
             f"launch.nnodes ({launch.nnodes}) times launch.nproc_per_node ({nproc}) is not "

@@ -1,15 +1,96 @@
-"""Learning-rate schedules, advanced once an optimizer step; the worker builds the named one.
+"""Learning-rate schedules; the worker builds the named one, or one of torch's as it is.
 
-Each is a closed formula of the step, so its state is the step alone: a run resumed with another
-length or number of ranks follows the new formula, not a remembered one.
+Each of ours is a closed formula of the step, so its state is the step alone: a run resumed with
+another length or number of ranks follows the new formula, not a remembered one.
 """
 
+import inspect
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ddp_runner.errors import UserError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a scheduler advances: at each optimizer step, or by a metric at each evaluation."""
+
+    scheduler: Any  # a LRScheduler; torch types the step of those that take a metric otherwise
+    monitor: str | None = None  # the metric, for schedulers such as ReduceLROnPlateau
+
+    def step(self) -> None:
+        """Take note of an optimizer step.
+
+        Raises:
+            UserError: the scheduler was made for fewer steps.
+        """
+        if self.monitor is not None:
+            return
+        try:
+            self.scheduler.step()
+        except ValueError as error:  # OneCycleLR beyond its end
+            raise UserError(
+                f"{type(self.scheduler).__name__}: {' '.join(str(error).split())}; a resumed run "
+                "keeps its schedule: start anew for more steps"
+            ) from error
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Take note of an evaluation, whose metrics are the same on all ranks."""
+        if self.monitor is not None:
+            self.scheduler.step(metrics[self.monitor])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scheduler."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], *, initial_rates: list[float]) -> None:
+        """Go on from a state; the optimizer holds the rates that were saved with it.
+
+        Args:
+            state: as ``state_dict`` returned it.
+            initial_rates: of each parameter group, as this run's config gives them. Where they
+                differ from the saved ones, the rates and their bounds change in proportion.
+        """
+        self.scheduler.load_state_dict(state)
+        groups = self.scheduler.optimizer.param_groups
+        for index, (group, rate) in enumerate(zip(groups, initial_rates, strict=True)):
+            ratio = rate / group["initial_lr"]
+            if ratio == 1:
+                continue
+            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+                if key in group:
+                    group[key] *= ratio
+            if hasattr(self.scheduler, "base_lrs"):
+                self.scheduler.base_lrs[index] *= ratio
+
+
+def follow(scheduler: LRScheduler, *, monitor: str | None) -> Schedule:
+    """Return when a scheduler advances, which its own ``step`` tells: by a metric if it takes one.
+
+    Args:
+        scheduler: built, with its optimizer.
+        monitor: the metric if the config names one.
+
+    Raises:
+        UserError: a metric is named, and the scheduler takes none.
+    """
+    for group in scheduler.optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not note it
+    parameters = list(inspect.signature(scheduler.step).parameters.values())
+    if parameters and parameters[0].default is parameters[0].empty:
+        return Schedule(scheduler, monitor=monitor or "eval/loss")
+    if monitor is not None:
+        raise UserError(
+            f"scheduler.monitor ({monitor}): {type(scheduler).__name__} follows the steps and no "
+            "metric; leave it out"
+        )
+    return Schedule(scheduler)
 
 
 def constant(optimizer: Optimizer, *, total_steps: int, steps_per_epoch: int) -> LambdaLR:

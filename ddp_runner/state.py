@@ -145,11 +145,12 @@ def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
 
     So the way out of a diverged run works: resuming it with a smaller optimizer.lr.
     """
-    optimizer, scheduler = trainee.optimizer, trainee.scheduler
+    optimizer, scheduler = trainee.optimizer, trainee.scheduler.scheduler
     chosen = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
-    if not isinstance(scheduler, LambdaLR):
-        scheduler.load_state_dict(state["scheduler"])  # it may have changed the rates as it went
+    if not isinstance(scheduler, LambdaLR):  # it may have changed the rates as it went
+        initial_rates = [one["initial_lr"] for one in chosen]
+        trainee.scheduler.load_state_dict(state["scheduler"], initial_rates=initial_rates)
         return
     scheduler.last_epoch = state["scheduler"]["last_epoch"]
     scheduler._step_count = state["scheduler"]["_step_count"]

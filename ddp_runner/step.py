@@ -21,6 +21,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.pace import Pace, part_figures
 from ddp_runner.parallelism import Gradients, Mode
+from ddp_runner.schedules import Schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +35,7 @@ class Trainee:
     mode: Mode
     loss_fn: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum over samples
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: Schedule
     scaler: torch.amp.GradScaler
     dataset: Dataset
     batches: GlobalBatches

@@ -16,8 +16,8 @@ from ddp_runner.errors import UserError
 from ddp_runner.failures import Failure
 from ddp_runner.folders import is_locked, locked
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
-from ddp_runner.ledger import REFUSED, Entry, Ledger
-from ddp_runner.record import HEADLINES, RUN_RECORD, read_run_record
+from ddp_runner.ledger import LEDGER, REFUSED, Entry, Ledger
+from ddp_runner.record import HEADLINES, read_run_record
 
 COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
 POLL_S = 0.5  # between two looks at jobs that another launcher runs
@@ -92,7 +92,11 @@ def _take(
         if ledger.read()[entry.job_id] != entry:
             return None
         ledger.note(entry.job_id, status="running")
-        outcome = execute(replace(job, started_at=time.time()))
+        try:
+            outcome = execute(replace(job, started_at=time.time()))
+        except (UserError, OSError) as error:  # a damaged run.json, a full disk: this job's alone
+            outcome = Outcome.refused(job.run_dir, _sentence(error))
+            print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)
         status = {"completed": "done", "preempted": "interrupted"}.get(outcome.status, "failed")
         failure = outcome.failure
         ledger.note(
@@ -102,6 +106,13 @@ def _take(
             sentence=failure.sentence if failure else None,
         )
         return outcome
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{error.strerror or error}; free space or make the folder writable"
+    return str(error)
 
 
 def recorded(entry: Entry, run_dir: Path | None) -> Outcome:
@@ -122,15 +133,15 @@ def sweep_table(folder: Path) -> str:
         status = entry.status
         if status == "running" and not is_locked(run_dir):
             status = "interrupted"  # its launcher was killed
-        record = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
-        metrics = record.get("metrics", {})
+        record = _record(run_dir)
+        metrics = _numbers(record.get("metrics"))
         pace = metrics.get("perf/samples_per_s")
         rows.append(
             (
                 entry.folder,
                 status,
-                _seconds(record.get("startup_s")),
-                _seconds(record.get("wall_s")),
+                _seconds(_numbers(record).get("startup_s")),
+                _seconds(_numbers(record).get("wall_s")),
                 "-" if pace is None else f"{pace:.0f}",
                 _headlines(metrics, HEADLINES),
             )
@@ -146,12 +157,22 @@ def sweep_table(folder: Path) -> str:
     return "\n".join(["", *(line.rstrip() for line in lines), *failures, tail])
 
 
+def _record(run_dir: Path) -> dict[str, Any]:
+    """Return a job's run.json; nothing of one that is not there or damaged, as its line says."""
+    try:
+        return read_run_record(run_dir)
+    except UserError:
+        return {}
+
+
+def _numbers(fields: Any) -> dict[str, float]:
+    """Return the numbers of a mapping; of anything else none."""
+    items = fields.items() if isinstance(fields, dict) else ()
+    return {key: value for key, value in items if isinstance(value, int | float)}
+
+
 def _headlines(metrics: Mapping[str, Any], names: Collection[str]) -> str:
-    return "  ".join(
-        f"{name} {value:.4f}"
-        for name, value in metrics.items()
-        if value is not None and name in names
-    )
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name in names)
 
 
 def _seconds(value: float | None) -> str:
@@ -160,8 +181,17 @@ def _seconds(value: float | None) -> str:
 
 def main() -> None:
     """Print the table of each sweep folder that is named on the command line."""
-    for name in sys.argv[1:]:
-        print(sweep_table(Path(name)))
+    folders = [Path(name) for name in sys.argv[1:]]
+    try:
+        if not folders or any(str(folder).startswith("-") for folder in folders):
+            raise UserError("write python -m ddp_runner.sweep FOLDER, the folder of a sweep")
+        for folder in folders:
+            if not (folder / LEDGER).is_file():
+                raise UserError(f"{folder} is not the folder of a sweep: it holds no {LEDGER}")
+            print(sweep_table(folder))
+    except (UserError, OSError) as error:
+        print(f"error: {_sentence(error)}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 if __name__ == "__main__":

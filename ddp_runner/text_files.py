@@ -1,8 +1,10 @@
-"""The files of text: a CSV, a tokenizer's folder, a pretrained model's. Torch-free.
+"""The files that a config names: a CSV, pictures, a tokenizer's or a pretrained model's folder.
 
 ``__main__`` asks for them before anything starts; dataset and model read the tokens' ids here.
+Torch-free.
 """
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from ddp_runner.errors import UserError
 
 TOKENIZER_FILE, VOCABULARY_FILE, MODEL_FILE = "tokenizer.json", "vocab.txt", "config.json"
 PADDING_TOKENS = ("[PAD]", "<pad>")
+BERT, IMAGE_FOLDER = "ddp_runner.models.bert.Bert", "ddp_runner.data.image_folder.ImageFolder"
 NEEDS_TEXT_EXTRA = 'text needs the packages of an extra; write pip install "ddp-runner[text]"'
 
 
@@ -23,18 +26,27 @@ def check_text_files(
     Raises:
         UserError: it is not.
     """
-    if (path := dataset.get("path")) is not None and not (data_root / path).is_file():
+    if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
+        raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
+    if (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
         raise UserError(
-            f"dataset.path ({path}): there is no file {(data_root / path).absolute()}; give a path "
-            "under data_root, or an absolute one"
+            f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "
+            "path under data_root, or an absolute one"
         )
-    if (folder := model.get("pretrained")) is not None and not Path(folder, MODEL_FILE).is_file():
+    if dataset.get("_target_") == IMAGE_FOLDER:
+        folder = data_root / str(dataset.get("folder"))
+        if not folder.is_dir():
+            raise UserError(
+                f"dataset.folder ({dataset.get('folder')}): there is no folder "
+                f"{folder.absolute()}; give one under data_root, or an absolute one"
+            )
+    if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
         raise UserError(
-            f"model.pretrained ({folder}): there is no {MODEL_FILE} in {Path(folder).absolute()}; "
+            f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}; "
             "name a folder of trained weights, as transformers' save_pretrained leaves it"
         )
-    if (folder := dataset.get("tokenizer")) is not None:
-        tokenizer_file(Path(folder))
+    if (name := dataset.get("tokenizer")) is not None:
+        tokenizer_file(Path(str(name)))
 
 
 def tokenizer_file(folder: Path) -> Path:

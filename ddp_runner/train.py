@@ -118,6 +118,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
             results, confusion = evaluate(trainee)
             metrics |= results
+            trainee.scheduler.evaluated(results)
             reporter.log(results, step=position.step, epoch=epoch)
             reporter.evaluated(confusion, step=position.step)
         every_steps, every_epochs = control.save_every_steps, control.save_every_epochs

@@ -1,5 +1,6 @@
 """Real commands in real processes, and what they leave; helpers of the tests, not a test."""
 
+import inspect
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from ddp_runner.hardware import Hardware
 from ddp_runner.resuming import chosen_keys, with_resumed
 from ddp_runner.rules import resolve
 
-TIME_LIMIT_S = 240.0
+TIME_LIMIT_S = 600.0  # far above the usual: a busy machine is no failure
 LAPTOP = Hardware(num_gpus=0, num_cores=4)
 RUNNER = (sys.executable, "-m", "ddp_runner")
 
@@ -139,12 +140,14 @@ def gang(launcher_pid: int) -> dict[int, psutil.Process]:
 
 
 def wait_for(
-    condition: Callable[[], Any], *, timeout_s: float = 150.0, every_s: float = 0.02
+    condition: Callable[[], Any], *, timeout_s: float = TIME_LIMIT_S, every_s: float = 0.02
 ) -> Any:
     """Return the first true value of a condition, asked again and again."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
+        if time.monotonic() > deadline:
+            what = inspect.getsource(condition).strip()
+            raise AssertionError(f"not true within {timeout_s} s: {what}")
         time.sleep(every_s)
     return value
 

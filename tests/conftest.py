@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 # What libraries set when they are imported, and multiprocessing's own helpers, stay.
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-GRACE_S = 2.0  # a thread or process that was told to end may still be on its way
+GRACE_S = 60.0  # at most: a thread or process that was told to end may still be on its way
 
 
 def pytest_sessionstart() -> None:

@@ -24,7 +24,7 @@ from ddp_runner.distributed import process_group
 from ddp_runner.environment import DistEnv
 from ddp_runner.stop import die_with_launcher
 
-GLOO = BackendConfig(name="gloo", device="cpu", timeout_s=30)
+GLOO = BackendConfig(name="gloo", device="cpu", timeout_s=240)
 
 
 class RankFailedError(Exception):
@@ -36,7 +36,7 @@ def run_ranks(
     world_size: int,
     *args: object,
     backend: BackendConfig | None = GLOO,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
 ) -> list[Any]:
     """Return function(env, *args) of every rank, by rank, each run in a real process.
 
@@ -99,7 +99,7 @@ def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float
                 raise RankFailedError(f"rank {rank}: {failure}")
             results[rank] = value
     for process in processes:
-        process.join(timeout=10)
+        process.join(timeout=60)
     return [results[rank] for rank in range(len(processes))]
 
 

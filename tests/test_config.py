@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import yaml
 from commands import CONFIG_DIR, refusal, resolved, run_command
 from texts import write_reviews
 
-from ddp_runner.build import MODEL_KEYS, make
+from ddp_runner.build import MODEL_KEYS, build_schedule, make
 from ddp_runner.config import config_hash
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.environment import DistEnv
@@ -53,9 +53,7 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     places = {f"dev{stage}": device for stage, device in enumerate(devices)}
     model = make("model", keys, **(places if config.model["num_stages"] > 1 else {}))
     optimizer = make("optimizer", config.optimizer, partial=True)(model.parameters())
-    scheduler = make("scheduler", config.scheduler, partial=True)(
-        optimizer, total_steps=1000, steps_per_epoch=10
-    )
+    schedule = build_schedule(config, optimizer, total_steps=1000, steps_per_epoch=10)
     source = make("dataset", config.dataset)
     if "folder" in config.dataset:
         return  # needs files: see the test with real data
@@ -65,7 +63,8 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     outputs = model(dataset.normalize(dataset.train.inputs[:4]))
     find(config.model["loss"], key="model.loss")(outputs, dataset.train.targets[:4]).backward()
     optimizer.step()
-    scheduler.step()
+    schedule.step()
+    schedule.evaluated({"eval/loss": 1.0})
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
@@ -116,10 +115,13 @@ HOSTILE = {
 def test_a_config_that_came_with_a_run_cannot_run_code(kind: str, tmp_path: Path) -> None:
     """Neither a foreign target nor a frozen config that allows itself one is accepted."""
     (tmp_path / ".hydra").mkdir()
-    frozen = {"model": HOSTILE[kind] | {"name": "x"}, "allowed_targets": ["os"]}
+    foreign = {"model": HOSTILE[kind] | {"name": "x"}, "allowed_targets": ["os"]}
+    frozen = asdict(resolved("model=toy")[0]) | foreign
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(frozen))
     assert "(os.system) is not a part that a config may name" in refusal(f"resume={tmp_path}")
-    resolved(f"resume={tmp_path}", "allowed_targets=[os]", "batch.per_rank=2")
+    resolved(
+        f"resume={tmp_path}", "allowed_targets=[os]", "batch.per_rank=2", "batch.global_size=null"
+    )
 
 
 @pytest.mark.parametrize("text", ["a: [b", "garbage", "foo: 1", "train: {epochs: abc}", "\x00"])

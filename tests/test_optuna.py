@@ -16,6 +16,7 @@ from commands import (
 )
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
+from slowed import CONVNET, brake
 from test_packing import POLL_S, both_train, needs_two_cores
 from test_sweep_ledger import statuses, table_row, the_sweep
 
@@ -32,7 +33,7 @@ SEARCH = (
     *("hydra.sweeper.direction=maximize", "hydra.sweeper.sampler.seed=18"),
     *("optimizer.lr=choice(0.01,0.05,0.1,1e30)", "seed=choice(1,2,3)", "hydra.sweeper.n_trials=4"),
     *("hydra.sweeper.n_jobs=2", "world_size=1", "train.num_threads=1", "train.log_every_steps=1"),
-    "checkpoint.every_steps=10",
+    *("checkpoint.every_steps=10", *CONVNET),
 )
 
 
@@ -53,7 +54,8 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     Started again it is packed; the slot that is left takes the jobs of the one that is killed.
     """
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")
-    with background(*SEARCH, folder=tmp_path) as process:
+    slow = brake(tmp_path / "models")
+    with background(*SEARCH, folder=tmp_path, environ=slow.environ) as process:
         wait_for(lambda: last_step(tmp_path) >= 3, every_s=POLL_S)
         os.kill(process.pid, signal.SIGINT)
         assert ended(process, tmp_path).exit_code == 130
@@ -63,9 +65,11 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     )
     assert statuses(sweep) == {first: "interrupted", second: "queued"}
 
-    with background(*SEARCH, "sweep.parallel_jobs=2", folder=tmp_path) as process:
+    packed = (*SEARCH, "sweep.parallel_jobs=2")
+    with background(*packed, folder=tmp_path, environ=slow.environ) as process:
         wait_for(lambda: both_train(process, tmp_path), every_s=POLL_S)
         slot(process.pid).kill()
+        slow.let_go()
         end = ended(process, tmp_path)
     assert the_sweep(tmp_path) == sweep
     assert statuses(sweep) == {first: "done", second: "done", third: "failed"}

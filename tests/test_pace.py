@@ -11,7 +11,7 @@ from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.pace import Pace, part_figures
 
-NAP_S = 0.06
+NAP_S = 0.1
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}
 EXCHANGED = {"perf/comm_ms", "perf/wait_ms", "perf/comm_share"}
 WHOLE = {"perf/step_time_ms", "perf/samples_per_s"}
@@ -40,17 +40,18 @@ def test_what_others_lose_to_a_slow_rank_is_waiting(accumulated: int) -> None:
     for trace in traces:
         for line in lines_of(trace):
             assert {key for key in line if "perf/" in key} == COMPUTED | EXCHANGED | WHOLE
-            assert line["perf/wait_ms"] > 0.7 * 1000 * NAP_S / 2
             assert line["perf/forward_ms"] > 0.7 * 1000 * NAP_S / 2
             assert line["perf/comm_share"] == pytest.approx(
                 line["perf/comm_ms"] / line["perf/step_time_ms"]
             )
+        # A busy machine may hold up rank 0 as well, but hardly in every step.
+        assert max(line["perf/wait_ms"] for line in lines_of(trace)) > 0.7 * 1000 * NAP_S / 2
     # What the parts leave out is small beside the nap, which is in them.
     whole, parts = (
         sum(line[key] for line in lines_of(traces[0]) for key in keys)
         for keys in ({"perf/step_time_ms"}, COMPUTED | {"perf/comm_ms", "perf/wait_ms"})
     )
-    assert 0.6 * whole < parts < 1.4 * whole
+    assert 0.5 * whole < parts < 1.5 * whole
 
 
 def test_one_process_exchanges_nothing() -> None:

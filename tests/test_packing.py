@@ -5,13 +5,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import (
+    TIME_LIMIT_S,
     Ended,
     background,
     compose_raw,
@@ -24,6 +25,8 @@ from commands import (
     steps,
     wait_for,
 )
+from slowed import TOY as SLOWED_TOY
+from slowed import brake
 from test_sweep_ledger import statuses, the_sweep
 
 from ddp_runner import hardware
@@ -47,11 +50,15 @@ def workers(launcher_pid: int) -> Iterator[tuple[Path, psutil.Process]]:
                     yield Path(file.path).parent.parent, process
 
 
-def both_train(process: subprocess.Popen[str], folder: Path, *, beyond: int = 0) -> bool:
-    """Tell whether two jobs run and have come so far; fail if the command has ended."""
+def both_train(
+    process: subprocess.Popen[str], folder: Path, *, beyond: Mapping[str, int] | None = None
+) -> bool:
+    """Tell whether two jobs run, each beyond a step of its own; fail if the command has ended."""
     assert process.poll() is None, (folder / "stderr").read_text()
     running = {run_dir for run_dir, _ in workers(process.pid)}
-    return len(running) == 2 and all(last_step(run_dir) > beyond for run_dir in running)
+    return len(running) == 2 and all(
+        last_step(run_dir) > (beyond or {}).get(run_dir.name, 0) for run_dir in running
+    )
 
 
 def num_importing(launcher_pid: int) -> int:
@@ -180,30 +187,36 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
 
     Ctrl-C reaches every process, as from a terminal, and counts once.
     """
-    command = ("-m", *TOY, "seed=0,1,2", "train.max_steps=2000", "checkpoint.every_steps=100")
+    command = (
+        *("-m", *TOY, *SLOWED_TOY, "seed=0,1,2", "train.max_steps=2000"),
+        *("checkpoint.every_steps=20", "checkpoint.keep=1"),
+    )
     packed = (*command, "sweep.parallel_jobs=2")
-    with background(*packed, folder=tmp_path) as process:
-        wait_for(lambda: both_train(process, tmp_path, beyond=100), every_s=POLL_S)
+    slow = brake(tmp_path / "models")
+    saved = {"seed=0": 20, "seed=1": 20}
+    with background(*packed, folder=tmp_path, environ=slow.environ) as process:
+        wait_for(lambda: both_train(process, tmp_path, beyond=saved), every_s=POLL_S)
         process.kill()
         process.wait()
-        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+        wait_for(lambda: not session_pids(process.pid))
     sweep = the_sweep(tmp_path)
     assert list(statuses(sweep).values()) == ["running", "running", "queued"]
-    reached = last_step(tmp_path)
+    reached = {run_dir.name: last_step(run_dir) for run_dir in run_dirs(sweep)}
 
-    with background(*packed, folder=tmp_path) as process:
+    with background(*packed, folder=tmp_path, environ=slow.environ) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=reached), every_s=POLL_S)
         os.killpg(process.pid, signal.SIGINT)
         end = ended(process, tmp_path)
-        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+        wait_for(lambda: not session_pids(process.pid))
     assert (end.exit_code, end.stderr) == (130, "")
     assert end.stdout.count("again to end at once") == 1
     assert list(statuses(sweep).values()) == ["interrupted", "interrupted", "queued"]
     for run_dir in end.run_dirs:
         assert record(run_dir)["status"] == "preempted"
-        assert steps(run_dir)[-1] == record(run_dir)["step"] > 100
+        assert steps(run_dir)[-1] == record(run_dir)["step"] > 20
 
-    assert run_command(*command, folder=tmp_path).exit_code == 0
+    slow.let_go()
+    assert run_command(*command, folder=tmp_path, environ=slow.environ).exit_code == 0
     assert the_sweep(tmp_path) == sweep
     assert set(statuses(sweep).values()) == {"done"}
     assert [record(run_dir).get("packed") for run_dir in run_dirs(sweep)] == [True, True, None]
@@ -214,14 +227,15 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
 @needs_two_cores
 def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
     """The first waits for a step, here while torch is imported still; the second for nothing."""
-    with background(*PACKED, "seed=0,1", folder=tmp_path) as process:
+    patient = "launch.shutdown_timeout_s=3600"
+    with background(*PACKED, patient, "seed=0,1", folder=tmp_path) as process:
         wait_for(lambda: num_importing(process.pid) == 2)
         os.killpg(process.pid, signal.SIGINT)
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        process.wait(5)
-        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+        process.wait(TIME_LIMIT_S)
+        wait_for(lambda: not session_pids(process.pid))
         end = ended(process, tmp_path)
     assert (end.exit_code, end.stderr) == (130, "")
     for run_dir in end.run_dirs:

@@ -179,7 +179,7 @@ def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
     """Return the batches that this trainer computed; rank 2 falls silent after its third."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="async")
     module, steps = nn.Linear(3, 1), list[int]()
-    links = mode.connect(env, timeout_s=30)
+    links = mode.connect(env, timeout_s=240)
 
     def compute(step: int) -> Tensor:
         steps.append(step)

@@ -25,7 +25,7 @@ POSITIVE = (
     *("train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank"),
     *("batch.eval_per_rank", "checkpoint.keep", "checkpoint.every_epochs"),
     *("checkpoint.every_steps", "launch.nnodes", "launch.nproc_per_node"),
-    *("launch.shutdown_timeout_s", "backend.timeout_s", "optimizer.lr"),
+    *("launch.shutdown_timeout_s", "optimizer.lr"),
 )
 NOT_NEGATIVE = (
     *("seed", "train.eval_every_epochs", "launch.max_restarts"),
@@ -65,6 +65,45 @@ REFUSED = [
     ("train.epochs=ten", "train.epochs (ten) must be a whole number"),
     ("train.compile=perhaps", "train.compile (perhaps) must be true or false"),
     ("backend.timeout_s=soon", "backend.timeout_s (soon) must be a number"),
+    ("model=toy scheduler=cosine scheduler.warmup_steps=21 train.max_steps=20",
+     "scheduler.warmup_steps (21) must be from 0 to the run's total steps (20); shorten the "
+     "warm-up or train longer"),
+    ("model=toy scheduler=cosine scheduler.warmup_steps=51",
+     "scheduler.warmup_steps (51) must be from 0 to the run's total steps (50); shorten the "
+     "warm-up or train longer"),
+    ("scheduler=plateau scheduler.monitor=train/loss",
+     "scheduler.monitor (train/loss) must be one of eval/loss, eval/accuracy, eval/precision, "
+     "eval/recall, eval/f1"),
+    ("scheduler=plateau scheduler.monitor=eval/f1",
+     "scheduler.monitor=eval/f1 with scheduler.mode=min would lower the rate while it improves; "
+     "write scheduler.mode=max"),
+    ("scheduler=plateau train.eval_every_epochs=0",
+     "scheduler.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
+     "train.eval_every_epochs=1"),
+    ("optimizer.lr=inf", "optimizer.lr (inf) must be a finite number"),
+    ("optimizer.lr=nan", "optimizer.lr (nan) must be a finite number"),
+    ("train.clip_norm=inf", "train.clip_norm (inf) must be a finite number"),
+    ("optimizer.nesterov=maybe", "optimizer.nesterov (maybe) must be true or false"),
+    ("backend.timeout_s=0.001", "backend.timeout_s (0.001) must be 1 or greater"),
+    ("backend.timeout_s=1e300", "backend.timeout_s (1e+300) must be 31536000 or less"),
+    ("launch.shutdown_timeout_s=1e9",
+     "launch.shutdown_timeout_s (1000000000.0) must be 31536000 or less"),
+    (f"seed={10**30}", f"seed ({10**30}) must be {2**63 - 1} or less"),
+    ("world_size=1000000",
+     "1000000 ranks on a machine of 4 cores would never meet; write world_size=256 or less"),
+    ("world_size=1000000 launch.nnodes=1000 launch.rdzv_endpoint=h:1",
+     "1000 ranks on a machine of 4 cores would never meet; write world_size=256000 or less"),
+    ("train.num_threads=1000000", "train.num_threads (1000000) must be 4096 or less"),
+    ("model=toy dataset.num_samples=1e9",
+     "dataset.num_samples (1000000000.0) must be a whole number"),
+    ("model=toy dataset.num_samples=2.5", "dataset.num_samples (2.5) must be a whole number"),
+    ("dataset=fake_images dataset.height=-1", "dataset.height (-1) must be 0 or greater"),
+    ("dataset.augmentation=3",
+     "dataset.augmentation (3) is a group of keys; write dataset.augmentation.horizontal_flip=VALUE"
+     ),
+    ("~optimizer._target_",
+     "optimizer has no _target_, the name of what is built; choose an option, as in "
+     "optimizer=NAME: see --help"),
     ("optimizer.lr=fast", "optimizer.lr (fast) must be a number"),
     ("optimizer.lr=-0.1", "optimizer.lr (-0.1) must be greater than 0"),
     ("task=trian", "task (trian) must be one of train, collectives, check"),
@@ -134,7 +173,7 @@ REFUSED = [
      "momentum, weight_decay, nesterov"),
     ("optimizer=sgdd",
      "optimizer=sgdd does not exist; did you mean sgd? options: adam, adamw, momentum, sgd"),
-    ("scheduler=x", "scheduler=x does not exist; options: constant, cosine, step"),
+    ("scheduler=x", "scheduler=x does not exist; options: constant, cosine, plateau, step"),
 ]  # fmt: skip
 
 
@@ -345,3 +384,10 @@ def test_one_batch_size_follows_from_the_other() -> None:
     assert [(one.global_size, one.per_rank) for one in sizes.values()] == [
         (48, 8), (42, 7), (40, 20), (8, 4),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", ["model=toy", "dataset=fake_images"])
+def test_a_made_up_dataset_beyond_the_memory_is_refused(overrides: str) -> None:
+    """At once and with both sizes, before anything is made."""
+    refused = refusal(*overrides.split(), f"dataset.num_samples={10**15}")
+    assert re.search(r"of \d+ samples takes \d+ GiB and this machine has \d+; write a s", refused)

@@ -83,6 +83,7 @@ TABLE = {
     "deterministic": (("train.deterministic=true", *TOY), "deterministic operations", 2),
     "cosine": (("scheduler=cosine", *TOY), "a schedule", 2),
     "step": (("scheduler=step", *TOY), "a schedule by epochs", 2),
+    "plateau": (("scheduler=plateau", *TOY), "a schedule by a metric", 2),
     "sgd": (("optimizer=sgd", *TOY), "plain SGD", 2),
     "momentum": (("optimizer=momentum", *TOY), "SGD with momentum", 2),
     "adam": (("optimizer=adam", *TOY), "Adam", 2),

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from commands import (
+    TIME_LIMIT_S,
     background,
     ended,
     last_step,
@@ -77,7 +78,7 @@ def test_two_sweeps_in_one_folder_do_not_meet(tmp_path: Path) -> None:
             )
             for seed in (1, 2)
         ]
-        assert [process.wait(120) for process in both] == [0, 0]
+        assert [process.wait(TIME_LIMIT_S) for process in both] == [0, 0]
     sweeps = list((tmp_path / "outputs").iterdir())
     assert len(sweeps) == 2
     for sweep in sweeps:
@@ -95,7 +96,7 @@ def test_ctrl_c_stops_the_jobs_that_wait_as_well(tmp_path: Path) -> None:
         wait_for(lambda: last_step(tmp_path) >= 3)
         os.kill(process.pid, signal.SIGINT)
         end = ended(process, tmp_path)
-        wait_for(lambda: not session_pids(process.pid), timeout_s=5)
+        wait_for(lambda: not session_pids(process.pid))
     assert end.exit_code == 130
     assert end.run_dir.name == "seed=1"
     assert record(end.run_dir)["status"] == "preempted"

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
 import torch
 import yaml
@@ -212,14 +211,10 @@ def build_refusal(*overrides: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.real_data
-@pytest.mark.timeout(600)
-def test_chinese_reviews_are_told_apart(
-    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chinese_reviews_are_told_apart(data_root: Path, tmp_path: Path) -> None:
     """The experiment as it is, from scratch: 0.83 was measured, and guessing gives 0.52."""
     if not (data_root / "reviews_zh.csv").exists():
         pytest.skip(f"no reviews_zh.csv in {data_root}")
-    monkeypatch.setattr(commands, "TIME_LIMIT_S", 500.0)
     end = run_command("experiment=reviews_bert", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     told = record(end.run_dir)

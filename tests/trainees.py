@@ -115,7 +115,7 @@ def take_steps(
         seed=config.seed,
         position=Position(),
         num_steps=num_steps,
-        timeout_s=30,
+        timeout_s=240,
         ended=set,
         say=trace.said.append,
     )

@@ -1,0 +1,220 @@
+"""Whatever is mistyped, the answer is one line with exit code 2: never a traceback."""
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import compose_raw
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import ddp_runner.__main__
+import ddp_runner.multirun
+from ddp_runner.compose import register
+from ddp_runner.config import Config, leaves
+from ddp_runner.explain import user_error
+from ddp_runner.hardware import Hardware
+from ddp_runner.rules import resolve
+from ddp_runner.text_files import check_text_files
+
+OWN = {
+    "optimizer/rmsprop": "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\nalpha: 0.9\n",
+    "optimizer/broken": "a: [b\n",
+    "optimizer/list": "- a\n",
+    "optimizer/loop": "defaults:\n  - loop\n",
+    "optimizer/lacking": "defaults:\n  - nowhere\n",
+    "optimizer/tagged": "a: !!python/object:os.system {}\n",
+    "optimizer/empty": "",
+    "experiment/kinds": "# @package _global_\ntrain:\n  epochs: many\n",
+}
+UNKNOWN = "train.epoch is not a key of the config; did you mean train.epochs?"
+SWEEP = "is a sweep; write -m for it"
+PLACE = "give your own groups by --config-dir=FOLDER"
+# A command line, and a part of its answer; MINE is a folder with the groups above.
+ANSWERS = {
+    "--config-dir=MINE optimizer=rmsprop train.epoch=3": UNKNOWN,
+    "--config-dir MINE optimizer=rmsprop train.epoch=3": UNKNOWN,
+    "-cd MINE optimizer=rmsprop train.epoch=3": UNKNOWN,
+    "optimizer=rmsprop train.epoch=3 'hydra.searchpath=[\"file://MINE\"]'": UNKNOWN,
+    "-m --config-dir=MINE optimizer=rmsprop,sgd train.epoch=3": UNKNOWN,
+    "-m optimizer=sgd train.epoch=3,4": UNKNOWN,
+    "--config-dir=MINE optimizer=rmsprop optimizer.alfa=3": "did you mean optimizer.alpha?",
+    "--config-dir=MINE optimizer=rmsprop optimizer.momentum=3":
+        "the keys of optimizer are name, _target_, lr, alpha",
+    "-m --config-dir=MINE optimizer=rmsprop,sgd optimizer.alfa=3": "did you mean optimizer.alpha?",
+    "--config-dir=MINE optimizer=rmsprob": "did you mean rmsprop?",
+    "--config-dir=MINE optimizer=broken train.epoch=3": "broken.yaml",
+    "--config-dir=MINE optimizer=list": "a list where keys belong",
+    "--config-dir=MINE optimizer=loop": "lead back to itself",
+    "--config-dir=MINE optimizer=lacking": "optimizer=nowhere does not exist",
+    "--config-dir=MINE optimizer=tagged": "could not determine a constructor",
+    "--config-dir=MINE optimizer=empty": "optimizer has no _target_",
+    "--config-dir=MINE optimizer=latin": "not in UTF-8",
+    "--config-dir=MINE experiment=kinds": "train.epochs (many) must be a whole number",
+    "--config-dir=nowhere": "there is no folder",
+    "-m seed=1,2 --cfg job": "leave -m out",
+    "--cfg job -m": "leave -m out",
+    "--epochs 3": "--epochs is not an option; keys have no dashes: write train.epochs=3",
+    "model=toy --batch-size=32": "write batch.per_rank=32",
+    "--nonsense": "--nonsense is not an option; see --help",
+    "--experimental-rerun nowhere": "write resume=RUN_FOLDER",
+    "--shell-completion": "install=bash",
+    "-cn toy": PLACE,
+    "--config-path x": PLACE,
+    "+experiment=toy_ddp": "write experiment=toy_ddp, without +",
+    "++model=toy": "write model=toy, without ++",
+    "model=toy,convnet": "write -m for a sweep over its values",
+    "seed=range(3)": SWEEP,
+    "optimizer.lr=interval(0.01,0.1)": SWEEP,
+    "-m optimizer.lr=interval(0.01,0.1)": "write hydra/sweeper=optuna",
+    "'optimizer.lr = 0.1'": "optimizer.lr = 0.1: write key=value without spaces around =",
+    "'seed=${oc.decode:${oc.env:X}}'": "write 'seed=\"${oc.decode:${oc.env:X}}\"'",
+    "'seed=${oc.env:NOT_SET_X}'": "seed: the environment variable NOT_SET_X is not set",
+    "train.epochs=null": "train.epochs (null) must be a whole number",
+    "backend.timeout_s=null": "backend.timeout_s (null) must be a number",
+    "train=3": "train is a group of keys; write train.KEY=VALUE",
+    "train=null": "train (null) must be a group of keys",
+    "model=null": "model (null) must be the name of an option",
+    "~optimizer": "optimizer has no _target_",
+    "~train.epochs": "train.epochs cannot be removed",
+    "model@x=toy": "write model=OPTION, without @",
+    "=3": "must be the name of an option",
+    "hydra.job.nme=x": "did you mean hydra.job.name?",
+    "hydra/launcher=nope": "options: basic, ddp_runner",
+    "allowed_targets=os": "allowed_targets must be a list; write allowed_targets=[ONE,OTHER]",
+    "checkpoint.monitor=[]": "checkpoint.monitor must be a text",
+    "dataset=image_folder dataset.path=X": "did you mean dataset.folder?",
+    "model=resnet18 dataset=image_folder dataset.folder=nowhere": "there is no folder",
+    "batch_size=32": "did you mean batch.per_rank?",
+    "learning_rate=1": "did you mean optimizer.lr?",
+}  # fmt: skip
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A folder with groups of the user's own, whole and broken ones."""
+    for name, text in OWN.items():
+        path = tmp_path / "my groups" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "my groups" / "optimizer" / "latin.yaml").write_bytes(b"a: \xff\xfe\n")
+    return tmp_path / "my groups"
+
+
+@pytest.fixture
+def say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[Any, str, str]]:
+    """Give a command line to the entry in this process; nothing that it accepts is started."""
+
+    def started(*args: object) -> None:
+        raise AssertionError("it was not refused")
+
+    for module in (ddp_runner.__main__, ddp_runner.multirun):
+        monkeypatch.setattr(module, "start_fork_server", lambda: None)
+        monkeypatch.setattr(module, "execute", started)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # the entry sets it
+
+    def answer(*args: str) -> tuple[Any, str, str]:
+        GlobalHydra.instance().clear()
+        monkeypatch.delenv("HYDRA_FULL_ERROR")
+        monkeypatch.setattr("sys.argv", ["ddp_runner", *args])
+        with pytest.raises(SystemExit) as end:
+            ddp_runner.__main__.main()
+        return (end.value.code, *capsys.readouterr())
+
+    return answer
+
+
+@pytest.mark.parametrize("line", ANSWERS)
+def test_a_mistake_on_the_command_line_is_one_line(
+    line: str, mine: Path, say: Callable[..., tuple[Any, str, str]]
+) -> None:
+    """Exit code 2, one sentence about the true cause, and no folder."""
+    args = shlex.split(
+        line.replace("MINE", shlex.quote(str(mine)) if "'" not in line else str(mine))
+    )
+    code, out, err = say(*args)
+    assert (code, out) == (2, "")
+    (sentence,) = err.splitlines()
+    assert sentence.startswith("error: ")
+    assert ANSWERS[line] in sentence
+    assert list(mine.parent.iterdir()) == [mine]
+
+
+@pytest.mark.parametrize("kind", ["job", "hydra", "all"])
+def test_each_part_of_the_config_can_be_shown_resolved(
+    kind: str, tmp_path: Path, say: Callable[..., tuple[Any, str, str]]
+) -> None:
+    """--cfg KIND --resolve prints YAML without an interpolation, and leaves no folder."""
+    code, out, err = say("--cfg", kind, "--resolve", "model=toy")
+    assert (code, err) == (0, "")
+    shown = OmegaConf.create(out)
+    assert "${run_dir:}" not in out
+    assert ("hydra" in shown) == (kind != "job")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_explained_keeps_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hint is worth an exception: the keys that are looked through may be broken themselves."""
+    monkeypatch.setattr("sys.argv", ["ddp_runner", "--config-dir=/no/such", "((", "x.y=3"])
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose_raw("train.epoch=3")
+    assert str(user_error(refused.value)) == UNKNOWN
+    assert user_error(ZeroDivisionError("ours")) is None
+    assert str(user_error(OSError(28, "No space left on device"))).startswith("No space left on")
+    for number, part in {28: "TMPDIR", 24: "ulimit -n", 2: "the current folder is gone"}.items():
+        assert part in str(user_error(OSError(number, "reason")))
+
+
+ODD = (
+    *(None, -1, 0, 2.5, 10**30, float("inf"), float("nan"), True, "", "text", "a b", "é", "${x}"),
+    *([], {}, [1, {"a": 2}], "x" * 5000, "\x00"),
+)
+COMMANDS = (
+    ("model=toy",),
+    ("model=bert",),
+    ("model=resnet18", "dataset=fake_images", "parallelism=ps", "scheduler=cosine"),
+    ("model=convnet_mp", "dataset=image_folder", "parallelism=ddp_mp", "scheduler=step"),
+    ("experiment=two_nodes", "optimizer=adamw"),
+)
+
+
+def odd_configs() -> Iterator[tuple[str, Any]]:
+    """Yield every key of every group with half of the odd values, and the config that has one."""
+    seen = set()
+    for command in COMMANDS:
+        raw = OmegaConf.merge(OmegaConf.structured(Config), compose_raw(*command))
+        for key, _ in leaves(OmegaConf.to_container(raw)):
+            if key in seen:
+                continue
+            seen.add(key)
+            for value in ODD[len(seen) % 2 :: 2]:
+                changed = raw.copy()
+                with contextlib.suppress(OmegaConfBaseException):  # the schema refuses it as it is
+                    OmegaConf.update(changed, key, value, merge=False, force_add=True)
+                    yield f"{key}={value!r}", changed
+    assert len(seen) > 100
+
+
+def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None:
+    """It is taken, or refused in one line: nothing else comes of it, with GPUs and without."""
+    register(None)
+    num_refused = 0
+    for index, (what, raw) in enumerate(odd_configs()):
+        machine = Hardware(num_gpus=index % 2 * 4, num_cores=4)
+        try:
+            config, _ = resolve(OmegaConf.to_object(raw), hardware=machine)
+            check_text_files(config.model, config.dataset, data_root=tmp_path)
+        except Exception as error:
+            told, reason = user_error(error), repr(error)
+            num_refused += 1
+            if told is None or len(str(told).splitlines()) != 1:
+                pytest.fail(f"{what}: {reason}")
+    assert num_refused > 500

@@ -1,0 +1,128 @@
+"""Schedulers of torch as they are: by steps or by a metric, resumed, and with a wrong keyword."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.optim import lr_scheduler
+from trainees import TOY, Trace, build, compose_config, run_loop
+
+from ddp_runner.build import build_schedule
+from ddp_runner.config import Config
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+
+NUM_STEPS = 12
+TORCHS = "scheduler._target_=torch.optim.lr_scheduler."
+# Each evaluation but the first counts as none better: the rate falls by half after it.
+PLATEAU = (
+    *("scheduler=plateau", "scheduler.patience=0", "scheduler.factor=0.5"),
+    *("+scheduler.threshold=0.9", "train.log_every_steps=1"),
+)
+
+
+def new_optimizer() -> torch.optim.Optimizer:
+    """Return an optimizer of one weight, with a rate of 0.05."""
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("OneCycleLR", {"max_lr": 0.5}),
+        ("CosineAnnealingLR", {"T_max": 12}),
+        ("StepLR", {"step_size": 2}),
+        ("MultiStepLR", {"milestones": [2, 4]}),
+        ("ExponentialLR", {"gamma": 0.5}),
+        ("LinearLR", {}),
+        ("PolynomialLR", {}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 3}),
+        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}),
+    ],
+)
+def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) -> None:
+    """With its own keywords; the steps of the run are given to those alone that take them."""
+    given = [f"+scheduler.{key}={value}" for key, value in keys.items()]
+    config = compose_config(*TOY, f"{TORCHS}{name}", *given)
+    optimizer, reference = new_optimizer(), new_optimizer()
+    schedule = build_schedule(config, optimizer, total_steps=NUM_STEPS, steps_per_epoch=4)
+    steps = {"total_steps": NUM_STEPS} if name == "OneCycleLR" else {}
+    expected = getattr(lr_scheduler, name)(reference, **keys, **steps)
+    for _ in range(NUM_STEPS):
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        for one in (optimizer, reference):
+            one.step()
+        schedule.step()
+        schedule.evaluated({"eval/loss": 1.0})
+        expected.step()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("+optimizer.beta=3", "optimizer.beta is not a keyword of torch.optim.SGD; it has "),
+        ("+optimizer.momentun=3", "did you mean optimizer.momentum?"),
+        ("optimizer.momentum=0 optimizer.nesterov=true", "cannot be built: Nesterov momentum"),
+        ("scheduler=step +scheduler.gama=3", "did you mean scheduler.gamma?"),
+        ("scheduler=plateau +scheduler.coldown=3", "did you mean scheduler.cooldown?"),
+        (f"{TORCHS}StepLR", "'step_size'; a keyword that it needs is added by +scheduler.KEY="),
+        (f"{TORCHS}StepLR +scheduler.step_size=2 +scheduler.monitor=eval/loss",
+         "StepLR follows the steps and no metric; leave it out"),
+        ("scheduler=plateau scheduler.monitor=eval/f1 scheduler.mode=max",
+         "scheduler.monitor=eval/f1 needs classes and dataset=random has none"),
+    ],
+)  # fmt: skip
+def test_a_key_that_does_not_fit_is_named(overrides: str, sentence: str) -> None:
+    """One line with the key, what takes it, and the nearest keyword that there is."""
+    config = compose_config(*TOY, *overrides.split())
+    with pytest.raises(UserError) as refused:
+        build(DistEnv(0, 0, 1, 1), config)
+    assert sentence in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def loop(env: DistEnv, config: Config, folder: Path | None, max_steps: int) -> Trace:
+    """Run the loop to a step, from the newest checkpoint on. Collective."""
+    return run_loop(env, config, max_steps=max_steps, folder=folder)
+
+
+def rates(trace: Trace) -> list[float]:
+    """Return the rate of each step."""
+    return [line["train/lr"] for line in trace.lines if "train/lr" in line]
+
+
+def test_the_rate_falls_where_the_evaluations_stand_still(tmp_path: Path) -> None:
+    """After each evaluation on all ranks alike; a resumed run goes on with the same rates."""
+    config = compose_config(*TOY, *PLATEAU, world_size=2)
+    first, second = run_ranks(loop, 2, config, tmp_path / "whole", NUM_STEPS)
+    assert rates(first) == rates(second) == [0.05] * 8 + [0.025] * 4
+    run_ranks(loop, 2, config, tmp_path / "cut", 9)
+    resumed, _ = run_ranks(loop, 2, config, tmp_path / "cut", NUM_STEPS)
+    assert rates(resumed) == [0.025] * 3
+    assert torch.equal(resumed.weights, first.weights)
+
+
+@pytest.mark.parametrize(
+    "scheduler", [PLATEAU, (f"{TORCHS}StepLR", "+scheduler.step_size=8", "+scheduler.gamma=0.5")]
+)
+def test_a_resumed_run_takes_a_new_rate_in_proportion(
+    tmp_path: Path, scheduler: tuple[str, ...]
+) -> None:
+    """Half of the rate that the config had is half of what the scheduler has made of it."""
+    keys = (*TOY, *scheduler, "train.log_every_steps=1")
+    env = DistEnv(0, 0, 1, 1)
+    loop(env, compose_config(*keys), tmp_path, 9)
+    resumed = loop(env, compose_config(*keys, "optimizer.lr=0.025"), tmp_path, NUM_STEPS)
+    assert rates(resumed) == pytest.approx([0.0125] * 3, rel=1e-12)
+
+
+def test_more_steps_than_a_schedule_was_made_for_is_one_line(tmp_path: Path) -> None:
+    """OneCycleLR ends with its run; a longer one cannot go on from it."""
+    keys = (*TOY, f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.1")
+    env = DistEnv(0, 0, 1, 1)
+    loop(env, compose_config(*keys, "train.max_steps=4"), tmp_path, 4)
+    longer = loop(env, compose_config(*keys, "train.max_steps=8"), tmp_path, 8)
+    assert "UserError: OneCycleLR: Tried to step 5 times" in longer.error

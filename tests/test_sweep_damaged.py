@@ -1,0 +1,99 @@
+"""What is damaged in a sweep's folder costs the job that it belongs to, and is one sentence."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import resolved
+
+from ddp_runner import sweep
+from ddp_runner.config import SweepSettings
+from ddp_runner.errors import UserError
+from ddp_runner.job import Job, Outcome
+from ddp_runner.ledger import LEDGER, Ledger
+from ddp_runner.record import read_run_record
+from ddp_runner.sweep import run_jobs, sweep_table
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> dict[str, Job]:
+    """Three jobs with their folders."""
+    job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
+    found = {name: replace(job, run_dir=tmp_path / name) for name in ("a", "b", "c")}
+    for name in found:
+        (tmp_path / name).mkdir()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "is not valid JSON"),
+        (OSError(28, "No space left on device"), "No space left on device; free space"),
+        (UserError("the folder is in the way"), "the folder is in the way"),
+    ],
+)
+def test_a_job_that_cannot_begin_costs_itself_alone(
+    jobs: dict[str, Job], tmp_path: Path, error: Exception | None, reason: str
+) -> None:
+    """Its sentence is in the ledger and the table; the jobs after it run."""
+    (tmp_path / "b" / "run.json").write_text("{")
+
+    def execute(job: Job) -> Outcome:
+        assert job.run_dir is not None
+        if job.run_dir.name == "b":
+            if error is not None:
+                raise error
+            read_run_record(job.run_dir)
+        return Outcome("completed", 0, job.run_dir)
+
+    ledger = Ledger(tmp_path)
+    ledger.queue({name: name for name in jobs}, refused=())
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=execute)
+    assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
+    assert [one.exit_code for one in outcomes] == [0, 2, 0]
+    entry = ledger.read()["b"]
+    assert (entry.status, entry.kind) == ("failed", "user")
+    assert reason in str(entry.sentence)
+    assert reason in sweep_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "write python -m ddp_runner.sweep FOLDER"),
+        (("--help",), "write python -m ddp_runner.sweep FOLDER"),
+        (("nowhere",), "it holds no sweep.json"),
+        (("cut",), "is damaged or of another version"),
+        (("binary",), "is damaged or of another version"),
+        (("other",), "is damaged or of another version"),
+    ],
+)
+def test_the_table_of_a_damaged_sweep_is_one_sentence(
+    arguments: tuple[str, ...],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2, whatever the ledger holds in place of one."""
+    for name, content in {"cut": b'{"format', "binary": b"\xff\x00", "other": b"[1]"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LEDGER).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["sweep", *arguments])
+    with pytest.raises(SystemExit) as end:
+        sweep.main()
+    assert end.value.code == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("error: ")
+    assert reason in sentence
+
+
+def test_odd_fields_of_a_record_are_left_out_of_the_table(tmp_path: Path) -> None:
+    """A run.json that somebody has changed by hand is no reason to show nothing."""
+    Ledger(tmp_path).queue({"a": "a"}, refused=())
+    for text in ('{"wall_s": "soon", "metrics": {"train/loss": "low"}}', '{"metrics": 3}', "{"):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / "run.json").write_text(text)
+        assert "queued" in sweep_table(tmp_path)
