@@ -60,7 +60,7 @@ pytest=("$python" -m pytest -q -rs --tb=short --durations=5 -p no:cacheprovider)
 has pytest_timeout || pytest+=(-o addopts=) # else its key in pyproject.toml is an error
 
 : >"$out"
-say "# What was found on a machine with ${HOSTNAME:-?}'s GPUs" && say ""
+say "# GPU results of ${HOSTNAME:-this machine}" && say ""
 say "$(date -u '+%Y-%m-%d %H:%M UTC'), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)" && say ""
 say '```'
 if command -v nvidia-smi >/dev/null; then
@@ -83,11 +83,20 @@ missing=""
 for module in hydra omegaconf tensorboard filelock sklearn torchvision tqdm matplotlib PIL safetensors; do
     has "$module" || missing="$missing $module"
 done
-[ -z "$missing" ] || say "Missing here, so that what needs them fails or is left out:$missing." && say ""
+[ -z "$missing" ] || say "Missing here, so that what needs them fails or is left out:$missing." ""
 
 if has pytest && has psutil; then
-    part "Tests that need one GPU" 540 "${pytest[@]}" -m gpu tests/test_gpu.py
-    part "Tests that need two GPUs" 420 "${pytest[@]}" -m multi_gpu tests/test_gpu.py tests/test_collectives.py
+    if [ "$gpus" -gt 0 ]; then
+        part "Tests that need one GPU" 540 "${pytest[@]}" -m gpu tests/test_gpu.py
+    else
+        left_out "Tests that need one GPU" "torch sees no CUDA device"
+    fi
+    if [ "$gpus" -gt 1 ]; then
+        part "Tests that need two GPUs" 420 \
+            "${pytest[@]}" -m multi_gpu tests/test_gpu.py tests/test_collectives.py
+    else
+        left_out "Tests that need two GPUs" "here are $gpus"
+    fi
     part "Tests on fake GPUs, of hardware and its rules" 300 \
         "${pytest[@]}" tests/test_fake_cuda.py tests/test_hardware.py tests/test_rules.py
 else
