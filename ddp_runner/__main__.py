@@ -79,6 +79,14 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
 
 
+def _check_one_folder(run_dir: Path, resume: str | None) -> None:
+    if resume not in (None, AUTO) and Path(resume).resolve() != run_dir.resolve():
+        raise UserError(
+            f"hydra.run.dir ({run_dir}) and resume ({resume}) name two folders; leave "
+            "hydra.run.dir out: a run goes on in its own"
+        )
+
+
 class Command:
     """One command line: a run, a sweep of runs, or one rank's part of a run."""
 
@@ -125,13 +133,15 @@ class Command:
         run_dir = None if self._folders.is_left_to_ranks else Path(node.runtime.output_dir)
         try:
             check_chdir(node)
+            job = self._plan(raw, run_dir, node, detect())
             if self._env is not None or raw.launch.nnodes > 1:
-                self._run_elsewhere(self._plan(raw, run_dir, node, detect()))
+                self._run_elsewhere(job)
                 return
             assert run_dir is not None
+            _check_one_folder(run_dir, job.config.resume)
             check_writable(run_dir)
             with locked(run_dir):
-                self._exit_code = execute(self._plan_in(run_dir, raw, node)).exit_code
+                self._exit_code = execute(self._gone_on_with(job, raw, node)).exit_code
         except UserError as error:
             self._refused = error  # raised here, Hydra would print a line of its own
             if run_dir is not None:
@@ -152,25 +162,19 @@ class Command:
         )
         run_under_launcher(job, self._env)
 
-    def _plan_in(self, run_dir: Path, raw: DictConfig, node: HydraConf) -> Job:
-        """Return the job of a folder whose lock is held.
+    def _gone_on_with(self, job: Job, raw: DictConfig, node: HydraConf) -> Job:
+        """Return the job as it goes on with the run that its folder holds, if it holds one.
 
         Raises:
             UserError: the folder holds a run that this command does not go on with.
         """
-        job = self._plan(raw, run_dir, node, detect())
-        holds_run, resume = (run_dir / RUN_RECORD).exists(), job.config.resume
-        if resume == AUTO and is_same_work(run_dir, work=work_hash(job.config)):
+        run_dir = job.run_dir
+        assert run_dir is not None
+        if job.config.resume == AUTO and is_same_work(run_dir, work=work_hash(job.config)):
             with open_dict(raw):
                 raw.resume = str(run_dir)
             return self._plan(raw, run_dir, node, detect())
-        if resume not in (None, AUTO):
-            if Path(resume).resolve() != run_dir.resolve():
-                raise UserError(
-                    f"hydra.run.dir ({run_dir}) and resume ({resume}) name two folders; leave "
-                    "hydra.run.dir out: a run goes on in its own"
-                )
-        elif holds_run:
+        if job.config.resume in (None, AUTO) and (run_dir / RUN_RECORD).exists():
             raise UserError(
                 f"{run_dir} already holds a run; give another folder, or {resume_argument(run_dir)}"
             )
