@@ -9,6 +9,7 @@ from commands import CONFIG_DIR, resolved
 
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
+from ddp_runner.folders import freeze_config
 from ddp_runner.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,9 @@ def test_each_command_of_the_readme_is_accepted(line: str, tmp_path: Path) -> No
         flags = dict(re.findall(r"--(nnodes|nproc-per-node)[= ](\d+)", before))
         local = int(flags["nproc-per-node"])
         env = DistEnv(0, 0, local * int(flags.get("nnodes", 1)), local)
+    elif "srun" in before:
+        local = int(re.findall(r"--ntasks-per-node=(\d+)", before)[0])
+        env = DistEnv(0, 0, local, local, launcher="srun")
     overrides = [word for word in words if not word.startswith("-")]
     assert all("=" in word for word in overrides)
     jobs: list[list[str]] = [[]]
@@ -53,9 +57,8 @@ def test_each_command_of_the_readme_is_accepted(line: str, tmp_path: Path) -> No
 def _filled(word: str, folder: Path) -> str:
     key, _, value = word.partition("=")
     if key == "resume":
-        (folder / ".hydra").mkdir()
-        (folder / ".hydra" / "config.yaml").write_text("batch: {global_size: null, per_rank: 10}\n")
-        return f"resume={folder}"
+        freeze_config(folder, resolved("model=toy")[0], overrides=(), choices={})
+        return word if value == "auto" else f"resume={folder}"
     if key == "data_root" or value in ("DIR", "FOLDER"):
         return f"{key}={folder}"
     return word
