@@ -70,7 +70,7 @@ def figures(*traces: Trace) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
 
 
-def saved(*traces: Trace) -> dict[int, dict[str, float]]:
+def told_by_checkpoints(*traces: Trace) -> dict[int, dict[str, float]]:
     """Return the metrics of the checkpoints that were saved last for their step."""
     return {step: told for trace in traces for step, told in trace.saved.items()}
 
@@ -86,7 +86,8 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, stop_at: int) 
         assert figures(stopped, resumed) == figures(expected)
         assert torch.equal(resumed.weights, expected.weights)
         assert resumed.position == expected.position
-        assert {**saved(stopped, resumed), **saved(expected)} == saved(stopped, resumed)
+        found = told_by_checkpoints(stopped, resumed)
+        assert {**found, **told_by_checkpoints(expected)} == found
 
 
 @pytest.mark.parametrize("num_steps", [EPOCH_END, MID_EPOCH])
@@ -268,9 +269,10 @@ def test_a_run_may_go_on_in_fp16(tmp_path: Path) -> None:
 def of_the_old_order(env: DistEnv, config: Config, folder: Path, step_in_epoch: int) -> str:
     """Resume a checkpoint as versions wrote it that had another order of samples."""
     trainee = build(env, config)
-    state = snapshot(trainee, Position(1, 4 + step_in_epoch, step_in_epoch), config)
+    position = Position(epoch=1, step=4 + step_in_epoch, step_in_epoch=step_in_epoch)
+    state = snapshot(trainee, position, config)
     del state["order_version"]
-    save_checkpoint(folder, state, step=5, metrics={}, keep=1, monitor=None, mode="max", say=print)
+    saved(folder, state, step=position.step)
     try:
         return f"resumed at {restore(trainee, Position(), config, folder, say=print)}"
     except UserError as error:
