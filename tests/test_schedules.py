@@ -60,6 +60,13 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
         expected.step()
 
 
+def refusal(env: DistEnv, config: Config) -> str:
+    """Return the sentence with which a config is refused as its objects are built."""
+    with pytest.raises(UserError) as refused:
+        build(env, config)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -77,16 +84,15 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
 )  # fmt: skip
 def test_a_key_that_does_not_fit_is_named(overrides: str, sentence: str) -> None:
     """One line with the key, what takes it, and the nearest keyword that there is."""
-    config = compose_config(*TOY, *overrides.split())
-    with pytest.raises(UserError) as refused:
-        build(DistEnv(0, 0, 1, 1), config)
-    assert sentence in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 1
+    (told,) = run_ranks(refusal, 1, compose_config(*TOY, *overrides.split()))
+    assert sentence in told
+    assert len(told.splitlines()) == 1
 
 
-def loop(env: DistEnv, config: Config, folder: Path | None, max_steps: int) -> Trace:
-    """Run the loop to a step, from the newest checkpoint on. Collective."""
-    return run_loop(env, config, max_steps=max_steps, folder=folder)
+def loop(env: DistEnv, config: Config, folder: Path, stop_after: int | None = None) -> Trace:
+    """Run the loop from the newest checkpoint on, to its end or a stop. Collective."""
+    max_steps = config.train.max_steps or NUM_STEPS
+    return run_loop(env, config, max_steps=max_steps, folder=folder, stop_after=stop_after)
 
 
 def rates(trace: Trace) -> list[float]:
@@ -97,11 +103,11 @@ def rates(trace: Trace) -> list[float]:
 def test_the_rate_falls_where_the_evaluations_stand_still(tmp_path: Path) -> None:
     """After each evaluation on all ranks alike; a resumed run goes on with the same rates."""
     config = compose_config(*TOY, *PLATEAU, world_size=2)
-    first, second = run_ranks(loop, 2, config, tmp_path / "whole", NUM_STEPS)
+    first, second = run_ranks(loop, 2, config, tmp_path / "whole")
     assert rates(first) == rates(second) == [0.05] * 8 + [0.025] * 4
-    run_ranks(loop, 2, config, tmp_path / "cut", 9)
-    resumed, _ = run_ranks(loop, 2, config, tmp_path / "cut", NUM_STEPS)
-    assert rates(resumed) == [0.025] * 3
+    stopped, _ = run_ranks(loop, 2, config, tmp_path / "cut", 9)
+    resumed, _ = run_ranks(loop, 2, config, tmp_path / "cut")
+    assert rates(stopped) + rates(resumed) == rates(first)
     assert torch.equal(resumed.weights, first.weights)
 
 
@@ -113,16 +119,14 @@ def test_a_resumed_run_takes_a_new_rate_in_proportion(
 ) -> None:
     """Half of the rate that the config had is half of what the scheduler has made of it."""
     keys = (*TOY, *scheduler, "train.log_every_steps=1")
-    env = DistEnv(0, 0, 1, 1)
-    loop(env, compose_config(*keys), tmp_path, 9)
-    resumed = loop(env, compose_config(*keys, "optimizer.lr=0.025"), tmp_path, NUM_STEPS)
+    run_ranks(loop, 1, compose_config(*keys), tmp_path, 9)
+    (resumed,) = run_ranks(loop, 1, compose_config(*keys, "optimizer.lr=0.025"), tmp_path)
     assert rates(resumed) == pytest.approx([0.0125] * 3, rel=1e-12)
 
 
 def test_more_steps_than_a_schedule_was_made_for_is_one_line(tmp_path: Path) -> None:
     """OneCycleLR ends with its run; a longer one cannot go on from it."""
     keys = (*TOY, f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.1")
-    env = DistEnv(0, 0, 1, 1)
-    loop(env, compose_config(*keys, "train.max_steps=4"), tmp_path, 4)
-    longer = loop(env, compose_config(*keys, "train.max_steps=8"), tmp_path, 8)
+    run_ranks(loop, 1, compose_config(*keys, "train.max_steps=4"), tmp_path)
+    (longer,) = run_ranks(loop, 1, compose_config(*keys, "train.max_steps=8"), tmp_path)
     assert "UserError: OneCycleLR: Tried to step 5 times" in longer.error
