@@ -272,7 +272,7 @@ def of_the_old_order(env: DistEnv, config: Config, folder: Path, step_in_epoch: 
     position = Position(epoch=1, step=4 + step_in_epoch, step_in_epoch=step_in_epoch)
     state = snapshot(trainee, position, config)
     del state["order_version"]
-    saved(folder, state, step=position.step)
+    save_whatever(folder, state, step=position.step)
     try:
         return f"resumed at {restore(trainee, Position(), config, folder, say=print)}"
     except UserError as error:
