@@ -39,7 +39,7 @@ from ddp_runner.environment import check_rendezvous, dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute, told
 from ddp_runner.explain import user_error
-from ddp_runner.folders import check_writable, locked, resume_argument
+from ddp_runner.folders import check_writable, discard_unused, locked, resume_argument
 from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.identity import is_same_work
@@ -145,8 +145,7 @@ class Command:
         except UserError as error:
             self._refused = error  # raised here, Hydra would print a line of its own
             if run_dir is not None:
-                with suppress(OSError):
-                    run_dir.rmdir()  # one that Hydra made just now is empty
+                discard_unused(run_dir)  # Hydra may have made it just now
 
     def _run_elsewhere(self, job: Job) -> None:
         """Run a job whose folder rank 0 claims, since this process may not be on its machine."""

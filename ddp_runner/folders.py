@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -165,6 +165,13 @@ def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
     finally:
         holder.unlink(missing_ok=True)
         lock.release()
+
+
+def discard_unused(run_dir: Path) -> None:
+    """Remove a folder that holds nothing but a lock, if nobody holds that."""
+    with suppress(OSError):
+        if all(path.name == ".lock" for path in run_dir.iterdir()) and not is_locked(run_dir):
+            shutil.rmtree(run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:
