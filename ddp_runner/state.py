@@ -78,13 +78,13 @@ def restore(
     saved, current = checked_position(state, path), _made_of(config)
     differing = [key for key, value in current.items() if state["made_of"].get(key) != value]
     at_epoch_end = saved.step_in_epoch == 0 and not saved.outstanding
+    schedule_step = None
     if at_epoch_end and "batch.global_size" in differing:
         differing.remove("batch.global_size")  # between two epochs it may change
         if config.train.max_steps is None:
-            # The epochs are the measure of the run: its schedule goes on as if all of them had had
+            # The epochs are the measure of the run: our schedules go on as if all of them had had
             # batches of this size.
-            steps = saved.epoch * trainee.batches.steps_per_epoch
-            state["scheduler"]["last_epoch"] = steps
+            schedule_step = saved.epoch * trainee.batches.steps_per_epoch
     if differing:
         raise UserError(
             f"checkpoint {path} was made with "
@@ -98,7 +98,7 @@ def restore(
             f"checkpoint {path} stands at step {saved.step_in_epoch} of an epoch that has "
             f"{trainee.batches.steps_per_epoch}; use a checkpoint that this program wrote"
         )
-    if saved.step_in_epoch and state.get("order_version", 1) != ORDER_VERSION:
+    if not at_epoch_end and state.get("order_version", 1) != ORDER_VERSION:
         raise UserError(
             f"checkpoint {path} was saved amid epoch {saved.epoch + 1} by a version of ddp_runner "
             "that puts the samples in another order, so that some would be used twice and others "
@@ -107,7 +107,7 @@ def restore(
     refuse_other_data(state.get("data"), trainee.dataset, path)
     try:
         trainee.module.load_state_dict(state["model"])
-        _restore_optimizer(trainee, state)
+        _restore_optimizer(trainee, state, schedule_step=schedule_step)
         if state["scaler"]:  # empty where the run's precision scaled no loss
             trainee.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == trainee.env.world_size:
@@ -140,10 +140,17 @@ def _outstanding(trainee: Trainee, position: Position) -> tuple[int, ...]:
     return tuple(batch for place, batch in trainee.batches.instead.items() if place >= here)
 
 
-def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
+def _restore_optimizer(
+    trainee: Trainee, state: dict[str, Any], *, schedule_step: int | None
+) -> None:
     """Take up the moments and the schedule's step; the rates are those of this run's config.
 
     So the way out of a diverged run works: resuming it with a smaller optimizer.lr.
+
+    Args:
+        trainee: of this rank.
+        state: of the checkpoint.
+        schedule_step: where a closed formula goes on; None: where it stood.
     """
     optimizer, scheduler = trainee.optimizer, trainee.scheduler.scheduler
     chosen = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
@@ -152,7 +159,8 @@ def _restore_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
         initial_rates = [one["initial_lr"] for one in chosen]
         trainee.scheduler.load_state_dict(state["scheduler"], initial_rates=initial_rates)
         return
-    scheduler.last_epoch = state["scheduler"]["last_epoch"]
+    saved_step = state["scheduler"]["last_epoch"]
+    scheduler.last_epoch = saved_step if schedule_step is None else schedule_step
     scheduler._step_count = state["scheduler"]["_step_count"]
     for group, keys, factor in zip(
         optimizer.param_groups, chosen, scheduler.lr_lambdas, strict=True

@@ -38,6 +38,8 @@ from ddp_runner.train import Position
 
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 MID_EPOCH, EPOCH_END = STEPS_PER_EPOCH + 2, STEPS_PER_EPOCH
+SMALL_BATCH = ("batch.global_size=8", "train.epochs=4")
+LARGE_BATCH = ("batch.global_size=16", "train.epochs=8")
 KEYS = ("scheduler=cosine", f"train.max_steps={NUM_STEPS}", "train.log_every_steps=1")
 
 
@@ -251,6 +253,21 @@ def test_a_resume_with_another_batch_size_trains_the_epochs_that_are_left(
         for trace in (resumed, expected)
     ]
     assert rates[0] == rates[1][4 * steps_per_epoch[after] :]
+
+
+def schedule_step(env: DistEnv, config: Config, other: Config, folder: Path) -> int:
+    """Train, resume under another config, and return the step of the schedule."""
+    run_loop(env, config, max_steps=None, folder=folder)
+    trainee = build(env, other)
+    restore(trainee, Position(), other, folder, say=print)
+    return int(trainee.scheduler.scheduler.last_epoch)
+
+
+def test_a_schedule_with_a_memory_keeps_its_step_at_another_batch_size(tmp_path: Path) -> None:
+    """Its rates came about step by step: another count would not fit them."""
+    keys = (*TOY, "scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=10")
+    config, other = (compose_config(*keys, *last) for last in (SMALL_BATCH, LARGE_BATCH))
+    assert run_ranks(schedule_step, 1, config, other, tmp_path) == [4 * STEPS_PER_EPOCH]
 
 
 def with_a_scaler(env: DistEnv, config: Config, folder: Path) -> int | None:
@@ -505,7 +522,7 @@ def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], 
     assert not isinstance(part, str)
     numbers, left = [], []
     for batch in part.batches.epoch(position.epoch):
-        numbers.append(batch.step)
+        numbers.append(batch.number)
         position.step_in_epoch += 1
         left.append(list(snapshot(part, position, config)["position"]["outstanding"]))
     return numbers, left
