@@ -1,5 +1,6 @@
 """Augmentation changes training images, as one says, equally at every world size."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ddp_runner.config import Config
 from ddp_runner.data.augmentation import FlipAndCrop
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.train import evaluate
 
 ON = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=3")
@@ -136,7 +138,10 @@ def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:
 
 def test_a_negative_padding_is_refused() -> None:
     """The line names the key, although the object lies inside the dataset's."""
-    config, _ = resolved("dataset.augmentation.crop_padding=-1")
-    with pytest.raises(ValueError, match=r"^dataset\.augmentation\.crop_padding \(-1\) must be 0"):
-        make("dataset", config.dataset)
+    sentence = "dataset.augmentation.crop_padding (-1) must be 0 or greater"
+    assert sentence in refusal("dataset.augmentation.crop_padding=-1")
+    config, _ = resolved()
+    augmentation = config.dataset["augmentation"] | {"crop_padding": -1}
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        make("dataset", config.dataset | {"augmentation": augmentation})
     assert "os.system" in refusal("dataset.augmentation._target_=os.system")

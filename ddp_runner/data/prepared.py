@@ -55,9 +55,9 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
             folder = _prepare(source, data_root, say)
         tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
         digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
-    dataset = replace(source.dataset(tensors), digest=digest)
+    dataset = source.dataset(tensors)
     check_dataset(source.name, dataset)
-    return dataset
+    return replace(dataset, digest=digest)
 
 
 def _built(source: Source, data_root: Path) -> dict[str, Tensor]:
