@@ -45,17 +45,19 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
         return dist.PrefixStore(prefix, store)
     prefix = f"group-{uuid.uuid4().hex}"
     deadline = time.monotonic() + timeout.total_seconds()
-    missing, answered = set(range(1, env.world_size)), set[str]()
+    missing = set(range(1, env.world_size))
+    answered: dict[int, list[str]] = {rank: [] for rank in missing}
     while missing:
         for rank in sorted(missing):
             if not shared.check([f"greeting/{rank}"]):
                 continue
             greeting = shared.get(f"greeting/{rank}").decode()
-            if greeting not in answered:
-                shared.set(f"answer/{greeting}", prefix)
-                answered.add(greeting)
-            if shared.check([f"{prefix}/{greeting}"]):
+            # Before a new greeting is answered: a rank that has confirmed greets next time anew.
+            if any(shared.check([f"{prefix}/{one}"]) for one in answered[rank]):
                 missing.discard(rank)
+            elif greeting not in answered[rank]:
+                shared.set(f"answer/{greeting}", prefix)
+                answered[rank].append(greeting)
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(
                 f"ranks {', '.join(map(str, sorted(missing)))} did not come to the rendezvous "
