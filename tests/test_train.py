@@ -178,7 +178,7 @@ def overflowing(env: DistEnv, config: Config) -> tuple[int, int]:
         before = flat_weights(trainee.module)
         train_step(trainee, batch)
         updates += not torch.equal(before, flat_weights(trainee.module))
-    return updates, trainee.scheduler.last_epoch
+    return updates, trainee.scheduler.scheduler.last_epoch
 
 
 def test_the_schedule_waits_for_steps_that_the_scaler_skipped() -> None:

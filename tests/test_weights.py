@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ddp_runner.config import Config
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.folders import freeze_config
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.toy import ToyModel
 from ddp_runner.weights import export_weights, load_weights, starting_weights
@@ -247,9 +249,9 @@ def test_each_broken_rule_is_one_line(overrides: str) -> None:
 
 def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Path) -> None:
     """They may be gone; other ones are refused."""
-    (tmp_path / ".hydra").mkdir()
-    frozen = {"model": {"name": "toy", "weights": "gone"}, "batch": {"global_size": 40}}
-    (tmp_path / ".hydra" / "config.yaml").write_text(json.dumps(frozen))
-    assert resolved(f"resume={tmp_path}", "batch.per_rank=20")[0].model["weights"] == "gone"
-    told = refusal(f"resume={tmp_path}", "batch.per_rank=20", "model.weights=other")
+    config, _ = resolved("model=toy")
+    frozen = replace(config, model=config.model | {"weights": "gone"})
+    freeze_config(tmp_path, frozen, overrides=(), choices={})
+    assert resolved(f"resume={tmp_path}")[0].model["weights"] == "gone"
+    told = refusal(f"resume={tmp_path}", "model.weights=other")
     assert told.endswith("leave model.weights out, or start a run of its own without resume")
