@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,10 @@ GRACE_S = 60.0  # at most: a thread or process that was told to end may still be
 
 def pytest_sessionstart() -> None:
     """Start the server of run_ranks, which imports torch while pytest does so to collect tests."""
+    # Ignored where pytest runs in the background or under nohup: the commands that the tests start
+    # would inherit that, and keep it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork server must not start threads
     # pytest as well: it is the main module of every rank.
     multiprocessing.set_forkserver_preload(["ddp_runner.preload", "pytest"])
