@@ -33,6 +33,7 @@ from ddp_runner import hardware
 from ddp_runner.compose import register, to_config
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware, core_shares, gpu_shares
+from ddp_runner.interrupts import ONE_REQUEST_S
 from ddp_runner.sweep_rules import check_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
@@ -233,6 +234,7 @@ def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
         assert process.poll() is None
+        time.sleep(2 * ONE_REQUEST_S)  # before that it would be the same request
         process.send_signal(signal.SIGINT)
         process.wait(TIME_LIMIT_S)
         wait_for(lambda: not session_pids(process.pid))
