@@ -25,7 +25,8 @@ def pytest_sessionstart() -> None:
     # Ignored where pytest runs in the background or under nohup: the commands that the tests start
     # would inherit that, and keep it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for ignored in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(ignored, signal.SIG_DFL)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork server must not start threads
     # pytest as well: it is the main module of every rank.
     multiprocessing.set_forkserver_preload(["ddp_runner.preload", "pytest"])
