@@ -91,7 +91,7 @@ class Cursed(ToyModel):
 class DictOutputs(ToyModel):
     """Returns more than its outputs, as Hugging Face's models do."""
 
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
         """Map (batch, 10) to logits (batch, 5)."""
         return {"logits": super().forward(inputs)}
 
