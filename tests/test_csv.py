@@ -8,6 +8,8 @@ import pytest
 import torch
 from texts import HEADER, load, refused, write_reviews, write_rows
 
+from ddp_runner.errors import UserError
+
 FAULTS: dict[str, tuple[list[tuple[object, ...]], dict[str, Any], str]] = {
     "no text": ([("label", "text"), (1, "a")], {}, "has the columns label, text and not review"),
     "no label": ([("y", "review"), (1, "a")], {}, "has the columns y, review and not label"),
@@ -87,6 +89,20 @@ def test_a_text_may_be_long(tmp_path: Path) -> None:
     rows = [HEADER, (1, "a" * 200_000), (0, "b c")]
     dataset = load(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
     assert len(dataset.train) + len(dataset.eval) == 2
+    assert csv.field_size_limit() == limit
+
+
+def test_a_file_that_is_refused_leaves_the_limit_as_well(tmp_path: Path) -> None:
+    """While the error is still held, and whatever is read before it goes."""
+    limit = csv.field_size_limit()
+    held = []
+    for content in ("review,label\na,9\nb,1\n", "review,label\na,1,2\nb,1\nc,0\n"):
+        (tmp_path / "x.csv").write_text(content, encoding="utf-8")
+        with pytest.raises(UserError) as caught:
+            load(tmp_path / "x.csv")
+        held.append(caught)
+        assert csv.field_size_limit() == limit
+    held.clear()
     assert csv.field_size_limit() == limit
 
 

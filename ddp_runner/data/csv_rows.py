@@ -2,7 +2,6 @@
 
 import csv
 import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +34,7 @@ def read_rows(
         UserError: the file is missing or empty, or a row is not as it should be.
     """
     texts, labels, num_dropped = [], [], 0
-    rows = _records(_decoded(path, encoding, delimiter), delimiter, path)
-    _, header = next(rows)
+    (_, header), *rows = _records(_decoded(path, encoding, delimiter), delimiter, path)
     for column in (text, label):
         if column not in header:
             raise UserError(
@@ -75,16 +73,18 @@ def _class(value: str, num_classes: int) -> int | None:
     return int(number) if number in range(num_classes) else None
 
 
-def _records(content: str, delimiter: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows, the first line's included, each with the line that it begins at."""
+def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:
+    """Return the rows, the first line's included, each with the line that it begins at."""
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
-    line = 1
+    records, line = [], 1
     # The csv module's own limit of 128 KiB is there to find quotes that nobody closes. A text may
-    # be longer, and such quotes are found at the end of the file.
+    # be longer, and such quotes are found at the end of the file. The limit is the whole process's,
+    # so all rows are read before anything else can run or fail: a generator would give it back
+    # whenever it is collected.
     limit = csv.field_size_limit(max(len(content), 1))
     try:
         for fields in reader:
-            yield line, fields
+            records.append((line, fields))
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
@@ -92,6 +92,7 @@ def _records(content: str, delimiter: str, path: Path) -> Iterator[tuple[int, li
         ) from error
     finally:
         csv.field_size_limit(limit)
+    return records
 
 
 def _decoded(path: Path, encoding: str, delimiter: str) -> str:
