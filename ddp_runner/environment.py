@@ -72,7 +72,11 @@ def check_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> 
     if env.init_method is not None or init_method is not None or backend == "mpi":
         return
     who, how = {
-        "mpirun": ("mpirun started", "start with mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT"),
+        "mpirun": (
+            "mpirun started",
+            "give every rank MASTER_ADDR and MASTER_PORT (Open MPI: -x NAME=VALUE, MPICH: -genv "
+            "NAME VALUE)",
+        ),
         "srun": ("srun started", "set MASTER_ADDR and MASTER_PORT before srun"),
     }.get(env.launcher, ("RANK and WORLD_SIZE tell of", "set MASTER_ADDR and MASTER_PORT"))
     raise UserError(

@@ -6,6 +6,8 @@ worker.py gives rank 0 a `Tracker` and a `Progress`, every other rank a `NullTra
 
 import json
 import math
+import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -196,9 +198,11 @@ class Progress:
     ) -> None:
         self._total_steps, self._total_epochs = total_steps, total_epochs
         self._stream = stream
+        # tqdm's own lock is one between processes: it outlives the rank, which is then said.
+        tqdm.set_lock(threading.RLock())
         self._bar = (
             tqdm(total=total_steps, initial=initial_step, file=stream, unit="step", leave=True)
-            if stream.isatty()
+            if _has_room(stream)
             else None
         )
 
@@ -233,6 +237,11 @@ class Progress:
         """Leaves the bar as it is, and the cursor on a new line."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _has_room(stream: TextIO) -> bool:
+    """Tell whether a bar can be drawn: a terminal without lines, as mpirun gives, shows none."""
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).lines > 0
 
 
 class NullProgress:

@@ -99,7 +99,9 @@ def test_mpich_and_intel_mpi_start_workers() -> None:
 def test_ranks_that_know_no_address_are_told_by_their_launchers_name() -> None:
     """The way out is the launcher's; MPI's own backend needs no address."""
     env = read(OPEN_MPI)
-    with pytest.raises(UserError, match=r"^mpirun started 8 ranks.*mpirun -x MASTER_ADDR=HOST"):
+    with pytest.raises(
+        UserError, match=r"^mpirun started 8 ranks.*-x NAME=VALUE, MPICH: -genv NAME VALUE"
+    ):
         check_rendezvous(env, init_method=None, backend="gloo")
     check_rendezvous(env, init_method=None, backend="mpi")
     check_rendezvous(env, init_method="tcp://h:1", backend="gloo")

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import RUNNER, TIME_LIMIT_S
+from terminals import terminal
 
 from ddp_runner.environment import DistEnv
 from ddp_runner.logs import RankLog
@@ -67,3 +69,22 @@ def test_a_log_on_a_full_disk_is_told_of_once(
     assert len(err.splitlines()) == 1
     assert "rank-0.log cannot be written" in err
     assert "No space left on device" in err
+
+
+def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+    """A bar, the end's two lines, and nothing after them."""
+    with terminal() as (stream, shown):
+        done = subprocess.run(
+            [*RUNNER, "experiment=toy_ddp"],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            timeout=TIME_LIMIT_S,
+            check=False,
+        )
+    lines = "".join(shown).splitlines()
+    assert done.returncode == 0, lines
+    assert any("50/50" in line and "100%" in line for line in lines)
+    assert lines[-2].startswith("completed in ")
+    assert lines[-1].startswith("tensorboard --logdir ")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from terminals import terminal
 from torch.utils.tensorboard import FileWriter
 
 from ddp_runner import record
@@ -193,19 +194,20 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts at the resumed step and shows loss and throughput."""
+@pytest.mark.parametrize("lines", [24, 0])
+def test_a_bar_on_a_terminal(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts at the resumed step; without any lines to draw on, as mpirun gives, plain lines."""
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its thread outlives the test
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    progress = Progress(600, total_epochs=10, initial_step=100, stream=stream)
-    progress.update(600, epoch=10, metrics={"train/loss": 0.12341, "perf/samples_per_s": 1234.4})
-    progress.close()
-    shown = stream.getvalue()
-    assert "100/600" in shown
-    assert "600/600" in shown
-    assert "epoch 10/10" in shown
-    assert "loss 0.1234  1234 samples/s" in shown
+    with terminal(lines=lines) as (stream, shown):
+        progress = Progress(600, total_epochs=10, initial_step=100, stream=stream)
+        metrics = {"train/loss": 0.12341, "perf/samples_per_s": 1234.4}
+        progress.update(600, epoch=10, metrics=metrics)
+        progress.close()
+    text = "".join(shown)
+    assert ("100/600" in text) == (lines > 0)
+    assert "600/600" in text
+    assert "epoch 10/10" in text
+    assert "loss 0.1234  1234 samples/s" in text
 
 
 def test_run_record_merges_fields(tmp_path: Path) -> None:
