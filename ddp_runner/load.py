@@ -11,7 +11,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
-PARENT, TIMES = 1, slice(11, 15)  # of /proc/PID/stat, after the name: ppid; own and children's time
+# Fields of /proc/PID/stat after the name: ppid; own time, and that of children that have ended.
+PARENT, OWN, ENDED = 1, slice(11, 13), slice(13, 15)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:
 
 
 def _ranks_ticks(parent: int) -> int:
-    """Return the CPU time of a process's children: one launcher starts all ranks of a machine."""
+    """Return the CPU time of a process's children: one launcher starts all ranks of a machine.
+
+    A rank that has ended is its parent's: the other ranks may be done before rank 0 looks.
+    """
     ticks = 0
     for path in PROC.glob("[0-9]*/stat"):
         try:
@@ -74,5 +78,7 @@ def _ranks_ticks(parent: int) -> int:
         except OSError:
             continue  # it ended while we looked, or is not ours to look at
         if int(fields[PARENT]) == parent:
-            ticks += sum(map(int, fields[TIMES]))
+            ticks += sum(map(int, fields[OWN]))
+        if int(fields[PARENT]) == parent or path.parent.name == str(parent):
+            ticks += sum(map(int, fields[ENDED]))
     return ticks

@@ -1,6 +1,7 @@
 """The load of the machine: what others took of the cores that a run may use."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -26,12 +27,16 @@ def write_proc(folder: Path, cores: dict[int, list[int]], processes: dict[int, l
 def test_shares_are_of_the_cores_that_a_run_may_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks are the children of one launcher; another core, another's child count not."""
+    """The ranks are one launcher's children; another core, another's child, itself do not count.
+
+    The rank that ends meanwhile is counted with its parent.
+    """
     monkeypatch.setattr(load, "PROC", tmp_path / "proc")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
     monkeypatch.setattr(os, "getppid", lambda: 7)
     idle = [0] * 10
     ranks = {11: [7, 100, 20, 0, 0], 12: [7, 50, 0, 0, 0], 13: [8, 900, 0, 0, 0]}
+    ranks[7] = [1, 30, 0, 500, 10]
     write_proc(tmp_path / "proc", {0: idle, 1: idle, 2: idle}, ranks)
     start = measure_load()
     cores = {
@@ -39,7 +44,8 @@ def test_shares_are_of_the_cores_that_a_run_may_use(
         1: [1000, *[0] * 9],
         2: [150, 0, 0, 750, 100, 0, 0, 0, 0, 0],
     }
-    ranks = {11: [7, 300, 20, 60, 40], 12: [7, 150, 0, 0, 0], 13: [8, 2000, 0, 0, 0]}
+    ranks = {11: [7, 300, 20, 60, 40], 13: [8, 2000, 0, 0, 0], 7: [1, 45, 0, 640, 20]}
+    shutil.rmtree(tmp_path / "proc" / "12")
     write_proc(tmp_path / "proc", cores, ranks)
     found = load_record(start, measure_load())["end"]
     # 2000 ticks, 600 of them busy; of those the ranks took 200 and 100 of their children, and 100.
