@@ -1,8 +1,10 @@
 """Turns a resolved config's groups into objects; called by ``worker`` on each rank."""
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +16,13 @@ from torch import nn
 from ddp_runner.checkpoint_rules import CLASS_METRICS
 from ddp_runner.config import Config
 from ddp_runner.data.batches import GlobalBatches
-from ddp_runner.data.source import Dataset, Split
+from ddp_runner.data.source import Dataset, Source, Split
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.pace import Pace
 from ddp_runner.parallelism import Mode
-from ddp_runner.schedules import Schedule, follow
+from ddp_runner.schedules import Schedule, Scheduler, follow
 from ddp_runner.seeds import derive
 from ddp_runner.step import Trainee
 from ddp_runner.targets import construct, find
@@ -28,6 +30,14 @@ from ddp_runner.weights import load_weights
 
 # Keys of `model` that are not the constructor's; `make` drops the name itself.
 MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
+# What each group's `_target_` must give; a protocol is told by its methods.
+KINDS: Mapping[str, type] = {
+    "model": nn.Module,
+    "dataset": Source,
+    "parallelism": Mode,
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": Scheduler,
+}
 ANY = "**"  # stands for whatever keyword a function takes
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
@@ -53,7 +63,7 @@ def build_trainee(
 
     Raises:
         UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
-            fit what it names.
+            fit what it names, or the model has nothing to train.
     """
     if len(dataset.train) < env.world_size:
         raise UserError(
@@ -69,6 +79,11 @@ def build_trainee(
         allowed=allowed,
     )
     module = mode.place(build, devices)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
+            "is nothing to train; unfreeze some, or name another model"
+        )
     if config.model.get("channels_last"):
         module = module.to(memory_format=torch.channels_last)
     if weights is not None:
@@ -171,23 +186,18 @@ def make(
         arguments: objects that are passed on as they are.
 
     Raises:
-        UserError: the keys do not fit it, or it cannot be imported, or may not be.
+        UserError: the keys do not fit it, it cannot be imported, or may not be, or what it gives
+            is none of the group's.
     """
     needs_name = group in ("parallelism", "dataset")
     keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
     named = f"{group}={settings.get('name')}"
     if "_target_" not in keys:
         raise UserError(f"{named} has no _target_; name the class or function that builds it")
-    try:
-        return construct(keys, key=group, allowed=allowed, partial=partial, arguments=arguments)
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"{named} ({keys['_target_']}) cannot be built: {reason}; "
-            f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
-        ) from error
+    hint = f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
+    with _building(named, keys["_target_"], hint):
+        built = construct(keys, key=group, allowed=allowed, partial=partial, arguments=arguments)
+    return built if partial else _of_kind(built, group, settings)
 
 
 def complete(
@@ -207,9 +217,10 @@ def complete(
         offered: passed as far as it takes them, such as the steps of the whole run.
 
     Raises:
-        UserError: a key of the group is not a keyword of it, or it refuses a value.
+        UserError: a key of the group is not a keyword of it, it refuses a value, or what it gives
+            is none of the group's.
     """
-    name, target = f"{group}={settings.get('name')}", settings.get("_target_")
+    target = settings.get("_target_")
     known = _keywords(factory)
     for key in [one for one in settings if one != "name" and one[0] != "_"]:
         if key not in known and ANY not in known:
@@ -218,16 +229,33 @@ def complete(
             hint = f"did you mean {group}.{meant[0]}?" if meant else f"it has {', '.join(named)}"
             raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
     taken = {key: value for key, value in offered.items() if key in known or ANY in known}
+    hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
+    with _building(f"{group}={settings.get('name')}", target, hint):
+        built = factory(*arguments, **taken)
+    return _of_kind(built, group, settings)
+
+
+@contextmanager
+def _building(named: str, target: object, hint: str) -> Iterator[None]:
+    """Turn whatever the call of a target raises into a sentence."""
     try:
-        return factory(*arguments, **taken)
+        yield
     except UserError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"{name} ({target}) cannot be built: {reason}; a keyword that it needs is added by "
-            f"+{group}.KEY=VALUE"
-        ) from error
+        raise UserError(f"{named} ({target}) cannot be built: {reason}; {hint}") from error
+
+
+def _of_kind(built: Any, group: str, settings: Mapping[str, Any]) -> Any:
+    if isinstance(built, KINDS[group]):
+        return built
+    is_partial = isinstance(built, functools.partial)
+    fix = "leave out its _partial_" if is_partial else "name another in its _target_"
+    raise UserError(
+        f"{group}={settings.get('name')} ({settings['_target_']}) builds an object of type "
+        f"{type(built).__name__}, not {KINDS[group].__name__}; {fix}"
+    )
 
 
 def _keywords(factory: Callable[..., Any]) -> set[str]:

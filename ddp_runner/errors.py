@@ -6,4 +6,10 @@ class UserError(ValueError):
 
     The message is one line: the rule, the values, the fix, as in
     ``batch.global_size (100) is not divisible by world_size (3); use 99 or 102``.
+
+    A value within it may come from anybody's file: what cannot be printed, a line's end or what
+    steers a terminal, is written as its escape.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in message))

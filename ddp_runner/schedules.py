@@ -8,12 +8,25 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ddp_runner.errors import UserError
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """What a run asks of a scheduler, torch's or the user's own, besides its ``step``."""
+
+    optimizer: Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,30 @@ REFUSED: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ["mse needs outputs and targets of one shape"],
     ),
     "an error in the model": (of("Cursed"), ["KeyError: 'no such layer'"]),
+    "nothing to train": (
+        (*TOY, "model._target_=torch.nn.Identity"),
+        ["model=toy has no parameter that requires a gradient", "unfreeze some"],
+    ),
+    "a partial": (
+        (*TOY, "+model._partial_=true"),
+        ["builds an object of type partial, not Module; leave out its _partial_"],
+    ),
+    "another thing for a dataset": (
+        (*TOY, "dataset._target_=torch.nn.Identity"),
+        ["dataset=random (torch.nn.Identity) builds an object of type Identity, not Source"],
+    ),
+    "another thing for a mode": (
+        (*TOY, "parallelism._target_=torch.nn.Identity"),
+        ["parallelism=ddp (torch.nn.Identity) builds an object of type Identity, not Mode"],
+    ),
+    "another thing for an optimizer": (
+        (*TOY, "optimizer._target_=torch.nn.Identity"),
+        ["(torch.nn.Identity) builds an object of type Identity, not Optimizer; name another"],
+    ),
+    "another thing for a scheduler": (
+        (*TOY, "scheduler._target_=torch.nn.Identity"),
+        ["scheduler=constant (torch.nn.Identity) builds an object of type Identity, not Scheduler"],
+    ),
 }
 # Each is taken, and said to be a sum or neither.
 TAKEN: dict[str, tuple[tuple[str, ...], str]] = {
@@ -91,8 +115,8 @@ def attempts(env: DistEnv) -> dict[str, str]:
     rows = {name: keys for name, (keys, _) in (REFUSED | TAKEN).items()}
     for name, keys in rows.items():
         config = compose_config(*keys)
-        trainee = build(env, config)
         try:
+            trainee = build(env, config)
             trial = try_first_batch(trainee, config)
             refuse_mean(trial, config)
             warned = any("not a sum" in one for one in warnings_of(trial, trainee, config))

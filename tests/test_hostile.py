@@ -193,6 +193,13 @@ def test_a_name_outside_the_parts_is_refused_as_text(key: str, name: str) -> Non
     assert "\n" not in str(refused.value)
 
 
+def test_a_name_is_shown_as_it_is_and_on_one_line() -> None:
+    """It neither forges a line of its own nor steers the terminal."""
+    with pytest.raises(UserError) as refused:
+        find("os.\x1b[2Jpath\nerror: \u4e2d", key="model._target_")
+    assert "(os.\\x1b[2Jpath\\nerror: \u4e2d) is not a dotted name" in str(refused.value)
+
+
 def test_the_parts_that_may_be_named_are_parts() -> None:
     """Each class of torch's three modules, each of torch's losses, and each part of our own."""
     for module in TORCH:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -113,6 +113,7 @@ def _scaling(
     return (255 * mean_).float().to(device), (1 / (255 * std_)).float().to(device)
 
 
+@runtime_checkable
 class Source(Protocol):
     """Builds a dataset's tensors; a frozen dataclass whose fields are the keys of its YAML."""
 

@@ -7,7 +7,7 @@ A mode is a frozen dataclass whose fields are the keys of its YAML and whose met
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,7 @@ def alike(env: DistEnv) -> Role:
     return Role(share=env.rank, num_shares=env.world_size, loop=env)
 
 
+@runtime_checkable
 class Mode(Protocol):
     """What the worker asks of a mode."""
 
