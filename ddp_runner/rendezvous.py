@@ -1,5 +1,6 @@
 """How the agents of a run's machines meet, and what else torch's launcher settles for them."""
 
+import inspect
 import os
 import uuid
 from collections.abc import Callable
@@ -71,8 +72,15 @@ def numa_options(config: Config) -> numa.NumaOptions | None:
 def numa_bound(
     work: Callable[..., Any], local_rank: int, options: numa.NumaOptions | None
 ) -> Callable[..., Any]:
-    """Return `work` bound so; torch has no public name for it."""
-    return numa._maybe_wrap_with_numa_binding(work, device_index=local_rank, numa_options=options)
+    """Return `work` bound so; torch has no public name for it, and two for the device's number."""
+    if options is None:
+        return work
+    bind = numa._maybe_wrap_with_numa_binding
+    known = inspect.signature(bind).parameters
+    device: dict[str, Any] = {
+        "device_index" if "device_index" in known else "gpu_index": local_rank  # in 2.11
+    }
+    return bind(work, **device, numa_options=options)
 
 
 class OneMachine(RendezvousHandler):

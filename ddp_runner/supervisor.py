@@ -32,7 +32,7 @@ from ddp_runner.blame import Ends, explain
 from ddp_runner.children import adopt_orphans, children, end_adopted
 from ddp_runner.config import Config
 from ddp_runner.errors import UserError
-from ddp_runner.failures import Failure, note_cause, note_end
+from ddp_runner.failures import Failure, note_cause, note_end, record_failure
 from ddp_runner.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.job import READY, SAVING, Job
 from ddp_runner.rendezvous import numa_bound, numa_options, worker_spec
@@ -41,6 +41,7 @@ from ddp_runner.stop import FAILED_GROUP_GRACE_S
 # From SIGTERM to SIGKILL: a rank ends itself after its own grace, unless it is stopped.
 END_S = FAILED_GROUP_GRACE_S + 1.0
 GONE_S = 2.0  # from SIGKILL on; a rank in uninterruptible sleep stays, and is left behind
+PEER_GRACE_S = 2.0  # a rank that lost a peer waits: the peer's own end shall be noticed first
 LAST_WORDS_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
 
 
@@ -235,10 +236,17 @@ def _run_rank(
     sender: Connection,
 ) -> None:
     os.environ.update(environ)
+    assert job.scratch is not None
     try:
         result = numa_bound(work, int(environ["LOCAL_RANK"]), options)(job)
-    except BaseException:
-        os._exit(1)  # work has written the reason down
+    except BaseException as error:  # sys.exit in a model ends a rank as much as any error
+        attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
+        failure = record_failure(
+            job.scratch, rank=int(environ["RANK"]), attempt=attempt, error=error
+        )
+        if failure.kind == "peer":
+            time.sleep(PEER_GRACE_S)
+        os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
     sender.send(result)

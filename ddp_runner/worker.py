@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from ddp_runner.collectives import run_collectives
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.delivery import check_monitor, deliver
 from ddp_runner.environment import DistEnv, dist_env
-from ddp_runner.failures import ended_ranks, record_failure
+from ddp_runner.failures import ended_ranks
 from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
 from ddp_runner.job import EXIT_COMPLETED, READY, SAVING, Job, marked
 from ddp_runner.record import write_run_record
@@ -36,22 +35,13 @@ from ddp_runner.torch_errors import explained
 from ddp_runner.train import Control, Position, train
 from ddp_runner.weights import starting_weights
 
-PEER_GRACE_S = 2.0  # a rank that lost a peer waits: the peer's own end shall be noticed first
-
 
 def work(job: Job) -> dict[str, Any]:
     """Run one rank of a group that ``launch`` started. The supervisor's entrypoint."""
     die_with_launcher()
     env = dist_env()
     assert env is not None
-    assert job.scratch is not None
-    try:
-        return run(job, env)
-    except BaseException as error:  # sys.exit in a model ends a rank as much as any error
-        failure = record_failure(job.scratch, rank=env.rank, attempt=env.restart_count, error=error)
-        if failure.kind == "peer":
-            time.sleep(PEER_GRACE_S)
-        raise
+    return run(job, env)
 
 
 def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
