@@ -1,14 +1,9 @@
 """Turns a resolved config's groups into objects; called by ``worker`` on each rank."""
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,29 +11,21 @@ from torch import nn
 from ddp_runner.checkpoint_rules import CLASS_METRICS
 from ddp_runner.config import Config
 from ddp_runner.data.batches import GlobalBatches
-from ddp_runner.data.source import Dataset, Source, Split
+from ddp_runner.data.source import Dataset, Split
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.pace import Pace
 from ddp_runner.parallelism import Mode
-from ddp_runner.schedules import Schedule, Scheduler, follow
+from ddp_runner.parts import complete, keywords, make
+from ddp_runner.schedules import Schedule, follow
 from ddp_runner.seeds import derive
 from ddp_runner.step import Trainee
-from ddp_runner.targets import construct, find
+from ddp_runner.targets import find
 from ddp_runner.weights import load_weights
 
 # Keys of `model` that are not the constructor's; `make` drops the name itself.
 MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
-# What each group's `_target_` must give; a protocol is told by its methods.
-KINDS: Mapping[str, type] = {
-    "model": nn.Module,
-    "dataset": Source,
-    "parallelism": Mode,
-    "optimizer": torch.optim.Optimizer,
-    "scheduler": Scheduler,
-}
-ANY = "**"  # stands for whatever keyword a function takes
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
@@ -150,7 +137,7 @@ def build_schedule(
     settings = dict(config.scheduler)
     make_it = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
     factory = make_it(settings)
-    monitor = None if "monitor" in _keywords(factory) else settings.pop("monitor", None)
+    monitor = None if "monitor" in keywords(factory) else settings.pop("monitor", None)
     scheduler = complete(
         *("scheduler", settings, make_it(settings), optimizer),
         total_steps=total_steps,
@@ -166,107 +153,6 @@ def _check_monitor(config: Config, dataset: Dataset) -> None:
             f"scheduler.monitor={monitor} needs classes and dataset={dataset.name} has none; "
             "write scheduler.monitor=eval/loss scheduler.mode=min"
         )
-
-
-def make(
-    group: str,
-    settings: Mapping[str, Any],
-    *,
-    allowed: Collection[str] = (),
-    partial: bool = False,
-    **arguments: Any,
-) -> Any:
-    """Build what a group's ``_target_`` names from the group's keys.
-
-    Args:
-        group: of the config.
-        settings: its keys.
-        allowed: the packages of the user's own that it may name, ``allowed_targets``.
-        partial: return a functools.partial, for what takes more arguments later.
-        arguments: objects that are passed on as they are.
-
-    Raises:
-        UserError: the keys do not fit it, it cannot be imported, or may not be, or what it gives
-            is none of the group's.
-    """
-    needs_name = group in ("parallelism", "dataset")
-    keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
-    named = f"{group}={settings.get('name')}"
-    if "_target_" not in keys:
-        raise UserError(f"{named} has no _target_; name the class or function that builds it")
-    hint = f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
-    with _building(named, keys["_target_"], hint):
-        built = construct(keys, key=group, allowed=allowed, partial=partial, arguments=arguments)
-    return built if partial else _of_kind(built, group, settings)
-
-
-def complete(
-    group: str,
-    settings: Mapping[str, Any],
-    factory: Callable[..., Any],
-    *arguments: Any,
-    **offered: Any,
-) -> Any:
-    """Call what ``make`` returned with `partial`.
-
-    Args:
-        group: of the config, which names it.
-        settings: the group's keys.
-        factory: what takes more arguments.
-        arguments: these, in their order.
-        offered: passed as far as it takes them, such as the steps of the whole run.
-
-    Raises:
-        UserError: a key of the group is not a keyword of it, it refuses a value, or what it gives
-            is none of the group's.
-    """
-    target = settings.get("_target_")
-    known = _keywords(factory)
-    for key in [one for one in settings if one != "name" and one[0] != "_"]:
-        if key not in known and ANY not in known:
-            named = sorted(known - offered.keys())
-            meant = difflib.get_close_matches(key, named, n=1)
-            hint = f"did you mean {group}.{meant[0]}?" if meant else f"it has {', '.join(named)}"
-            raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
-    taken = {key: value for key, value in offered.items() if key in known or ANY in known}
-    hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
-    with _building(f"{group}={settings.get('name')}", target, hint):
-        built = factory(*arguments, **taken)
-    return _of_kind(built, group, settings)
-
-
-@contextmanager
-def _building(named: str, target: object, hint: str) -> Iterator[None]:
-    """Turn whatever the call of a target raises into a sentence."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{named} ({target}) cannot be built: {reason}; {hint}") from error
-
-
-def _of_kind(built: Any, group: str, settings: Mapping[str, Any]) -> Any:
-    if isinstance(built, KINDS[group]):
-        return built
-    is_partial = isinstance(built, functools.partial)
-    fix = "leave out its _partial_" if is_partial else "name another in its _target_"
-    raise UserError(
-        f"{group}={settings.get('name')} ({settings['_target_']}) builds an object of type "
-        f"{type(built).__name__}, not {KINDS[group].__name__}; {fix}"
-    )
-
-
-def _keywords(factory: Callable[..., Any]) -> set[str]:
-    """Return what a class or function takes by keyword; ANY among them if it takes any."""
-    try:
-        parameters = list(inspect.signature(getattr(factory, "func", factory)).parameters.values())
-    except ValueError:  # written in C
-        return {ANY}
-    names = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    return names | ({ANY} if takes_any else set())
 
 
 def _near(split: Split, device: torch.device) -> Split:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ddp_runner.agreement import Finding
-from ddp_runner.build import build_trainee, make
+from ddp_runner.build import build_trainee
 from ddp_runner.check_gradients import (
     equal_gradients,
     mean_gradients,
@@ -28,6 +28,7 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.first_batch import try_first_batch
+from ddp_runner.parts import make
 from ddp_runner.record import write_run_record
 from ddp_runner.session import Session, note_restart
 from ddp_runner.step import Trainee

@@ -1,11 +1,12 @@
-"""How busy this machine is with other work, from the kernel's counters. Torch-free.
+"""How busy this machine is with other work, or short of memory, from the kernel's counters.
 
 A speed that was measured beside other work says little: the comparison reads it from run.json.
+Torch-free.
 """
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
             "steal_share": steal,
         },
     }
+
+
+def oom_kills() -> int:
+    """Return how often the kernel has killed a process of this control group for memory."""
+    try:
+        events = Path("/sys/fs/cgroup/memory.events").read_text()
+    except OSError:
+        return 0
+    counts: Mapping[str, str] = dict(line.split() for line in events.splitlines())
+    return int(counts.get("oom_kill", 0))
 
 
 def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:

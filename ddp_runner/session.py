@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ddp_runner.build import make
 from ddp_runner.claims import claim_run, with_global_size
 from ddp_runner.config import Config, config_hash, digest, flatten, work_hash
 from ddp_runner.cuda import open_devices
@@ -35,6 +34,7 @@ from ddp_runner.identity import own_marks
 from ddp_runner.job import Job
 from ddp_runner.logs import RankLog
 from ddp_runner.parallelism import Mode
+from ddp_runner.parts import make
 from ddp_runner.record import write_run_record
 from ddp_runner.target_rules import check_targets
 from ddp_runner.times import begin_session

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -35,6 +34,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.failures import Failure, note_cause, note_end, record_failure
 from ddp_runner.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.job import READY, SAVING, Job
+from ddp_runner.load import oom_kills
 from ddp_runner.rendezvous import numa_bound, numa_options, worker_spec
 from ddp_runner.stop import FAILED_GROUP_GRACE_S
 
@@ -252,13 +252,3 @@ def _run_rank(
     sender.send(result)
     # Not by way of the interpreter's own end: threads may still talk to a lost rank.
     os._exit(0)
-
-
-def oom_kills() -> int:
-    """Return how often the kernel has killed a process of this control group for memory."""
-    try:
-        events = Path("/sys/fs/cgroup/memory.events").read_text()
-    except OSError:
-        return 0
-    counts: Mapping[str, str] = dict(line.split() for line in events.splitlines())
-    return int(counts.get("oom_kill", 0))

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_runner.build import build_trainee, make
+from ddp_runner.build import build_trainee
 from ddp_runner.check import run_check
 from ddp_runner.checkpoint import save_checkpoint
 from ddp_runner.collectives import run_collectives
@@ -25,6 +25,7 @@ from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.failures import ended_ranks
 from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
 from ddp_runner.job import EXIT_COMPLETED, READY, SAVING, Job, marked
+from ddp_runner.parts import make
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
 from ddp_runner.serving import take_part

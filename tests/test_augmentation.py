@@ -19,12 +19,12 @@ from trainees import (
     take_steps,
 )
 
-from ddp_runner.build import make
 from ddp_runner.config import Config
 from ddp_runner.data.augmentation import FlipAndCrop
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.parts import make
 from ddp_runner.train import evaluate
 
 ON = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=3")

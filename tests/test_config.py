@@ -11,12 +11,13 @@ import yaml
 from commands import CONFIG_DIR, refusal, resolved, run_command
 from texts import write_reviews
 
-from ddp_runner.build import MODEL_KEYS, build_schedule, make
+from ddp_runner.build import MODEL_KEYS, build_schedule
 from ddp_runner.config import config_hash
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.hardware import Hardware
+from ddp_runner.parts import make
 from ddp_runner.targets import find
 
 OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")

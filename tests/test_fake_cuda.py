@@ -16,7 +16,7 @@ from fake_cuda import FakeGpus, fake_gpus
 from trainees import Trace
 
 from ddp_runner import build as building
-from ddp_runner.build import build_trainee, make
+from ddp_runner.build import build_trainee
 from ddp_runner.checkpoint import save_checkpoint
 from ddp_runner.config import Config
 from ddp_runner.cuda import peak_memory_gib, rng_states, set_rng_states
@@ -25,6 +25,7 @@ from ddp_runner.delivery import deliver
 from ddp_runner.environment import DistEnv
 from ddp_runner.hardware import Hardware
 from ddp_runner.pace import MOST_EVENTS, Pace
+from ddp_runner.parts import make
 from ddp_runner.state import restore, snapshot
 from ddp_runner.step import Trainee, train_step
 from ddp_runner.train import Position, evaluate

@@ -17,13 +17,13 @@ import yaml
 from commands import refusal, resolved, run_command
 from omegaconf import OmegaConf
 
-from ddp_runner.build import make
 from ddp_runner.compose import to_config
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.folders import locked
 from ddp_runner.job import Job
+from ddp_runner.parts import make
 from ddp_runner.session import open_session
 from ddp_runner.target_rules import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
 from ddp_runner.targets import find

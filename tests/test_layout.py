@@ -48,7 +48,7 @@ LAYERS = (
     ("compose", "compare", "sweep"),
     ("known_keys", "step", "weights", "collective_calls", "targets"),
     ("explain", "train"),
-    ("state_checks",),
+    ("state_checks", "parts"),
     ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
     ("session", "first_batch", "check_gradients", "check_samples", "check_state"),
     ("collectives", "check"),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from trainees import SMALL, TOY, compose_config, flat_weights
 
-from ddp_runner.build import build_trainee, make
+from ddp_runner.build import build_trainee
 from ddp_runner.checkpoint import save_checkpoint
 from ddp_runner.checkpoint_rules import MONITORS
 from ddp_runner.config import Config
@@ -26,6 +26,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.folders import freeze_config
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.toy import ToyModel
+from ddp_runner.parts import make
 from ddp_runner.weights import export_weights, load_weights, starting_weights
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
-from ddp_runner.build import build_trainee, make
+from ddp_runner.build import build_trainee
 from ddp_runner.checkpoint import save_checkpoint
 from ddp_runner.compose import CONFIG_DIR, register, to_config
 from ddp_runner.config import Config
@@ -16,6 +16,7 @@ from ddp_runner.data.prepared import load_dataset
 from ddp_runner.data.source import Dataset, Split
 from ddp_runner.environment import DistEnv
 from ddp_runner.hardware import Hardware
+from ddp_runner.parts import make
 from ddp_runner.resuming import chosen_keys
 from ddp_runner.rules import resolve
 from ddp_runner.serving import take_part
