@@ -138,6 +138,10 @@ def check_links(run_dir: Path) -> None:
                 )
 
 
+class InUseError(UserError):
+    """Another process holds the run folder."""
+
+
 @contextmanager
 def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
     """Hold a run folder for this process alone.
@@ -147,7 +151,8 @@ def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
         patience_s: how long to wait for another process to let go of it.
 
     Raises:
-        UserError: another process holds it; the message says which. Or it holds links.
+        InUseError: another process holds it; the message says which.
+        UserError: it holds links.
     """
     check_links(run_dir)
     holder = run_dir / ".lock.holder"
@@ -156,7 +161,7 @@ def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
         lock.acquire(timeout=patience_s)
     except Timeout:
         who = holder.read_text().strip() if holder.exists() else "another process"
-        raise UserError(
+        raise InUseError(
             f"{run_dir} is in use by {who}; wait for it to end, or start a run of its own"
         ) from None
     try:

@@ -7,6 +7,7 @@ chosen by what the last one gave. Torch-free.
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ddp_runner.compose import opened, sweep_command, to_config
 from ddp_runner.config import SweepSettings, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute
-from ddp_runner.folders import check_writable, freeze_config
+from ddp_runner.folders import InUseError, check_writable, freeze_config, locked
 from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
@@ -172,8 +173,7 @@ class Multirun:
             if self._searches and planned.number and entries[job_id].status == "done":
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
             if entries[job_id].status == "queued":
-                written = job.secrets.written(job.config)
-                freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
+                _freeze(job, run_dir)
         return jobs, order
 
     def _run(self, jobs: Mapping[str, Job], ledger: Ledger, hardware: Hardware) -> None:
@@ -222,6 +222,13 @@ class Multirun:
         if metrics[name] is None:
             return f"{entry.folder}: {name} is not a finite number"
         return float(metrics[name])
+
+
+def _freeze(job: Job, run_dir: Path) -> None:
+    """Freeze a job's config, unless another launcher has the job: then it freezes the very same."""
+    with suppress(InUseError), locked(run_dir):
+        written = job.secrets.written(job.config)
+        freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
 
 
 def _announced(job: Job) -> Outcome:

@@ -14,7 +14,7 @@ from typing import Any
 from ddp_runner.config import SweepSettings
 from ddp_runner.errors import UserError
 from ddp_runner.failures import Failure
-from ddp_runner.folders import is_locked, locked
+from ddp_runner.folders import InUseError, is_locked, locked
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
 from ddp_runner.ledger import LEDGER, REFUSED, Entry, Ledger
 from ddp_runner.record import HEADLINES, read_run_record
@@ -87,13 +87,12 @@ def _take(
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(job.run_dir))
-        except UserError:
-            return None
-        if ledger.read()[entry.job_id] != entry:
-            return None
-        ledger.note(entry.job_id, status="running")
-        try:
+            if ledger.read()[entry.job_id] != entry:
+                return None
+            ledger.note(entry.job_id, status="running")
             outcome = execute(replace(job, started_at=time.time()))
+        except InUseError:
+            return None
         except (UserError, OSError) as error:  # a damaged run.json, a full disk: this job's alone
             outcome = Outcome.refused(job.run_dir, _sentence(error))
             print(f"error: {_sentence(error)}", file=sys.stderr, flush=True)

@@ -1,7 +1,9 @@
 """What is damaged in a sweep's folder costs the job that it belongs to, and is one sentence."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from commands import resolved
@@ -9,8 +11,10 @@ from commands import resolved
 from ddp_runner import sweep
 from ddp_runner.config import SweepSettings
 from ddp_runner.errors import UserError
+from ddp_runner.folders import locked
 from ddp_runner.job import Job, Outcome
 from ddp_runner.ledger import LEDGER, Ledger
+from ddp_runner.multirun import _freeze
 from ddp_runner.record import read_run_record
 from ddp_runner.sweep import run_jobs, sweep_table
 
@@ -56,6 +60,46 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
     assert (entry.status, entry.kind) == ("failed", "user")
     assert reason in str(entry.sentence)
     assert reason in sweep_table(tmp_path)
+
+
+def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
+    jobs: dict[str, Job], tmp_path: Path
+) -> None:
+    """It is refused, not taken for one that another launcher has, which would be waited for."""
+    (tmp_path / "mine").write_text("{}")
+    (tmp_path / "b" / "run.json").symlink_to(tmp_path / "mine")
+    ledger = Ledger(tmp_path)
+    ledger.queue({name: name for name in jobs}, refused=())
+
+    def execute(job: Job) -> Outcome:
+        return Outcome("completed", 0, job.run_dir)
+
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=execute)
+    assert [one.exit_code for one in outcomes] == [0, 2, 0]
+    assert "is a link to" in str(ledger.read()["b"].sentence)
+
+
+def test_launchers_that_plan_one_job_at_once_do_not_meet(
+    jobs: dict[str, Job], tmp_path: Path
+) -> None:
+    """One freezes its config, the other leaves it alone: they would write one temporary file."""
+    job, run_dir = jobs["a"], tmp_path / "a"
+    together = Barrier(2)
+
+    def plan(_: int) -> None:
+        for _ in range(50):
+            together.wait(60)
+            _freeze(job, run_dir)
+
+    with ThreadPoolExecutor(2) as launchers:
+        list(launchers.map(plan, range(2)))
+    assert {path.name for path in (run_dir / ".hydra").iterdir()} == {
+        *("choices.yaml", "config.yaml", "overrides.yaml")
+    }
+    with locked(run_dir):
+        (run_dir / ".hydra" / "config.yaml").unlink()
+        _freeze(job, run_dir)
+        assert not (run_dir / ".hydra" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(
