@@ -82,6 +82,7 @@ class Interrupts:
         asked_at = time.monotonic()
         deadline = asked_at + self._timeout_s
         last_deadline = asked_at + SAVING_FACTOR * self._timeout_s
+        saving_at = asked_at  # once the checkpoint is written, the run has as long to end again
         while True:
             try:
                 if self._signals.get(timeout=max(0.0, deadline - time.monotonic())) is None:
@@ -89,9 +90,12 @@ class Interrupts:
                 if time.monotonic() > asked_at + ONE_REQUEST_S:
                     break
             except Empty:
-                deadline = time.monotonic() + POLL_S
-                if deadline > last_deadline or not self._is_saving():
+                now = time.monotonic()
+                if self._is_saving():
+                    saving_at = now
+                if now >= min(last_deadline, saving_at + self._timeout_s):
                     break
+                deadline = now + min(POLL_S, self._timeout_s)
         self._end_at_once()
 
     def _ask(self, signum: int) -> None:
