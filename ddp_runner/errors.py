@@ -1,15 +1,20 @@
 """The one exception for what a user can cause; every module may raise it."""
 
 
+def printable(line: str) -> str:
+    """Return a line with its line ends, and what steers a terminal, as their escapes.
+
+    A value in it may come from anybody's file.
+    """
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+
+
 class UserError(ValueError):
     """A fault of the input, not of the program: printed as one plain line, without a traceback.
 
-    The message is one line: the rule, the values, the fix, as in
+    The message is one line, whatever a value in it holds: the rule, the values, the fix, as in
     ``batch.global_size (100) is not divisible by world_size (3); use 99 or 102``.
-
-    A value within it may come from anybody's file: what cannot be printed, a line's end or what
-    steers a terminal, is written as its escape.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in message))
+        super().__init__(printable(message))

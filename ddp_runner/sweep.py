@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.config import SweepSettings
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, printable
 from ddp_runner.failures import Failure
 from ddp_runner.folders import InUseError, is_locked, locked
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
@@ -153,7 +153,7 @@ def sweep_table(folder: Path) -> str:
         for row in rows
     ]
     tail = f"tensorboard --logdir {folder}"
-    return "\n".join(["", *(line.rstrip() for line in lines), *failures, tail])
+    return "\n".join(map(printable, ["", *(line.rstrip() for line in lines), *failures, tail]))
 
 
 def _record(run_dir: Path) -> dict[str, Any]:

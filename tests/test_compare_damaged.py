@@ -10,6 +10,7 @@ from generated_runs import lines_of, write_run
 
 from ddp_runner.comparison.analysis import compare
 from ddp_runner.comparison.runs import read_runs
+from ddp_runner.comparison.tables import FORMATS
 from ddp_runner.errors import UserError
 
 ERROR = {"rank": 1, "kind": "crash", "sentence": "rank 1 raised RuntimeError: no"}
@@ -155,3 +156,15 @@ def test_a_thousand_runs_with_damaged_ones_among_them(tmp_path: Path) -> None:
     assert len(comparison.rows) == 200
     assert sum(len(row.runs) for row in comparison.rows) == 800
     assert len(comparison.left_out) == 200
+
+
+@pytest.mark.parametrize("form", ["table", "markdown"])
+def test_what_a_foreign_run_holds_stays_on_its_line(tmp_path: Path, form: str) -> None:
+    """Neither a line of its own nor anything that steers the terminal."""
+    names = {"good": "toy", "odd": "toy\x1b[2J\nbest of all"}
+    for folder, name in names.items():
+        write_run(tmp_path / folder, config={"model.name": name}, lines=lines_of([1.0, 2.0]))
+    text = FORMATS[form](compare(read_runs([tmp_path])))
+    assert "toy\\x1b[2J\\nbest of all" in text
+    assert "\x1b" not in text
+    assert not any(line.startswith("best of all") for line in text.splitlines())

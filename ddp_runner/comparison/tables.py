@@ -15,6 +15,7 @@ from ddp_runner.comparison.figures import Stat
 from ddp_runner.comparison.parity import Parity
 from ddp_runner.comparison.run import Run
 from ddp_runner.comparison.settings import ALWAYS, label, ranks, word
+from ddp_runner.errors import printable
 from ddp_runner.record import json_safe
 
 WIDTH = 120  # characters, where there is no terminal
@@ -33,7 +34,7 @@ def as_text(comparison: Comparison) -> str:
     lines = _blocks(comparison, shown, width=get_terminal_size(fallback=(WIDTH, 0)).columns)
     for title, sentences in _sections(comparison, shown):
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
-    return "\n".join([_headline(comparison), *lines])
+    return "\n".join(map(printable, [_headline(comparison), *lines]))
 
 
 def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> list[str]:
@@ -66,7 +67,8 @@ def as_markdown(comparison: Comparison) -> str:
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     for title, sentences in _sections(comparison, shown):
         lines += ["", f"**{title}**", "", *(f"- {sentence}" for sentence in sentences)]
-    return "\n".join([_headline(comparison), "", *(lines if comparison.rows else lines[3:])])
+    shown_lines = lines if comparison.rows else lines[3:]
+    return "\n".join(map(printable, [_headline(comparison), "", *shown_lines]))
 
 
 def as_csv(comparison: Comparison) -> str:
