@@ -98,8 +98,9 @@ class OneMachine(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return rank 0 of 1, with a store inside this process."""
-        # Workers meet through a file and never use the address.
-        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in torch's stubs
+        # Workers meet through a file and never use the address. The store is public and documented,
+        # but torch imports it in a way that type checkers do not take for an export.
+        store = dist.HashStore()  # type: ignore[attr-defined]
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def is_closed(self) -> bool:

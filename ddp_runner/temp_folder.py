@@ -23,28 +23,24 @@ LAST = -200  # among what multiprocessing does at a process's end; it removes it
 MOST_CHARACTERS = 52
 SHORT_BASE = Path("/tmp")
 
-_folder: Path | None = None
-
 
 def temp_folder() -> Path:
     """Return this launcher's own folder; the first call makes it, and clears abandoned ones."""
-    global _folder  # noqa: PLW0603  # one for the process, as tempfile.tempdir is
-    if _folder is None:
-        base = Path(tempfile.gettempdir())
-        if len(str(base)) > MOST_CHARACTERS:
-            base = SHORT_BASE
-        clear_abandoned(base)
-        _folder = _made(base)
-        # Not by atexit: multiprocessing removes a folder of its own in this one, and must be first.
-        Finalize(None, shutil.rmtree, (_folder,), {"ignore_errors": True}, exitpriority=LAST)
-        tempfile.tempdir = str(_folder)  # also for what multiprocessing leaves at an abrupt end
-    return _folder
+    base = Path(tempfile.gettempdir())
+    if base.name.startswith(PREFIX) and (base / OWNER).is_file():
+        return base  # since an earlier call, or by the launcher that started this process
+    if len(str(base)) > MOST_CHARACTERS:
+        base = SHORT_BASE
+    clear_abandoned(base)
+    folder = _made(base)
+    # Not by atexit: multiprocessing removes a folder of its own in this one, and must be first.
+    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=LAST)
+    tempfile.tempdir = str(folder)  # also for what multiprocessing leaves at an abrupt end
+    return folder
 
 
 def share_temp_folder(folder: Path) -> None:
     """Make the folder of the launcher that started this process its own as well."""
-    global _folder  # noqa: PLW0603  # as above
-    _folder = folder
     tempfile.tempdir = str(folder)
 
 

