@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_runner.seeds import derive
+
 TUTORIAL = Path(__file__).with_name("tutorial.py")
 LR, SEED = 1e-4, 0
 
@@ -70,6 +72,7 @@ def run_tutorial(num_ranks: int, *, data_root: str, folder: Path) -> Measured:
     wall_s = timed(
         "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(TUTORIAL),
         "--data-root", data_root, "--epochs", "1", "--lr", str(LR), "--seed", str(SEED),
+        "--order-seed", str(derive(SEED, "order", 0)),  # as the runner's first epoch has it
         "--num-threads", str(threads), "--json", str(figures_path), cwd=folder,
     )  # fmt: skip
     figures = json.loads(figures_path.read_text())

@@ -64,7 +64,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--num-threads", type=int, default=0, help="a rank; 0: torch's default, torchrun's is 1"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the sample order")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--order-seed", type=int, default=0, help="of the sample order")
     parser.add_argument("--json", type=Path, help="file for rank 0's figures")
     return parser.parse_args()
 
@@ -115,7 +116,7 @@ def train(args: argparse.Namespace, *, device: torch.device) -> dict[str, list[f
         ),
     )
     sampler: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(
-        dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=args.seed
+        dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=args.order_seed
     )
     loader = DataLoader(
         dataset,
@@ -176,6 +177,7 @@ def main() -> None:
                 "world_size": dist.get_world_size(),
                 "num_threads": torch.get_num_threads(),
                 "seed": args.seed,
+                "order_seed": args.order_seed,
                 "lr": args.lr,
                 "wall_s": wall_s,  # from main(): the imports come before it
             }
