@@ -17,14 +17,14 @@ from typing import Any
 
 from ddp_runner.children import kill_descendants
 from ddp_runner.errors import UserError
-from ddp_runner.job import SAVING, STOP
+from ddp_runner.job import STOP
 from ddp_runner.record import RUN_RECORD, read_run_record, write_run_record
+from ddp_runner.saving import SAVING, SAVING_FACTOR
 from ddp_runner.signals import answered
 
 # timeout(1) signals its child and then the whole process group, systemd sends SIGHUP right after
 # SIGTERM, and a terminal's Ctrl-C may come with a wrapper's: all that is one request.
 ONE_REQUEST_S = 0.5
-SAVING_FACTOR = 10  # while a checkpoint is being written, the end waits so many times as long
 POLL_S = 0.5  # between two looks whether it still is
 RECORD_S = 2.0  # for run.json, whose lock a rank may hold that is stopped
 

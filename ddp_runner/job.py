@@ -1,7 +1,6 @@
 """What the launcher sends to the ranks and what it gets back: see ``launch``; torch-free."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,6 @@ from ddp_runner.secret_values import Secrets
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
 READY = "ready"  # a file of the scratch folder: the training loop has begun
 STOP = "stop"  # another: finish the step, save and end
-SAVING = "saving"  # another: rank 0 is writing a checkpoint
-
-
-@contextmanager
-def marked(scratch: Path | None, name: str) -> Iterator[None]:
-    """Keep an empty file of that name in the scratch folder, if there is one, while this lasts."""
-    if scratch is None:
-        yield
-        return
-    scratch.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files was here
-    (scratch / name).touch()
-    try:
-        yield
-    finally:
-        (scratch / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_runner.failures import record_stack
 from ddp_runner.job import STOP
+from ddp_runner.saving import SAVING_POLL_S, renewed
 from ddp_runner.signals import STOP_SIGNALS, answered
 
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its worker group
@@ -40,7 +41,10 @@ class StopRequest:
         else:
             for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
-            self._watch_sigterm(partial(record_stack, scratch, rank=rank, attempt=attempt))
+            self._watch_sigterm(
+                partial(record_stack, scratch, rank=rank, attempt=attempt),
+                saves=partial(renewed, scratch) if rank == 0 else lambda: False,
+            )
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def __call__(self) -> bool:
@@ -50,7 +54,9 @@ class StopRequest:
     def _on_signal(self, signum: int, frame: object) -> None:
         self.received = self.received or signum
 
-    def _watch_sigterm(self, record_stack: Callable[[], None]) -> None:
+    def _watch_sigterm(
+        self, record_stack: Callable[[], None], *, saves: Callable[[], bool]
+    ) -> None:
         # The interpreter writes a signal's number here even while the main thread sits in a
         # collective, where no Python handler runs.
         reader, writer = os.pipe()
@@ -61,7 +67,9 @@ class StopRequest:
             while os.read(reader, 1) != bytes([signal.SIGTERM]):
                 continue
             record_stack()
-            time.sleep(FAILED_GROUP_GRACE_S)
+            deadline = time.monotonic() + FAILED_GROUP_GRACE_S
+            while saves() or time.monotonic() < deadline:  # a checkpoint is written to its end
+                time.sleep(SAVING_POLL_S)
             if self._file is not None and not self._file.exists():
                 os._exit(128 + signal.SIGTERM)
 

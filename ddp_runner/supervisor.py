@@ -33,9 +33,10 @@ from ddp_runner.config import Config
 from ddp_runner.errors import UserError
 from ddp_runner.failures import Failure, note_cause, note_end, record_failure
 from ddp_runner.fork_server import fork_server_is_gone, start_fork_server
-from ddp_runner.job import READY, SAVING, Job
+from ddp_runner.job import READY, Job
 from ddp_runner.load import oom_kills
 from ddp_runner.rendezvous import numa_bound, numa_options, worker_spec
+from ddp_runner.saving import SAVING, SAVING_FACTOR, SAVING_POLL_S, is_renewed
 from ddp_runner.stop import FAILED_GROUP_GRACE_S
 
 # From SIGTERM to SIGKILL: a rank ends itself after its own grace, unless it is stopped.
@@ -186,7 +187,7 @@ class Supervisor(SimpleElasticAgent):
             out_of_memory=oom_kills() > self._oom_kills,
             server_is_gone=fork_server_is_gone(),
         )
-        self._end_ranks()  # only now the late ones have said where they stood
+        self._shutdown()  # only now the late ones have said where they stood
         self.failure = explain(ends, self._scratch, self._job.config, attempt=self._attempt)
         note_cause(self._scratch, self.failure, attempt=self._attempt)
         if self.failure.kind == "user":
@@ -194,18 +195,20 @@ class Supervisor(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._end_ranks()
+        self._shutdown()
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
-        self._end_ranks()
-
-    def _end_ranks(self) -> None:
         """End the ranks that live, and what ranks have started; then nothing of them is left."""
         processes = [one.process for one in self._ranks]
         for process in processes:
             if process.is_alive():
                 process.terminate()
         _wait_for(processes, END_S)
+        deadline = time.monotonic() + SAVING_FACTOR * self._job.config.launch.shutdown_timeout_s
+        # A restart goes on from a checkpoint that is being written.
+        while is_renewed(self._scratch) and time.monotonic() < deadline:
+            if _wait_for(processes, SAVING_POLL_S):
+                break
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -216,11 +219,13 @@ class Supervisor(SimpleElasticAgent):
         end_adopted(self._own_children)
 
 
-def _wait_for(processes: list[ForkServerProcess], timeout_s: float) -> None:
+def _wait_for(processes: list[ForkServerProcess], timeout_s: float) -> bool:
+    """Return whether all have ended within the time."""
     deadline = time.monotonic() + timeout_s
     while sentinels := [one.sentinel for one in processes if one.is_alive()]:
         if not wait(sentinels, timeout=max(0.0, deadline - time.monotonic())):
-            return
+            return False
+    return True
 
 
 def _outlives_trainers(config: Config) -> bool:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,14 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_runner.build import build_trainee
 from ddp_runner.check import run_check
-from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.checkpoint_writer import CheckpointWriter
 from ddp_runner.collectives import run_collectives
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.delivery import check_monitor, deliver
 from ddp_runner.environment import DistEnv, dist_env
 from ddp_runner.failures import ended_ranks
 from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
-from ddp_runner.job import EXIT_COMPLETED, READY, SAVING, Job, marked
+from ddp_runner.job import EXIT_COMPLETED, READY, Job
 from ddp_runner.parts import make
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
@@ -138,21 +139,20 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             resume_step=resume_step,
         )
 
+    writer = None
+    if env.is_rank_zero:
+        writer = CheckpointWriter(
+            run_dir / "checkpoints",
+            config.checkpoint,
+            scratch=session.job.scratch,
+            say=say,
+            pinned=session.devices[0].type == "cuda",
+        )
+
     def save(position: Position, metrics: dict[str, float]) -> None:
         state = snapshot(trainee, position, written)
-        if not env.is_rank_zero:
-            return
-        with marked(session.job.scratch, SAVING):  # the launcher lets it end
-            save_checkpoint(
-                run_dir / "checkpoints",
-                state,
-                step=position.step,
-                metrics=metrics,
-                keep=config.checkpoint.keep,
-                monitor=config.checkpoint.monitor,
-                mode=config.checkpoint.mode,
-                say=say,
-            )
+        if writer is not None:
+            writer.save(state, step=position.step, metrics=metrics)
 
     control = Control(
         max_steps=max_steps,
@@ -162,7 +162,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         stop_requested=stop_requested,
     )
     with reporter:
-        with explained(trainee.module):
+        with writer or nullcontext(), explained(trainee.module):
             status = train(trainee, position=position, control=control, reporter=reporter)
         if trainee.gradients is not None:
             trainee.gradients.close(status)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from warm import MODULES, WarmCommand
 
 from ddp_runner.compose import CONFIG_DIR, register, to_config
 from ddp_runner.config import Config
@@ -28,6 +29,7 @@ from ddp_runner.rules import resolve
 TIME_LIMIT_S = 600.0  # far above the usual: a busy machine is no failure
 LAPTOP = Hardware(num_gpus=0, num_cores=4)
 RUNNER = (sys.executable, "-m", "ddp_runner")
+Started = subprocess.Popen[str] | WarmCommand
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ def run_command(
     folder: Path,
     program: Sequence[str] = RUNNER,
     environ: Mapping[str, str | None] | None = None,
+    **how: Any,
 ) -> Ended:
     """Run a command in `folder` to its end; see ``background``."""
-    with background(*args, folder=folder, program=program, environ=environ) as process:
+    with background(*args, folder=folder, program=program, environ=environ, **how) as process:
         return ended(process, folder)
 
 
@@ -68,28 +71,48 @@ def background(
     folder: Path,
     program: Sequence[str] = RUNNER,
     environ: Mapping[str, str | None] | None = None,
-) -> Iterator[subprocess.Popen[str]]:
+    fresh: bool = False,
+    twins: int = 1,
+    prepare: Callable[[], None] | None = None,
+) -> Iterator[Started]:
     """Start a command in a session of its own; at the end of the block nothing of it is left.
 
     Args:
         args: the command line.
         folder: where it is started; made if need be.
-        program: what the command line is given to.
+        program: what the command line is given to. Our own are forked from a server that has
+            imported everything; see ``warm``.
         environ: variables to add; None removes one.
+        fresh: whether it starts in a new interpreter all the same.
+        twins: how many interpreters it starts in turn: a sweep with slots has two for each.
+        prepare: changes a warm command's process before its first line; see ``warm``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     changed = {**os.environ, **(environ or {})}
+    variables = {key: value for key, value in changed.items() if value is not None}
+    is_ours = tuple(program[:2]) == RUNNER[:2] and len(program) == 3 and program[2] in MODULES
+    process: Started
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            [*program, *args],
-            cwd=folder,
-            env={key: value for key, value in changed.items() if value is not None},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
+        if is_ours and not fresh:
+            process = WarmCommand(
+                *(program[2], args),
+                folder=folder,
+                environ=variables,
+                twins=twins,
+                prepare=prepare,
+            )
+        else:
+            assert prepare is None, "a new interpreter cannot be prepared"
+            process = subprocess.Popen(
+                [*program, *args],
+                cwd=folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
     try:
         yield process
     finally:
@@ -98,7 +121,7 @@ def background(
         process.wait()
 
 
-def ended(process: subprocess.Popen[str], folder: Path) -> Ended:
+def ended(process: Started, folder: Path) -> Ended:
     """Wait for a command's end; after the time limit, fail with what it has said."""
     try:
         process.wait(TIME_LIMIT_S)

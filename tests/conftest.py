@@ -1,18 +1,17 @@
 """Fixtures that keep tests apart: what one leaves behind is undone, and named as its failure."""
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from warm import start_server
 
 # What libraries set when they are imported, and multiprocessing's own helpers, stay.
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
@@ -21,16 +20,13 @@ GRACE_S = 60.0  # at most: a thread or process that was told to end may still be
 
 
 def pytest_sessionstart() -> None:
-    """Start the server of run_ranks, which imports torch while pytest does so to collect tests."""
+    """Start the server of ranks and commands, which imports torch while pytest collects tests."""
     # Ignored where pytest runs in the background or under nohup: the commands that the tests start
     # would inherit that, and keep it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for ignored in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_DFL)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork server must not start threads
-    # pytest as well: it is the main module of every rank.
-    multiprocessing.set_forkserver_preload(["ddp_runner.preload", "pytest"])
-    forkserver.ensure_running()
+    start_server("pytest")  # which is the main module of every rank
 
 
 @pytest.fixture(scope="session", autouse=True)

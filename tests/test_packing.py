@@ -124,7 +124,7 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     """Two at a time; pinned as run.json says; each line tells its job; failures count over all."""
     lost = "optimizer.lr=0.1,1e30", "seed=range(5)", "sweep.max_failures=2", "train.max_steps=300"
     seen: dict[Path, set[int]] = {}
-    with background(*PACKED, *lost, folder=tmp_path) as process:
+    with background(*PACKED, *lost, folder=tmp_path, twins=2) as process:
         while process.poll() is None:
             for run_dir, worker in workers(process.pid):
                 with suppress(psutil.Error):
@@ -195,7 +195,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     packed = (*command, "sweep.parallel_jobs=2")
     slow = brake(tmp_path / "models")
     saved = {"seed=0": 20, "seed=1": 20}
-    with background(*packed, folder=tmp_path, environ=slow.environ) as process:
+    with background(*packed, folder=tmp_path, environ=slow.environ, twins=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=saved), every_s=POLL_S)
         process.kill()
         process.wait()
@@ -204,7 +204,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     assert list(statuses(sweep).values()) == ["running", "running", "queued"]
     reached = {run_dir.name: last_step(run_dir) for run_dir in run_dirs(sweep)}
 
-    with background(*packed, folder=tmp_path, environ=slow.environ) as process:
+    with background(*packed, folder=tmp_path, environ=slow.environ, twins=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=reached), every_s=POLL_S)
         os.killpg(process.pid, signal.SIGINT)
         end = ended(process, tmp_path)
@@ -229,7 +229,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
     """The first waits for a step, here while torch is imported still; the second for nothing."""
     patient = "launch.shutdown_timeout_s=3600"
-    with background(*PACKED, patient, "seed=0,1", folder=tmp_path) as process:
+    with background(*PACKED, patient, "seed=0,1", folder=tmp_path, fresh=True) as process:
         wait_for(lambda: num_importing(process.pid) == 2)
         os.killpg(process.pid, signal.SIGINT)
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())

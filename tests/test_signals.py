@@ -126,7 +126,8 @@ def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "hydra" / "__init__.py").write_text(
         "import time; open('importing', 'w').close(); time.sleep(600)"
     )
-    with background(folder=tmp_path, environ={"PYTHONPATH": str(tmp_path)}) as process:
+    here = {"PYTHONPATH": str(tmp_path)}
+    with background(folder=tmp_path, environ=here, fresh=True) as process:
         wait_for((tmp_path / "importing").exists)
         process.send_signal(signal.SIGINT)
         end = ended(process, tmp_path)

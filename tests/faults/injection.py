@@ -1,0 +1,259 @@
+"""Faults put into a real run: at a step of a rank, at a call of a library, in a file.
+
+A helper of the tests and of benchmarks/kill_campaign.py, not a test. The product knows nothing of
+it: a command of ``warm`` is given faults by `prepare`, before its first line, and its ranks have
+them since they are forked from it.
+"""
+
+import builtins
+import errno
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+CALLS = (
+    *("open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync", "write"),
+    *("truncate", "ftruncate", "link", "symlink", "utime"),
+)
+FOR_EVER_S = 10_000.0
+
+
+@dataclass(frozen=True)
+class At:
+    """A place in a run: the beginning of a step that a rank takes.
+
+    Args:
+        rank: of the process.
+        step: the n-th step that this process takes, from 1.
+        attempt: of the worker group, from 0; None: each.
+    """
+
+    rank: int
+    step: int
+    attempt: int | None = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """Another place: the n-th call that a save of a checkpoint makes of the file system.
+
+    Args:
+        number: from 1, over all saves of this process; each write of a file's bytes is one.
+        rank: of the process that saves.
+        attempt: of the worker group, from 0; None: each.
+        half: whether a write has written half of its bytes by then.
+    """
+
+    number: int
+    rank: int = 0
+    attempt: int | None = 0
+    half: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, and where."""
+
+    what: Callable[[], object]  # one of this module's functions, or a partial of one
+    where: At | Call
+
+
+def raise_error() -> NoReturn:
+    """Raise what a bug raises."""
+    raise ZeroDivisionError("the step is cursed")
+
+
+def exit_with(code: int) -> NoReturn:
+    """End without a word, as a library that calls os._exit."""
+    os._exit(code)
+
+
+def system_exit(code: int) -> NoReturn:
+    """Leave by sys.exit."""
+    raise SystemExit(code)
+
+
+def interrupt() -> NoReturn:
+    """Raise KeyboardInterrupt in this rank alone."""
+    raise KeyboardInterrupt
+
+
+def send(signum: int) -> None:
+    """Send this process a signal: SIGKILL, SIGSTOP."""
+    os.kill(os.getpid(), signum)
+
+
+def send_launcher(signum: int) -> None:
+    """Send the launcher a signal."""
+    os.kill(os.getsid(0), signum)  # `warm` gives each command a session
+
+
+def kill_tree() -> None:
+    """Kill the launcher and all that it has started, at once."""
+    os.killpg(os.getsid(0), signal.SIGKILL)
+
+
+def hang() -> None:
+    """Stand still in Python, as a deadlock does."""
+    threading.Event().wait(FOR_EVER_S)
+
+
+def slow(seconds: float) -> None:
+    """Take so much longer."""
+    time.sleep(seconds)
+
+
+def fail(number: int) -> NoReturn:
+    """Fail as a library call does: ENOSPC, EIO, EROFS."""
+    raise OSError(number, os.strerror(number))
+
+
+def touch(path: str) -> None:
+    """Leave a file, by which a test learns that the place was reached."""
+    Path(path).touch()
+
+
+def install(faults: Sequence[Fault]) -> None:
+    """Put faults into this process and all that it forks; `prepare` of a command."""
+    from ddp_runner import checkpoint_writer, serving, train
+
+    at_steps = [one for one in faults if isinstance(one.where, At)]
+    if at_steps:
+        count = _counted(at_steps)
+        # What a rank of the loop calls for each step, and a trainer of a parameter server.
+        for module, name in ((train, "train_step"), (serving, "backward")):
+            setattr(module, name, _after(count, getattr(module, name)))
+    at_calls = [one for one in faults if isinstance(one.where, Call)]
+    if at_calls:
+        saving = _Saving(at_calls)
+        checkpoint_writer.save_checkpoint = saving.watched(checkpoint_writer.save_checkpoint)
+        saving.patch()
+
+
+def prepared(*faults: Fault) -> Callable[[], None]:
+    """Return what a command is prepared with."""
+    return partial(install, faults)
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    """Flip bits of the byte at an offset; a negative one counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)
+
+
+def cut(path: Path, size: int) -> None:
+    """Cut a file off after so many bytes; a negative number is taken off its end."""
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
+def _is_here(where: At | Call) -> bool:
+    rank, attempt = os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return rank == str(where.rank) and where.attempt in (None, int(attempt))
+
+
+def _counted(faults: Sequence[Fault]) -> Callable[[], None]:
+    taken = 0
+
+    def count() -> None:
+        nonlocal taken
+        taken += 1
+        for fault in faults:
+            assert isinstance(fault.where, At)
+            if fault.where.step == taken and _is_here(fault.where):
+                fault.what()
+
+    return count
+
+
+def _after(count: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def stepped(*args: Any, **keys: Any) -> Any:
+        count()
+        return function(*args, **keys)
+
+    return stepped
+
+
+class _Saving:
+    """Counts the calls of the thread that saves a checkpoint, and lets the n-th one fail."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults, self._taken, self._thread = faults, 0, 0
+
+    def watched(self, save: Callable[..., Path]) -> Callable[..., Path]:
+        """Return a save whose calls count."""
+
+        @wraps(save)
+        def saved(*args: Any, **keys: Any) -> Path:
+            self._thread = threading.get_ident()
+            try:
+                return save(*args, **keys)
+            finally:
+                self._thread = 0
+
+        return saved
+
+    def patch(self) -> None:
+        """Take the place of what Python calls the file system with."""
+        for name in CALLS:
+            setattr(os, name, self._counting(getattr(os, name)))
+        io.open = builtins.open = self._opening(io.open)
+
+    def count(self, half: Callable[[], object] = lambda: None) -> None:
+        """Take note of a call; `half` does the half of it."""
+        if threading.get_ident() != self._thread:
+            return
+        self._taken += 1
+        for fault in self._faults:
+            assert isinstance(fault.where, Call)
+            if fault.where.number == self._taken and _is_here(fault.where):
+                if fault.where.half:
+                    half()
+                fault.what()
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def counting(*args: Any, **keys: Any) -> Any:
+            self.count()
+            return function(*args, **keys)
+
+        return counting
+
+    def _opening(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def opening(file: Any, mode: str = "r", *args: Any, **keys: Any) -> Any:
+            if threading.get_ident() != self._thread or not set(mode) & set("wax+"):
+                return function(file, mode, *args, **keys)
+            self.count()
+            raw = _CountingFile(file, mode.replace("b", "").replace("t", ""), self)
+            buffered = io.BufferedWriter(raw)
+            if "b" in mode:
+                return buffered
+            text = {key: value for key, value in keys.items() if key in ("encoding", "errors")}
+            return io.TextIOWrapper(buffered, **text)
+
+        return opening
+
+
+class _CountingFile(io.FileIO):
+    def __init__(self, file: Any, mode: str, saving: _Saving) -> None:
+        super().__init__(file, mode)
+        self._saving = saving
+
+    def write(self, data: Any, /) -> int:
+        whole = super().write
+        self._saving.count(half=lambda: whole(memoryview(data)[: len(data) // 2]))
+        return whole(data)
+
+
+NO_SPACE, INPUT_OUTPUT, READ_ONLY = (
+    partial(fail, number) for number in (errno.ENOSPC, errno.EIO, errno.EROFS)
+)

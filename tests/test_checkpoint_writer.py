@@ -1,0 +1,203 @@
+"""The loop waits for a copy alone; what is written is that copy, one at a time, to its end."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_runner import checkpoint_writer
+from ddp_runner.checkpoint import load_checkpoint, save_checkpoint
+from ddp_runner.checkpoint_writer import CheckpointWriter
+from ddp_runner.config import CheckpointConfig
+from ddp_runner.errors import UserError
+from ddp_runner.saving import SAVING
+
+NO_SPACE = OSError(28, "No space left on device")
+
+
+class Gate:
+    """Holds each save up until it is let through."""
+
+    def __init__(self) -> None:
+        self.reached, self.open, self.order = threading.Event(), threading.Event(), list[str]()
+
+    def save(self, *args: Any, **keys: Any) -> Path:
+        """Save, once the gate is open."""
+        self.order.append(f"begins {keys['step']}")
+        self.reached.set()
+        self.open.wait()
+        path = save_checkpoint(*args, **keys)
+        self.order.append(f"ends {keys['step']}")
+        return path
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A gate in front of each save."""
+    gate = Gate()
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", gate.save)
+    yield gate
+    gate.open.set()
+
+
+@contextmanager
+def writer(
+    folder: Path, said: list[str] | None = None, **config: Any
+) -> Iterator[CheckpointWriter]:
+    """Open a writer of a run's checkpoints."""
+    with CheckpointWriter(
+        folder / "checkpoints",
+        CheckpointConfig(**config),
+        scratch=folder / "scratch",
+        say=(said if said is not None else []).append,
+        pinned=False,
+    ) as opened:
+        yield opened
+
+
+def loaded(folder: Path, step: int) -> dict[str, Any]:
+    """Return the state of a step's checkpoint."""
+    return load_checkpoint(folder / "checkpoints" / f"step-{step:08d}", map_location="cpu")
+
+
+def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, gate: Gate) -> None:
+    """Steps go on meanwhile, in the very tensors that were given; nested figures change as well."""
+    model = nn.Linear(3, 2)
+    model.register_buffer("tied", model.weight.detach()[0])  # a view of what is trained
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    position, metrics = {"step": 1, "seen": [1]}, {"train/loss": 1.0}
+    rng = torch.get_rng_state()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "position": position,
+        "rng": [{"cpu": rng}],
+    }
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    moments = [one["exp_avg"].clone() for one in optimizer.state.values()]
+    steps = [one["step"].clone() for one in optimizer.state.values()]
+    with writer(tmp_path) as opened:
+        opened.save(state, step=1, metrics=metrics)
+        assert gate.reached.wait(60)
+        optimizer.step()
+        position["step"], metrics["train/loss"] = 2, 2.0
+        position["seen"].append(2)  # type: ignore[attr-defined]
+        rng.zero_()
+        gate.open.set()
+    found = loaded(tmp_path, 1)
+    for name, tensor in before.items():
+        assert torch.equal(found["model"][name], tensor)
+        assert not torch.equal(found["model"][name], model.state_dict()[name])
+    assert [one["exp_avg"].tolist() for one in found["optimizer"]["state"].values()] == [
+        one.tolist() for one in moments
+    ]
+    assert [one["step"] for one in found["optimizer"]["state"].values()] == steps
+    assert found["position"] == {"step": 1, "seen": [1]}
+    assert found["rng"][0]["cpu"].any()
+    shared = [found["model"][name].untyped_storage().data_ptr() for name in ("weight", "tied")]
+    assert shared[0] == shared[1]  # still one tensor, and written once
+    manifest = (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").read_text()
+    assert '"train/loss": 1.0' in manifest
+
+
+def test_one_save_at_a_time_in_the_order_of_the_calls(tmp_path: Path, gate: Gate) -> None:
+    """The second waits for the first, whose copy it would else overwrite."""
+    weights = torch.zeros(4)
+    with writer(tmp_path) as opened:
+        opened.save({"model": weights}, step=1, metrics={})
+        weights += 1
+        second = threading.Thread(
+            target=opened.save, args=({"model": weights},), kwargs={"step": 2, "metrics": {}}
+        )
+        second.start()
+        assert gate.reached.wait(60)
+        assert second.is_alive()
+        gate.open.set()
+        second.join()
+    assert gate.order == ["begins 1", "ends 1", "begins 2", "ends 2"]
+    assert loaded(tmp_path, 1)["model"].tolist() == [0.0] * 4
+    assert loaded(tmp_path, 2)["model"].tolist() == [1.0] * 4
+
+
+def test_the_end_of_the_block_waits_and_the_mark_lasts_as_long(tmp_path: Path, gate: Gate) -> None:
+    """The mark by which a launcher lets a save end is there from its first byte to its last."""
+    mark = tmp_path / "scratch" / SAVING
+    with writer(tmp_path) as opened:
+        opened.save({"model": torch.zeros(1)}, step=1, metrics={})
+        assert gate.reached.wait(60)
+        assert mark.exists()
+        threading.Timer(0.1, gate.open.set).start()
+    assert gate.order == ["begins 1", "ends 1"]
+    assert not mark.exists()
+    assert loaded(tmp_path, 1)["model"].tolist() == [0.0]
+
+
+def disk_full_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the saves of a step and of all later ones fail."""
+
+    def save(*args: Any, **keys: Any) -> Path:
+        with pytest.MonkeyPatch.context() as inner:
+            if keys["step"] >= step:
+
+                def fsync(descriptor: int) -> None:
+                    raise NO_SPACE
+
+                inner.setattr(os, "fsync", fsync)
+            return save_checkpoint(*args, **keys)
+
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", save)
+
+
+def test_a_failed_save_is_said_at_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error that names its step; the checkpoint before it is whole, nothing else is left."""
+    disk_full_from(2, monkeypatch)
+    with writer(tmp_path) as opened:
+        opened.save({"model": torch.zeros(1)}, step=1, metrics={})
+        opened.save({"model": torch.ones(1)}, step=2, metrics={})
+        with pytest.raises(UserError, match=r"step-00000002 could not be saved \(No space left"):
+            opened.save({"model": torch.ones(1)}, step=3, metrics={})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert loaded(tmp_path, 1)["model"].tolist() == [0.0]
+
+
+def test_a_failed_save_is_said_at_the_end_if_there_is_no_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is what a run was for."""
+    disk_full_from(1, monkeypatch)
+    cannot = pytest.raises(UserError, match="step-00000001 could not be saved")
+    with cannot, writer(tmp_path) as opened:
+        opened.save({"model": torch.zeros(1)}, step=1, metrics={})
+
+
+def test_what_ends_a_run_comes_before_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the loop is the one that is raised; the other is said besides."""
+    disk_full_from(1, monkeypatch)
+    said: list[str] = []
+
+    def fail() -> None:
+        with writer(tmp_path, said) as opened:
+            opened.save({"model": torch.zeros(1)}, step=1, metrics={})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [one for one in said if "besides, checkpoint" in one and "could not be saved" in one]
+
+
+def test_an_error_of_any_kind_reaches_the_loop(tmp_path: Path) -> None:
+    """What a weights-only load would refuse is refused while it is saved."""
+    with pytest.raises(TypeError, match="cannot be loaded safely"), writer(tmp_path) as opened:
+        opened.save({"model": Path("an object")}, step=1, metrics={})

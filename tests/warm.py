@@ -1,0 +1,276 @@
+"""Commands that start in a tenth of a second: real ones, forked from a server that has torch.
+
+A helper of the tests and of benchmarks/kill_campaign.py, not a test. A command spends seconds on
+imports: its launcher imports the program, and its fork server torch. Here both are forked from a
+process that has imported everything. All else is real: the command's own process, session,
+arguments, environment, folder, standard streams, signals and exit code.
+
+The launcher asks multiprocessing for a new interpreter (its fork server, a slot of a sweep). It is
+given a twin of itself that was forked before the program's first line, and so is as fresh as a new
+interpreter. Where no twin is left, a new interpreter starts as ever.
+"""
+
+import array
+import atexit
+import ctypes
+import io
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, process, resource_tracker, spawn, util
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+MODULES = ("ddp_runner", "ddp_runner.compare")  # what can be started so, as `python -m MODULE`
+PRELOAD = ("ddp_runner.preload", "ddp_runner.__main__", "ddp_runner.compare", "warm")
+TESTS = str(Path(__file__).parent)
+FIRST_FREE = 200  # descriptors from here on are nobody's
+MESSAGE_BYTES = 1 << 20
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAIN = process.current_process()  # in the server its own, which is no child of multiprocessing
+
+
+def start_server(*others: str) -> None:
+    """Start the server that commands and ranks are forked from; return at once.
+
+    Args:
+        others: modules to import besides what a command needs.
+    """
+    multiprocessing.set_forkserver_preload([*PRELOAD, *others])
+    path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
+    # A fork server must not start threads.
+    with patch.dict(os.environ, PYTHONPATH=path, OPENBLAS_NUM_THREADS="1"):
+        forkserver.ensure_running()
+
+
+class WarmCommand:
+    """A command that runs, with what a ``subprocess.Popen`` has.
+
+    Args:
+        module: one of MODULES.
+        args: the command line after it.
+        folder: where it is started; its ``stdout`` and ``stderr`` go to files of these names there.
+        environ: all of its variables.
+        twins: how many fresh interpreters it may start without importing anything.
+        prepare: called in the command's process before its first line, and so in effect in its
+            ranks as well; found by its name in a module.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        args: Sequence[str],
+        *,
+        folder: Path,
+        environ: Mapping[str, str],
+        twins: int = 1,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        wanted = (module, list(args), str(folder), dict(environ), twins, prepare)
+        self._process = context.Process(target=_run, args=wanted)
+        self._process.start()
+        assert self._process.pid is not None
+        self.args, self.pid = [module, *args], self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or minus the signal; None while it runs."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """Return the exit code if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not within `timeout` seconds.
+        """
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    module: str,
+    args: list[str],
+    folder: str,
+    environ: dict[str, str],
+    twins: int,
+    prepare: Callable[[], None] | None,
+) -> None:
+    """Become a command: the life of a child of the server."""
+    os.setsid()
+    os.chdir(folder)
+    for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
+        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        descriptor = os.open(name, flags, 0o644)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.closerange(3, FIRST_FREE)
+    _open_streams()
+    os.environ.clear()
+    os.environ.update(environ)
+    _forget_the_server()
+    if prepare is not None:
+        prepare()
+    _make_twins(twins)
+    for name in (module, f"{module}.__main__"):
+        if "." in name:
+            sys.modules.pop(name, None)  # runpy warns of a module that was imported before
+    sys.argv = ["-m", *args]  # runpy puts the module's path in the first place
+    _live(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+def _forget_the_server() -> None:
+    """Leave nothing of multiprocessing, pytest or the server's handlers in this process."""
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)) and signum not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    own: Any = process
+    own._current_process, own._parent_process, own._children = MAIN, None, set()
+    forkserver._forkserver.__init__()
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
+    sys.modules.pop("ddp_runner.preload", None)  # what it does is done when it is imported
+    for name in ("__mp_main__", "pytest", "_pytest"):
+        sys.modules.pop(name, None)
+    sys.path[:] = [
+        os.getcwd(),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+        *(path for path in sys.path if path not in ("", TESTS)),
+    ]
+
+
+def _open_streams() -> None:
+    """Open the standard streams anew, as an interpreter does at its start."""
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+        io.FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True
+    )
+
+
+def _live(work: Callable[[], object]) -> None:
+    """Run `work` as the whole of a program, and end the process as an interpreter does."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            code = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _make_twins(number: int) -> None:
+    """Fork interpreters that wait for their code, and give them to multiprocessing."""
+    twins = [_make_twin() for _ in range(number)]
+    start_anew = util.spawnv_passfds
+
+    def spawnv_passfds(path: bytes, args: Sequence[str], passed: Sequence[int]) -> int:
+        words = [os.fsdecode(arg) for arg in args]
+        code = words[words.index("-c") + 1]
+        starts = ("from multiprocessing.forkserver", "from multiprocessing.spawn")
+        if not twins or not code.startswith(starts):
+            return start_anew(path, args, passed)
+        pid, link = twins.pop()
+        handlers = [
+            one for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN
+        ]
+        said = {
+            "code": code,
+            "argv": ["-c", *words[words.index("-c") + 2 :]],
+            "folder": os.getcwd(),
+            "environ": dict(os.environ),
+            "ignored": sorted(map(int, handlers)),
+            "passed": list(passed),
+        }
+        descriptors = array.array("i", [0, 1, 2, *passed])
+        link.sendmsg(
+            [json.dumps(said).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+        )
+        link.close()
+        return pid
+
+    util.spawnv_passfds = spawnv_passfds
+
+
+def _make_twin() -> tuple[int, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    _die_with_parent(signal.SIGKILL)  # a later twin holds the other end of the link as well
+    ours.close()
+    _wait_for_code(theirs)
+    os._exit(0)
+
+
+def _die_with_parent(signum: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+
+
+def _wait_for_code(link: socket.socket) -> None:
+    """Wait until the launcher asks for an interpreter, and be it; end if the launcher does."""
+    size = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+    data, ancillary, _, _ = link.recvmsg(MESSAGE_BYTES, size)
+    if not data:
+        return
+    received = array.array("i")
+    for _, _, content in ancillary:
+        received.frombytes(content)
+    said = json.loads(data)
+    link.close()
+    _die_with_parent(0)
+    # Out of the way first: a number that one is to get may be another's now.
+    aside = [os.dup2(one, FIRST_FREE + place) for place, one in enumerate(received)]
+    os.closerange(3, FIRST_FREE)
+    for number, descriptor in zip([0, 1, 2, *said["passed"]], aside, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    _open_streams()
+    os.chdir(said["folder"])
+    os.environ.clear()
+    os.environ.update(said["environ"])
+    for signum in said["ignored"]:
+        signal.signal(signum, signal.SIG_IGN)
+    sys.argv = said["argv"]
+    if said["code"].startswith("from multiprocessing.spawn"):
+        _make_twins(1)  # a slot has a fork server of its own
+    _live(lambda: exec(said["code"], {"__name__": "__main__"}))
