@@ -190,7 +190,7 @@ def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
 
 def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
     """Before the first step exists: the exit code tells, no traceback, no run that seems to run."""
-    with background(*LONG, folder=tmp_path) as process:
+    with background(*LONG, folder=tmp_path, fresh=True) as process:
         wait_for(lambda: run_dirs(tmp_path) and is_importing_torch(process.pid))
         process.send_signal(signal.SIGINT)
         end = ended(process, tmp_path)

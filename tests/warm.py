@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, process, resource_tracker, spawn, util
+from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -162,7 +162,7 @@ def _forget_the_server() -> None:
     for name in ("__mp_main__", "pytest", "_pytest"):
         sys.modules.pop(name, None)
     sys.path[:] = [
-        os.getcwd(),
+        str(Path.cwd()),
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
         *(path for path in sys.path if path not in ("", TESTS)),
     ]
@@ -170,8 +170,8 @@ def _forget_the_server() -> None:
 
 def _open_streams() -> None:
     """Open the standard streams anew, as an interpreter does at its start."""
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(
         io.FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True
     )
@@ -215,7 +215,7 @@ def _make_twins(number: int) -> None:
         said = {
             "code": code,
             "argv": ["-c", *words[words.index("-c") + 2 :]],
-            "folder": os.getcwd(),
+            "folder": str(Path.cwd()),
             "environ": dict(os.environ),
             "ignored": sorted(map(int, handlers)),
             "passed": list(passed),
