@@ -45,13 +45,14 @@ class Call:
     """Another place: the n-th call that a save of a checkpoint makes of the file system.
 
     Args:
-        number: from 1, over all saves of this process; each write of a file's bytes is one.
+        number: from 1, over all saves of this process; each write of a file's bytes is one. None:
+            each of them.
         rank: of the process that saves.
         attempt: of the worker group, from 0; None: each.
         half: whether a write has written half of its bytes by then.
     """
 
-    number: int
+    number: int | None
     rank: int = 0
     attempt: int | None = 0
     half: bool = False
@@ -115,9 +116,10 @@ def fail(number: int) -> NoReturn:
     raise OSError(number, os.strerror(number))
 
 
-def touch(path: str) -> None:
-    """Leave a file, by which a test learns that the place was reached."""
-    Path(path).touch()
+def note(path: str) -> None:
+    """Add a byte to a file, by which a test learns how often the place was reached."""
+    with Path(path).open("ab") as file:
+        file.write(b".")
 
 
 def install(faults: Sequence[Fault]) -> None:
@@ -211,13 +213,16 @@ class _Saving:
         """Take note of a call; `half` does the half of it."""
         if threading.get_ident() != self._thread:
             return
-        self._taken += 1
-        for fault in self._faults:
-            assert isinstance(fault.where, Call)
-            if fault.where.number == self._taken and _is_here(fault.where):
-                if fault.where.half:
-                    half()
-                fault.what()
+        self._taken, self._thread = self._taken + 1, 0  # what happens here does not count
+        try:
+            for fault in self._faults:
+                assert isinstance(fault.where, Call)
+                if fault.where.number in (None, self._taken) and _is_here(fault.where):
+                    if fault.where.half:
+                        half()
+                    fault.what()
+        finally:
+            self._thread = threading.get_ident()
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

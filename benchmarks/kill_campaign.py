@@ -1,0 +1,382 @@
+"""Kills runs at random points, resumes them, and compares each with a run that nobody disturbed.
+
+python benchmarks/kill_campaign.py --kills 1000 --out report.md
+
+A chain is one training: it is killed several times, each time resumed by the same command, and
+comes to its end. A point is a step of a rank, a call of the file system while a checkpoint is
+saved (half of a write included), or any instant from the command's start on. SIGKILL meets one
+rank, the launcher or the whole tree. The same seed gives the same points, but for the instants.
+
+Exit code 0: no state that does not load, no resume that ends elsewhere, and nothing left behind.
+"""
+
+import argparse
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from commands import background, last_step, numbers, record, session_pids, steps, wait_for
+from faults.injection import At, Call, Fault, kill_tree, note, prepared, send, send_launcher
+from warm import start_server
+
+from ddp_runner.checkpoint import load_checkpoint, newest_first
+from ddp_runner.errors import UserError
+from ddp_runner.manifest import verify
+from ddp_runner.record import versions
+
+NUM_STEPS = 18  # six epochs of three
+RUN = "run"  # a chain's folder
+MODEL = (
+    *("dataset=fake_images", "dataset.num_samples=24", "batch.global_size=8", "train.epochs=6"),
+    *("optimizer=momentum", "scheduler=cosine", "train.log_every_steps=1", "train.num_threads=1"),
+    *("checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.monitor=eval/loss"),
+    *("checkpoint.mode=min", "backend.device=cpu", f"hydra.run.dir={RUN}", "resume=auto"),
+)
+MODES = {
+    "single": ("model=mnist_net", "parallelism=single", "world_size=1"),
+    "ddp": ("model=mnist_net", "parallelism=ddp", "world_size=2"),
+    "ddp_mp": ("model=mnist_net_mp", "parallelism=ddp_mp", "world_size=2"),
+    "ps": ("model=mnist_net", "parallelism=ps", "parallelism.mode=sync", "world_size=3"),
+}
+VICTIMS = ("rank", "launcher", "tree")
+PLACES = ("training", "saving", "any instant")
+MOST_KILLS = 8  # of a chain
+LONGEST_S = 600.0  # of anything; far above the usual
+
+
+@dataclass
+class Result:
+    """What came of some kills."""
+
+    kills: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # mode, victim, place
+    bad: list[str] = field(default_factory=list)
+    restarts: int = 0  # kills after which the launcher itself went on
+    chains: int = 0
+
+    def add(self, other: "Result") -> None:
+        """Take in another one."""
+        self.kills += other.kills
+        self.bad += other.bad
+        self.restarts += other.restarts
+        self.chains += other.chains
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A mode's run that nobody disturbed."""
+
+    run_dir: Path
+    seconds: float  # of the whole command
+    calls: int  # of the file system, over all its saves
+
+
+def main() -> None:
+    """Run the campaign and write its report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="chains side by side")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--out", type=Path, help="a Markdown file")
+    asked = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kills-", dir="/tmp") as base:
+        result = campaign(
+            Path(base),
+            kills=asked.kills,
+            seed=asked.seed,
+            jobs=asked.jobs,
+            modes=asked.modes.split(","),
+            say=partial(print, flush=True),
+        )
+    text = report(result, seed=asked.seed, seconds=time.monotonic() - started)
+    print(text)
+    if asked.out is not None:
+        asked.out.write_text(text, encoding="utf-8")
+    sys.exit(bool(result.bad))
+
+
+def campaign(
+    base: Path,
+    *,
+    kills: int,
+    seed: int,
+    jobs: int,
+    modes: Sequence[str],
+    say: Callable[[str], None],
+) -> Result:
+    """Run chains until so many kills have happened; return what came of them.
+
+    Args:
+        base: an empty folder; its path is short, as that of a temporary folder has to be.
+        kills: how many there are at least.
+        seed: of the points.
+        jobs: chains side by side.
+        modes: of MODES, in turns.
+        say: gets a line now and then.
+    """
+    start_server("faults.injection", "commands")
+    shared_before = set(_shared_memory())
+    expected = {mode: undisturbed(mode, base / mode) for mode in modes}
+    result, number = Result(), 0
+    with ThreadPoolExecutor(jobs) as pool:
+        while sum(result.kills.values()) < kills and len(result.bad) < MOST_KILLS:
+            chains = []
+            for _ in range(2 * jobs):
+                mode = modes[number % len(modes)]
+                chains.append(
+                    pool.submit(
+                        chain,
+                        base / f"chain-{number}",
+                        mode,
+                        expected[mode],
+                        random.Random(f"{seed} {number}"),
+                        kills=min(MOST_KILLS, kills),
+                    )
+                )
+                number += 1
+            for one in chains:
+                result.add(one.result())
+            say(f"{sum(result.kills.values())} of {kills} kills, {len(result.bad)} bad")
+    # What the last kill left is cleared by the next start.
+    temp = base / "temp"
+    _run(MODES[modes[0]], base / "last", environ={"TMPDIR": str(temp)})
+    if left := sorted(path.name for path in temp.iterdir()):
+        result.bad.append(f"temporary files are left: {left}")
+    if left := sorted(set(_shared_memory()) - shared_before):
+        result.bad.append(f"shared memory is left: {left}")
+    return result
+
+
+def undisturbed(mode: str, folder: Path) -> Undisturbed:
+    """Run a mode without a kill, twice: the second time everything is in the caches."""
+    counted = folder / "calls"
+    for name in ("first", "second"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        started = time.monotonic()
+        _run(MODES[mode], folder / name, Fault(partial(note, str(counted)), Call(None)))
+        seconds = time.monotonic() - started
+    return Undisturbed(folder / "second" / RUN, seconds, counted.stat().st_size // 2)
+
+
+def chain(
+    folder: Path, mode: str, expected: Undisturbed, chance: random.Random, *, kills: int
+) -> Result:
+    """Kill a training again and again, resume it each time, and compare its end."""
+    result = Result(chains=1)
+    temp = folder.parent / "temp"
+    temp.mkdir(exist_ok=True)
+    try:
+        while sum(result.kills.values()) < kills:
+            if not _kill_once(folder, mode, expected, chance, result, temp=temp):
+                break
+            _check_what_is_left(folder / RUN)
+        end = _run(MODES[mode], folder, environ={"TMPDIR": str(temp)})
+        if end != 0:
+            raise _WrongError(f"the resume ended with exit code {end}: {_said(folder)}")
+        _check_equal(folder / RUN, expected.run_dir)
+    except (_WrongError, AssertionError) as wrong:
+        result.bad.append(f"{mode}, {folder.name}: {wrong} (after {dict(result.kills)})")
+        return result
+    shutil.rmtree(folder)
+    return result
+
+
+class _WrongError(Exception):
+    """A promise that was not kept."""
+
+
+def _kill_once(
+    folder: Path,
+    mode: str,
+    expected: Undisturbed,
+    chance: random.Random,
+    result: Result,
+    *,
+    temp: Path,
+) -> bool:
+    """Go on with a training until its kill; return False once it came to its end instead."""
+    victim, place = chance.choice(VICTIMS), chance.choice(PLACES)
+    restarts = chance.choice((0, 2)) if victim == "rank" else 0
+    world_size = int(MODES[mode][-1].partition("=")[2])
+    left = NUM_STEPS - (steps(folder / RUN)[-1] if steps(folder / RUN) else 0)
+    what = {
+        "rank": partial(send, signal.SIGKILL),
+        "launcher": partial(send_launcher, signal.SIGKILL),
+        "tree": kill_tree,
+    }[victim]
+    faults = []
+    if place == "training":
+        at = At(chance.randrange(world_size), chance.randint(1, max(1, left)))
+        faults = [Fault(what, at)]
+    elif place == "saving":
+        calls = max(1, expected.calls * left // NUM_STEPS)
+        at_call = Call(chance.randint(1, calls), half=chance.random() < 0.5)
+        faults = [Fault(what, at_call)]
+    with background(
+        *(*MODES[mode], *MODEL, f"launch.max_restarts={restarts}"),
+        folder=folder,
+        environ={"TMPDIR": str(temp)},
+        prepare=prepared(*faults),
+    ) as process:
+        killed = False
+        if place == "any instant":
+            killed = _kill_at(chance.uniform(0, expected.seconds), process, victim, chance)
+        code = process.wait(LONGEST_S)
+        wait_for(lambda: not session_pids(process.pid), timeout_s=LONGEST_S)
+    if code == 0:
+        fields = record(folder / RUN)
+        if fields.get("restarts"):
+            result.kills[mode, victim, place] += 1
+            result.restarts += 1
+        elif killed and place == "any instant":  # a rank that had done all its work by then
+            result.kills[mode, victim, place] += 1
+        return False
+    wanted = (1,) if victim == "rank" and not (killed and code == -signal.SIGKILL) else (-9,)
+    if code not in wanted:
+        raise _WrongError(f"{victim} killed: exit code {code}: {_said(folder)}")
+    result.kills[mode, victim, place] += 1
+    return True
+
+
+def _kill_at(seconds: float, process: Any, victim: str, chance: random.Random) -> bool:
+    """Kill after so many seconds; return whether anything was alive to be killed."""
+    with suppress(Exception):
+        process.wait(seconds)
+    if process.poll() is not None:
+        return False
+    if victim == "tree":
+        os.killpg(process.pid, signal.SIGKILL)
+        return True
+    ranks = list(_ranks(process.pid)) if victim == "rank" else []
+    with suppress(ProcessLookupError):
+        os.kill(chance.choice(ranks) if ranks else process.pid, signal.SIGKILL)
+    return True
+
+
+def _ranks(launcher_pid: int) -> Iterator[int]:
+    with suppress(psutil.Error):
+        for child in psutil.Process(launcher_pid).children():
+            yield from (rank.pid for rank in child.children())
+
+
+def _run(mode: Sequence[str], folder: Path, *faults: Fault, environ: Any = None) -> int:
+    with background(*mode, *MODEL, folder=folder, prepare=prepared(*faults), environ=environ) as it:
+        return it.wait(LONGEST_S)
+
+
+def _said(folder: Path) -> str:
+    return " | ".join((folder / "stderr").read_text().strip().splitlines()[:3])
+
+
+def _check_what_is_left(run_dir: Path) -> None:
+    """Check that every checkpoint with a name is whole, whatever was killed."""
+    for path in newest_first(run_dir / "checkpoints"):
+        try:
+            verify(path)
+        except UserError as error:
+            raise _WrongError(f"a state that does not load: {error}") from error
+
+
+def _check_equal(run_dir: Path, expected: Path) -> None:
+    """Check that a training ended as the undisturbed one: figures, weights, all that is saved."""
+    if (status := record(run_dir)["status"]) != "completed" or last_step(run_dir) != NUM_STEPS:
+        raise _WrongError(f"it is {status} at step {last_step(run_dir)}")
+    if _figures(run_dir) != _figures(expected):
+        raise _WrongError("its metrics.jsonl differs")
+    if steps(run_dir) != steps(expected):
+        raise _WrongError(f"it has the checkpoints {steps(run_dir)}, not {steps(expected)}")
+    for step in steps(expected):
+        found, wanted = (
+            load_checkpoint(run / f"checkpoints/step-{step:08d}", map_location="cpu")
+            for run in (run_dir, expected)
+        )
+        if difference := _difference(found, wanted):
+            raise _WrongError(f"its checkpoint of step {step} differs in {difference}")
+    weights = [(run / "model.safetensors").read_bytes() for run in (run_dir, expected)]
+    if weights[0] != weights[1]:
+        raise _WrongError("its model.safetensors differs")
+
+
+def _figures(run_dir: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in line.items() if not key.startswith("ps/")}
+        for line in numbers(run_dir)
+    ]
+
+
+def _difference(found: Any, wanted: Any, name: str = "state") -> str:
+    """Return the name of what differs between two trees; empty where they are equal bit by bit."""
+    if type(found) is not type(wanted):
+        return name
+    if isinstance(wanted, dict):
+        if found.keys() != wanted.keys():
+            return name
+        pairs = [(f"{name}.{key}", found[key], wanted[key]) for key in wanted]
+    elif isinstance(wanted, list | tuple):
+        if len(found) != len(wanted):
+            return name
+        pairs = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(found, wanted, strict=True))]
+    elif hasattr(wanted, "untyped_storage"):
+        return "" if found.dtype == wanted.dtype and found.equal(wanted) else name
+    else:
+        return "" if found == wanted else name
+    return next((told for key, *both in pairs if (told := _difference(*both, key))), "")
+
+
+def _shared_memory() -> list[str]:
+    folder = Path("/dev/shm")
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+def report(result: Result, *, seed: int, seconds: float) -> str:
+    """Return what a campaign found as Markdown."""
+    total = sum(result.kills.values())
+    modes = list(dict.fromkeys(mode for mode, _, _ in result.kills))
+    lines = [
+        f"# {total} kills",
+        "",
+        f"{total - len(result.bad)} of {total} without a fault. {result.chains} trainings were "
+        f"killed and resumed until they ended, {result.restarts} times by the launcher itself. "
+        f"Seed {seed}, {seconds / 60:.0f} minutes, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, torch {versions()['torch']}.",
+        "",
+        "| mode | " + " | ".join(f"{victim} killed" for victim in VICTIMS) + " | "
+        "in training | while saving | at any instant |",
+        "| --- |" + " ---: |" * (len(VICTIMS) + len(PLACES)),
+    ]
+    for mode in sorted(modes):
+        by_victim = [_sum(result, mode, victim=one) for one in VICTIMS]
+        by_place = [_sum(result, mode, place=one) for one in PLACES]
+        lines.append(f"| {mode} | " + " | ".join(map(str, [*by_victim, *by_place])) + " |")
+    lines += ["", "Nothing bad was found." if not result.bad else "Bad:"]
+    lines += [f"- {one}" for one in result.bad]
+    return "\n".join(lines) + "\n"
+
+
+def _sum(result: Result, mode: str, *, victim: str = "", place: str = "") -> int:
+    return sum(
+        count
+        for (its_mode, its_victim, its_place), count in result.kills.items()
+        if its_mode == mode and victim in ("", its_victim) and place in ("", its_place)
+    )
+
+
+if __name__ == "__main__":
+    main()
