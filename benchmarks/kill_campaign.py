@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from commands import background, last_step, numbers, record, session_pids, steps, wait_for
@@ -309,9 +310,15 @@ def _check_equal(run_dir: Path, expected: Path) -> None:
         )
         if difference := _difference(found, wanted):
             raise _WrongError(f"its checkpoint of step {step} differs in {difference}")
-    weights = [(run / "model.safetensors").read_bytes() for run in (run_dir, expected)]
-    if weights[0] != weights[1]:
-        raise _WrongError("its model.safetensors differs")
+    exported = [_exported(run / "model.safetensors") for run in (run_dir, expected)]
+    if difference := _difference(*exported, "model.safetensors"):
+        raise _WrongError(f"it differs in {difference}")
+
+
+def _exported(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        return {"tensors": tensors, "metadata": file.metadata()}
 
 
 def _figures(run_dir: Path) -> list[dict[str, Any]]:

@@ -44,7 +44,6 @@ class Claim:
 
     folder: Path
     global_size: int | None  # samples of its optimizer step; None: the config's own
-    is_held_here: bool  # by rank 0; else by the launcher, which has also frozen the config
 
 
 def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
@@ -61,7 +60,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     """
     if job.scratch is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
-        return Claim(job.run_dir, None, is_held_here=False)
+        return Claim(job.run_dir, None)
     work, resume = work_hash(job.config), job.config.resume
     folder, is_own, goes_on = job.run_dir, False, resume not in (None, AUTO)
     if folder is not None:
@@ -86,7 +85,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     known = {*marks_in(earlier), *marks}
     write_run_record(folder, status="running", work_hash=work, launches=sorted(known))
     size = _global_size(folder) if earlier and not goes_on else None
-    return Claim(folder, size, is_held_here=True)
+    return Claim(folder, size)
 
 
 def with_global_size(config: Config, global_size: int | None, ranks: int) -> Config:

@@ -3,27 +3,40 @@
 import sys
 from typing import Any
 
+from ddp_runner.config import work_hash
 from ddp_runner.environment import dist_env
-from ddp_runner.folders import freeze_config
+from ddp_runner.folders import freeze_config, is_frozen
 from ddp_runner.interrupts import mark_ended
-from ddp_runner.job import Job, Outcome, Slot
+from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
 from ddp_runner.launch import launch
-from ddp_runner.times import begin_session
+from ddp_runner.record import RUN_RECORD, read_run_record, replace_run_record
+from ddp_runner.times import begin_session, is_refused_resume
 
 
 def execute(job: Job) -> Outcome:
     """Run a job in its folder, whose lock is held."""
-    assert job.run_dir is not None
-    written = job.secrets.written(job.config)
-    freeze_config(job.run_dir, written, overrides=job.overrides, choices=job.choices)
+    run_dir = job.run_dir
+    assert run_dir is not None
+    if not is_frozen(run_dir):
+        written = job.secrets.written(job.config)
+        freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
+    before = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
     begin_session(
-        job.run_dir, status="running", started_at=job.started_at, error=None, **_place(job.slot)
+        run_dir,
+        status="running",
+        started_at=job.started_at,
+        error=None,
+        work_hash=work_hash(job.config),
+        **_place(job.slot),
     )
     try:
-        return told(launch(job))
+        outcome = told(launch(job))
     except SystemExit:  # a signal before the launcher had begun to answer them
-        mark_ended(job.run_dir)
+        mark_ended(run_dir)
         raise
+    if outcome.exit_code == EXIT_USER_ERROR and is_refused_resume(run_dir, before):
+        replace_run_record(run_dir, before)
+    return outcome
 
 
 def told(outcome: Outcome) -> Outcome:

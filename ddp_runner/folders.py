@@ -224,6 +224,15 @@ def freeze_config(
     return text
 
 
+def is_frozen(run_dir: Path) -> bool:
+    """Return whether a folder holds a run that can be resumed.
+
+    Its config is not written again before the resume has succeeded: one that is refused, for a key
+    that the run's checkpoint does not fit, would take the run's own config away.
+    """
+    return (run_dir / ".hydra" / "config.yaml").exists()
+
+
 def resume_argument(run_dir: Path) -> str:
     """Return what a shell and Hydra both take for ``resume=`` this folder, whatever its name."""
     text = str(run_dir)

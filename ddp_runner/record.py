@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -64,13 +64,26 @@ def write_run_record(run_dir: Path, **fields: Any) -> None:
     Raises:
         UserError: The existing run.json is damaged, or the new one could not be written.
     """
+    _write(run_dir, lambda known: known | fields)
+
+
+def replace_run_record(run_dir: Path, fields: Mapping[str, Any]) -> None:
+    """Puts these fields into run.json in place of all that it holds.
+
+    Raises:
+        UserError: It could not be written.
+    """
+    _write(run_dir, lambda known: dict(fields))
+
+
+def _write(run_dir: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         folder_descriptor = os.open(run_dir, os.O_RDONLY)
         try:
             fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
             known = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
-            text = json.dumps(json_safe(known | fields), indent=2, allow_nan=False)
+            text = json.dumps(json_safe(changed(known)), indent=2, allow_nan=False)
             replace_file(run_dir / RUN_RECORD, text + "\n")
         finally:
             os.close(folder_descriptor)

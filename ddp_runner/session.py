@@ -28,7 +28,7 @@ from ddp_runner.distributed import (
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.failures import Failure, cause
-from ddp_runner.folders import freeze_config
+from ddp_runner.folders import freeze_config, is_frozen
 from ddp_runner.hardware import detect
 from ddp_runner.identity import own_marks
 from ddp_runner.job import Job
@@ -91,9 +91,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         job = replace(job, config=with_global_size(config, run.global_size, env.world_size))
         log = stack.enter_context(RankLog(run.folder, env, hide=job.secrets.hide))
         if env.is_rank_zero:
-            if run.is_held_here:
-                written = job.secrets.written(job.config)
-                freeze_config(run.folder, written, overrides=job.overrides, choices=job.choices)
+            if not is_frozen(run.folder):
+                freeze(job, run.folder)
             _record_start(
                 *(job, env, run.folder),
                 num_threads=num_threads,
@@ -109,6 +108,12 @@ def _comparable(job: Job) -> dict[str, Any]:
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     return {**shown, "the hash of what oc.env gives": digest(hidden)}
+
+
+def freeze(job: Job, run_dir: Path) -> None:
+    """Write down what the run's config is from now on. Rank 0 only."""
+    written = job.secrets.written(job.config)
+    freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
 
 
 def note_restart(session: Session, *, step: int) -> None:

@@ -5,7 +5,7 @@ A run's ``wall_s`` is the time of all its sessions, without the time that it lay
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,17 @@ def begin_session(run_dir: Path, *, started_at: float, **fields: Any) -> None:
             sessions[-1]["wall_s"] = _seconds(sessions[-1], ended_at)
         sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
     write_run_record(run_dir, **_totals(sessions), finished_at=None, **fields)
+
+
+def is_refused_resume(run_dir: Path, before: Mapping[str, Any]) -> bool:
+    """Return whether a run that had begun before did not come to its first step this time.
+
+    Args:
+        run_dir: of the run.
+        before: its run.json before this session; empty where there was none.
+    """
+    sessions = _sessions(read_run_record(run_dir))
+    return before.get("startup_s") is not None and sessions[-1]["startup_s"] is None
 
 
 def begin_anew(run_dir: Path) -> None:

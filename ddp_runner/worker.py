@@ -30,7 +30,7 @@ from ddp_runner.parts import make
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
 from ddp_runner.serving import take_part
-from ddp_runner.session import Session, note_restart, open_session
+from ddp_runner.session import Session, freeze, note_restart, open_session
 from ddp_runner.state import restore, snapshot
 from ddp_runner.stop import StopRequest, die_with_launcher
 from ddp_runner.torch_errors import explained
@@ -97,6 +97,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     position = Position()
     resume_step = restore(trainee, position, written, run_dir / "checkpoints", say=say)
     note_restart(session, step=position.step)
+    if env.is_rank_zero:
+        freeze(session.job, run_dir)  # only now: a resume that is refused leaves it as it was
     steps_per_epoch = trainee.batches.steps_per_epoch
     max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
 

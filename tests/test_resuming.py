@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import LAPTOP, compose_raw, record, refusal, resolved, run_command
+from commands import LAPTOP, compose_raw, record, refusal, resolved, run_command, steps
 
 from ddp_runner.compose import CONFIG_DIR, register, to_config
 from ddp_runner.config import Config
@@ -167,3 +167,25 @@ def test_a_run_folder_of_the_users_is_taken_as_it_is_written(tmp_path: Path) -> 
     both = run_command(f"resume={tmp_path}", "hydra.run.dir=other", folder=tmp_path / "both")
     assert both.exit_code == 2
     assert "name two folders; leave hydra.run.dir out" in both.stderr
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """Its own config, its run.json and its checkpoints: the next resume without the key works."""
+    run = tmp_path / "run"
+    short = ("model=toy", "world_size=1", "train.max_steps=7", "checkpoint.every_steps=1")
+    assert run_command(*short, f"hydra.run.dir={run}", folder=tmp_path).exit_code == 0
+    kept = {
+        path: path.read_bytes()
+        for path in [run / "run.json", run / "metrics.jsonl", *(run / ".hydra").iterdir()]
+    }
+    saved = steps(run)
+    for key in ("optimizer=adam", "dataset.seed=5", "scheduler=cosine", "dataset.num_samples=100"):
+        refused = run_command(f"resume={run}", "train.max_steps=12", key, folder=tmp_path)
+        assert refused.exit_code == 2
+        (line,) = refused.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert {path: path.read_bytes() for path in kept} == kept
+        assert steps(run) == saved
+    resumed = run_command(f"resume={run}", "train.max_steps=12", folder=tmp_path)
+    assert (resumed.exit_code, record(run)["step"]) == (0, 12)
+    assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["max_steps"] == 12
