@@ -318,14 +318,15 @@ def _check_equal(run_dir: Path, expected: Path) -> None:
 def _exported(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
-        return {"tensors": tensors, "metadata": file.metadata()}
+        return {"tensors": tensors, "metadata": _without_clock(file.metadata())}
 
 
 def _figures(run_dir: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in line.items() if not key.startswith("ps/")}
-        for line in numbers(run_dir)
-    ]
+    return [_without_clock(line) for line in numbers(run_dir)]
+
+
+def _without_clock(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in fields.items() if not key.startswith(("perf/", "ps/"))}
 
 
 def _difference(found: Any, wanted: Any, name: str = "state") -> str:
