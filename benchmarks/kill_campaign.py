@@ -187,19 +187,19 @@ def chain(
         while sum(result.kills.values()) < kills:
             if not _kill_once(folder, mode, expected, chance, result, temp=temp):
                 break
-            _check_what_is_left(folder / RUN)
+            check_what_is_left(folder / RUN)
         end = _run(MODES[mode], folder, environ={"TMPDIR": str(temp)})
         if end != 0:
-            raise _WrongError(f"the resume ended with exit code {end}: {_said(folder)}")
-        _check_equal(folder / RUN, expected.run_dir)
-    except (_WrongError, AssertionError) as wrong:
+            raise WrongError(f"the resume ended with exit code {end}: {_said(folder)}")
+        check_equal(folder / RUN, expected.run_dir)
+    except (WrongError, AssertionError) as wrong:
         result.bad.append(f"{mode}, {folder.name}: {wrong} (after {dict(result.kills)})")
         return result
     shutil.rmtree(folder)
     return result
 
 
-class _WrongError(Exception):
+class WrongError(Exception):
     """A promise that was not kept."""
 
 
@@ -251,7 +251,7 @@ def _kill_once(
         return False
     wanted = (1,) if victim == "rank" and not (killed and code == -signal.SIGKILL) else (-9,)
     if code not in wanted:
-        raise _WrongError(f"{victim} killed: exit code {code}: {_said(folder)}")
+        raise WrongError(f"{victim} killed: exit code {code}: {_said(folder)}")
     result.kills[mode, victim, place] += 1
     return True
 
@@ -286,33 +286,33 @@ def _said(folder: Path) -> str:
     return " | ".join((folder / "stderr").read_text().strip().splitlines()[:3])
 
 
-def _check_what_is_left(run_dir: Path) -> None:
+def check_what_is_left(run_dir: Path) -> None:
     """Check that every checkpoint with a name is whole, whatever was killed."""
     for path in newest_first(run_dir / "checkpoints"):
         try:
             verify(path)
         except UserError as error:
-            raise _WrongError(f"a state that does not load: {error}") from error
+            raise WrongError(f"a state that does not load: {error}") from error
 
 
-def _check_equal(run_dir: Path, expected: Path) -> None:
+def check_equal(run_dir: Path, expected: Path) -> None:
     """Check that a training ended as the undisturbed one: figures, weights, all that is saved."""
     if (status := record(run_dir)["status"]) != "completed" or last_step(run_dir) != NUM_STEPS:
-        raise _WrongError(f"it is {status} at step {last_step(run_dir)}")
+        raise WrongError(f"it is {status} at step {last_step(run_dir)}")
     if _figures(run_dir) != _figures(expected):
-        raise _WrongError("its metrics.jsonl differs")
+        raise WrongError("its metrics.jsonl differs")
     if steps(run_dir) != steps(expected):
-        raise _WrongError(f"it has the checkpoints {steps(run_dir)}, not {steps(expected)}")
+        raise WrongError(f"it has the checkpoints {steps(run_dir)}, not {steps(expected)}")
     for step in steps(expected):
         found, wanted = (
             load_checkpoint(run / f"checkpoints/step-{step:08d}", map_location="cpu")
             for run in (run_dir, expected)
         )
         if difference := _difference(found, wanted):
-            raise _WrongError(f"its checkpoint of step {step} differs in {difference}")
+            raise WrongError(f"its checkpoint of step {step} differs in {difference}")
     exported = [_exported(run / "model.safetensors") for run in (run_dir, expected)]
     if difference := _difference(*exported, "model.safetensors"):
-        raise _WrongError(f"it differs in {difference}")
+        raise WrongError(f"it differs in {difference}")
 
 
 def _exported(path: Path) -> dict[str, Any]:
