@@ -12,6 +12,7 @@ from commands import (
     ended,
     last_step,
     record,
+    run_command,
     wait_for,
 )
 from hydra.errors import MissingConfigException
@@ -47,6 +48,31 @@ def test_a_search_without_a_metric_or_without_the_plugin_is_refused() -> None:
     assert "pip install 'ddp-runner[optuna]'" in str(user_error(lacking))
 
 
+def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
+    """Three trials; a seed that is tried again takes its result; so does the same command."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")
+    search = (
+        *("-m", "hydra/sweeper=optuna", "sweep.objective=eval/loss", "model=toy", "world_size=1"),
+        *("hydra.sweeper.direction=minimize", "hydra.sweeper.sampler.seed=0"),
+        *("optimizer.lr=choice(0.01,0.1)", "hydra.sweeper.n_trials=3", "train.max_steps=10"),
+        "hydra.sweep.dir=sweep",
+    )
+    ends = [run_command(*search, folder=tmp_path) for _ in range(2)]
+    assert [end.exit_code for end in ends] == [0, 0]
+    sweep = tmp_path / "sweep"
+    losses = {
+        run_dir.name: record(run_dir)["metrics"]["eval/loss"] for run_dir in ends[1].run_dirs
+    }
+    assert set(statuses(sweep)) == set(losses)
+    assert 1 <= len(losses) <= 2  # of two rates in three trials
+    best = OmegaConf.load(sweep / "optimization_results.yaml")
+    assert best.best_value == min(losses.values())
+    assert f"optimizer.lr={best.best_params['optimizer.lr']}" == min(losses, key=losses.__getitem__)
+    assert ends[0].stdout.count("its result is taken") == 3 - len(losses)
+    assert ends[1].stdout.count("its result is taken") == 3
+
+
+@pytest.mark.slow
 @needs_two_cores
 def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     """The seed makes the same command try the same jobs; a diverged one is a trial that failed.
