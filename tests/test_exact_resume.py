@@ -1,0 +1,261 @@
+"""A run that was killed at any step and resumed equals an undisturbed one, in every mode.
+
+In the same mode and with as many ranks: bit for bit. In another, or with others: each sample once
+an epoch, and losses that differ by rounding alone.
+"""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trainees import Trace, build, compose_config, equal, run_loop
+
+from ddp_runner.checkpoint import load_checkpoint, newest_first
+from ddp_runner.compose import CONFIG_DIR
+from ddp_runner.config import Config
+from ddp_runner.data.batches import GlobalBatches, StepBatch
+from ddp_runner.data.source import Split
+from ddp_runner.environment import DistEnv
+from ddp_runner.step import Trainee
+
+
+class Tiny(nn.Module):
+    """A small convolution and a linear layer, whole or in two stages; of the keys of mnist_net."""
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        in_channels: int,
+        dropout1: float,
+        dropout2: float,
+        batch_norm: bool = False,
+        dev0: torch.device | None = None,
+        dev1: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.dev0, self.dev1 = dev0, dev1
+        self.conv = nn.Conv2d(in_channels, 4, kernel_size=3).to(dev0)
+        self.norm = nn.BatchNorm2d(4).to(dev0) if batch_norm else nn.Identity()
+        self.dropout1, self.dropout2 = nn.Dropout(dropout1), nn.Dropout(dropout2)
+        self.hidden = nn.Linear(4 * 3 * 3, 12).to(dev1)
+        self.last = nn.Linear(12, num_classes).to(dev1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, in_channels, 8, 8) to log-probabilities (batch, num_classes)."""
+        features = F.max_pool2d(F.relu(self.norm(self.conv(images.to(self.dev0)))), 2)
+        hidden = F.relu(self.hidden(self.dropout1(features).flatten(1).to(self.dev1)))
+        return F.log_softmax(self.last(self.dropout2(hidden)), dim=1)
+
+
+# An epoch is a batch of 12 and one of a single sample, of which most ranks get none.
+BASE = (
+    *("dataset=fake_images", "dataset.height=8", "dataset.width=8", "dataset.eval_samples=9"),
+    *("dataset.num_samples=13", "batch.global_size=12", "train.epochs=3", "optimizer=momentum"),
+    *("optimizer.lr=0.05", "train.log_every_steps=1", "checkpoint.every_steps=1"),
+    *("checkpoint.keep=99", "model._target_=test_exact_resume.Tiny"),
+    *("allowed_targets=[test_exact_resume]", "model.dropout1=0.0", "model.dropout2=0.0"),
+)
+NUM_STEPS = 6
+AUGMENTED = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=2")
+WARM_UP = ("scheduler=cosine", "scheduler.warmup_steps=2", "scheduler.min_factor=0.1")
+ACCUMULATED = ("train.grad_accum_steps=2", "train.clip_norm=0.5")
+DROPOUT = ("model.dropout1=0.3", "model.dropout2=0.5")
+# What a resumed run must find as it was, each alone and then all that go together.
+CASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "accumulation": ACCUMULATED,
+    "dropout": DROPOUT,
+    "batch norm": ("+model.batch_norm=true",),
+    "augmentation": AUGMENTED,
+    "bf16": ("train.precision=bf16",),
+    "adam": ("optimizer=adam",),
+    "warm-up": WARM_UP,
+    "step": ("scheduler=step",),
+    "plateau": (
+        *("scheduler=plateau", "scheduler.patience=0", "scheduler.factor=0.5"),
+        "+scheduler.threshold=0.9",
+    ),
+    "one cycle": (
+        "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR",
+        "+scheduler.max_lr=0.1",
+    ),
+    "scaled loss": (),
+    "all": (
+        *("+model.batch_norm=true", "train.precision=bf16", "optimizer=adamw", *DROPOUT),
+        *(*AUGMENTED, *WARM_UP, *ACCUMULATED),
+    ),
+}
+MODES = {
+    path.stem: OmegaConf.load(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
+}
+# Each mode with as few ranks as make it what it is; three, as a sum of three has an order.
+GANGS = {
+    **{
+        name: (name, min(2, keys.get("max_ranks", 2)) + keys.get("num_servers", 0))
+        for name, keys in MODES.items()
+    },
+    "ddp of three": ("ddp", 3),
+    "one asynchronous trainer": ("ps parallelism.mode=async", 2),
+}
+
+
+@dataclass(frozen=True)
+class Watched(GlobalBatches):
+    """Batches that note what is taken from them."""
+
+    drawn: list[tuple[int, dict[int, float]]] = field(default_factory=list)
+
+    def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
+        """Note the batch's number and each sample's weight; samples are told by their bytes."""
+        batch = super().step(epoch, index, order=order)
+        found, numbers = Counter[int](), sample_numbers(self.split)
+        for micro in batch.micro_batches:
+            for one in micro.inputs if micro.weight else ():
+                found[numbers[one.numpy().tobytes()]] += micro.weight
+        self.drawn.append((batch.number, dict(found)))
+        return batch
+
+
+def sample_numbers(split: Split) -> dict[bytes, int]:
+    """Return the place of each sample by its bytes."""
+    numbers = {one.numpy().tobytes(): number for number, one in enumerate(split.inputs)}
+    assert len(numbers) == len(split)
+    return numbers
+
+
+def watched(trainee: Trainee) -> tuple[Trainee, list[tuple[int, dict[int, float]]]]:
+    """Return a trainee that notes which samples it takes, and the notes."""
+    given = {one.name: getattr(trainee.batches, one.name) for one in fields(trainee.batches)}
+    batches = Watched(**given)
+    return replace(trainee, batches=batches), batches.drawn
+
+
+@dataclass
+class Life:
+    """One rank from a start to the end of the run."""
+
+    trace: Trace
+    drawn: list[tuple[int, dict[int, float]]]  # of each step that it computed gradients for
+
+
+def config_of(gang: str, *overrides: str) -> Config:
+    """Return what a gang trains."""
+    mode, world_size = GANGS[gang]
+    is_cut = MODES[mode.split()[0]].get("devices_per_rank", 1) > 1
+    model = f"model=mnist_net{'_mp' if is_cut else ''}"
+    keys = f"parallelism={mode}".split()
+    return compose_config(model, *BASE, *keys, *overrides, world_size=world_size)
+
+
+def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = False) -> Life:
+    """Go on from what the folder holds, with a checkpoint at each step. Collective."""
+    trainee, drawn = watched(build(env, config))
+    if with_scaler:  # its scale goes up and down throughout
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**127, backoff_factor=2.0**-3, growth_factor=2, growth_interval=1
+        )
+        trainee = replace(trainee, scaler=scaler)
+    trace = run_loop(env, config, max_steps=None, folder=folder, trainee=trainee)
+    dist.barrier()
+    is_server = trainee.mode.role(env).serving is not None and env.is_rank_zero
+    return Life(trace, [] if is_server else drawn)
+
+
+def move(env: DistEnv, step: int, source: Path, target: Path) -> None:
+    """Copy a checkpoint, and it alone. Collective."""
+    if env.is_rank_zero:
+        name = f"step-{step:08d}"
+        shutil.copytree(source / name, target / name)
+    dist.barrier()
+
+
+def chain(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool) -> list[Life]:
+    """Return an undisturbed life, then one from each step's checkpoint of the life before."""
+    lives = []
+    for step in range(NUM_STEPS):
+        if step:
+            move(env, step, folder / str(step - 1), folder / str(step))
+        lives.append(live(env, config, folder / str(step), with_scaler=with_scaler))
+    return lives
+
+
+def chains(env: DistEnv, configs: dict[str, Config], folder: Path) -> dict[str, list[Life]]:
+    """Return the lives of each case. Collective."""
+    return {
+        case: chain(env, config, folder / case, with_scaler=case == "scaled loss")
+        for case, config in configs.items()
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the lives of a case have left."""
+
+    ranks: list[list[Life]]  # by rank, then by the step that it went on from
+    states: list[dict[str, Any]]  # the last checkpoint of each life
+
+
+def cases_of(gang: str) -> list[str]:
+    """Return the cases that a mode has; one with a server scales no loss."""
+    has_server = "num_servers" in MODES[GANGS[gang][0].split()[0]]
+    return [case for case in CASES if not (has_server and case == "scaled loss")]
+
+
+@cache
+def found_in(gang: str) -> dict[str, Found]:
+    """Return what a gang's lives have left, by case; one gang lives all of them."""
+    configs = {case: config_of(gang, *CASES[case]) for case in cases_of(gang)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = run_ranks(chains, GANGS[gang][1], configs, folder)
+        states = {
+            case: [last_state(folder / case / str(step)) for step in range(NUM_STEPS)]
+            for case in configs
+        }
+    return {case: Found([rank[case] for rank in ranks], states[case]) for case in configs}
+
+
+def last_state(folder: Path) -> dict[str, Any]:
+    """Return the state of a run's last checkpoint."""
+    return load_checkpoint(newest_first(folder)[0], map_location="cpu")
+
+
+def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
+    """Return what was logged after a step, without what depends on the clock."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("perf/", "ps/"))}
+        for line in trace.lines
+        if line["step"] > after
+    ]
+
+
+@pytest.mark.parametrize(("gang", "case"), [(g, c) for g in GANGS for c in cases_of(g)])
+def test_from_any_step_a_resumed_run_is_the_undisturbed_one(gang: str, case: str) -> None:
+    """Figures, samples and their order, parameters and all that a checkpoint holds: bit for bit."""
+    found = found_in(gang)[case]
+    for lives in found.ranks:
+        whole = lives[0]
+        assert whole.trace.status == "completed"
+        for step, life in enumerate(lives):
+            assert figures(life.trace, after=step) == figures(whole.trace, after=step), step
+            assert len(life.trace.lines) == len(figures(whole.trace, after=step)), step
+            assert life.drawn == whole.drawn[step:], step
+            assert torch.equal(life.trace.weights, whole.trace.weights), step
+            assert life.trace.position == whole.trace.position, step
+    for step, state in enumerate(found.states):
+        whole_state = found.states[0]
+        assert state.keys() == whole_state.keys()
+        assert [key for key in state if not equal(state[key], whole_state[key])] == [], step
