@@ -17,7 +17,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.manifest import read_manifest
 from ddp_runner.plain_data import refuse_sharded
 from ddp_runner.state_checks import checked_position, data_facts, refuse_other_data
-from ddp_runner.step import Trainee
+from ddp_runner.step import Trainee, rehearse
 from ddp_runner.train import Position
 
 
@@ -105,6 +105,7 @@ def restore(
             "never; finish the epoch with that version, or resume from a checkpoint between epochs"
         )
     refuse_other_data(state.get("data"), trainee.dataset, path)
+    rehearse(trainee)
     try:
         trainee.module.load_state_dict(state["model"])
         _restore_optimizer(trainee, state, schedule_step=schedule_step)
