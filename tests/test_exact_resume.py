@@ -7,20 +7,32 @@ an epoch, and losses that differ by rounding alone.
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
+from random import randrange
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import (
+    assert_same_state,
+    background,
+    ended,
+    gang,
+    last_step,
+    numbers,
+    run_command,
+    run_dirs,
+    wait_for,
+)
 from omegaconf import OmegaConf
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainees import Trace, build, compose_config, equal, run_loop
+from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop
 
 from ddp_runner.checkpoint import load_checkpoint, newest_first
 from ddp_runner.compose import CONFIG_DIR
@@ -60,6 +72,23 @@ class Tiny(nn.Module):
         return F.log_softmax(self.last(self.dropout2(hidden)), dim=1)
 
 
+class Counting(torch.optim.SGD):
+    """SGD whose rate falls with the steps that it has counted itself, in its groups."""
+
+    def __init__(self, params: Any, *, lr: float, momentum: float, **_: Any) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group["taken"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            group["taken"] += 1
+            rate, group["lr"] = group["lr"], group["lr"] / group["taken"]
+            super().step(closure)
+            group["lr"] = rate
+
+
 # An epoch is a batch of 12 and one of a single sample, of which most ranks get none.
 BASE = (
     *("dataset=fake_images", "dataset.height=8", "dataset.width=8", "dataset.eval_samples=9"),
@@ -82,6 +111,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "augmentation": AUGMENTED,
     "bf16": ("train.precision=bf16",),
     "adam": ("optimizer=adam",),
+    "an optimizer that counts": ("optimizer._target_=test_exact_resume.Counting",),
     "warm-up": WARM_UP,
     "step": ("scheduler=step",),
     "plateau": (
@@ -109,6 +139,7 @@ GANGS = {
     },
     "ddp of three": ("ddp", 3),
     "one asynchronous trainer": ("ps parallelism.mode=async", 2),
+    "asynchronous": ("ps parallelism.mode=async", 3),  # its order is left to chance
 }
 
 
@@ -210,8 +241,11 @@ class Found:
 
 def cases_of(gang: str) -> list[str]:
     """Return the cases that a mode has; one with a server scales no loss."""
-    has_server = "num_servers" in MODES[GANGS[gang][0].split()[0]]
-    return [case for case in CASES if not (has_server and case == "scaled loss")]
+    if gang == "asynchronous":
+        return []
+    if gang not in MODES:  # what is its own in it has to do with few of them
+        return ["plain", "dropout", "all"]
+    return [case for case in CASES if "num_servers" not in MODES[gang] or case != "scaled loss"]
 
 
 @cache
@@ -259,3 +293,124 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one(gang: str, case: str
         whole_state = found.states[0]
         assert state.keys() == whole_state.keys()
         assert [key for key in state if not equal(state[key], whole_state[key])] == [], step
+
+
+# Three steps an epoch, of 6, 6 and 4 samples; six can be cut in one, two and three.
+SHARED = ("dataset.num_samples=16", "batch.global_size=6", "train.epochs=2", *AUGMENTED, *WARM_UP)
+PLACES = {"between two epochs": 3, "amid an epoch": 4}
+SYNCHRONOUS = [gang for gang in GANGS if gang not in ("asynchronous", "dp")]
+
+
+def elsewhere(
+    env: DistEnv, config: Config, folder: Path, sources: list[str], target: str
+) -> dict[tuple[str, int], Life]:
+    """Go on from the checkpoints that other gangs have left; by gang and step. Collective."""
+    lives = {}
+    for source in sources:
+        for step in PLACES.values():
+            place = folder / f"{source} to {target}" / str(step)
+            move(env, step, folder / source, place)
+            lives[source, step] = live(env, config, place)
+    return lives
+
+
+def left_by(gangs: list[str], folder: Path, *overrides: str) -> dict[str, list[Life]]:
+    """Let each gang live once and leave its checkpoints; return its ranks' lives."""
+    return {
+        gang: run_ranks(live, GANGS[gang][1], config_of(gang, *SHARED, *overrides), folder / gang)
+        for gang in gangs
+    }
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Life]]]:
+    """What each gang but an asynchronous one has left."""
+    folder = tmp_path_factory.mktemp("left")
+    return folder, left_by(SYNCHRONOUS, folder)
+
+
+def samples_by_batch(*lives: Life) -> dict[int, Counter[int]]:
+    """Return how often each sample was in a batch, over all ranks."""
+    found: dict[int, Counter[int]] = {}
+    for life in lives:
+        for batch, samples in life.drawn:
+            found.setdefault(batch, Counter()).update(samples)
+    return found
+
+
+@pytest.mark.parametrize("target", SYNCHRONOUS)
+def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
+    target: str, left: tuple[Path, dict[str, list[Life]]]
+) -> None:
+    """From every gang to every other: losses to rounding, and each sample once an epoch."""
+    folder, sources = left
+    config, whole = config_of(target, *SHARED), sources["single"][0]
+    ranks = run_ranks(
+        elsewhere, GANGS[target][1], config, folder, list(sources), target, timeout_s=600
+    )
+    tolerances = TOLERANCES[torch.float32]
+    for (source, step), first in ranks[0].items():
+        where = f"{source} to {target} at step {step}: "
+        told = partial("{} {}".format, where)
+        losses = sources[source][0].trace.losses[:step] + first.trace.losses
+        torch.testing.assert_close(losses, whole.trace.losses, **tolerances, msg=told)
+        torch.testing.assert_close(first.trace.weights, whole.trace.weights, **tolerances, msg=told)
+        assert first.trace.position == whole.trace.position, where
+        before = [Life(one.trace, one.drawn[:step]) for one in sources[source]]
+        found = samples_by_batch(*before, *(rank[source, step] for rank in ranks))
+        assert found == samples_by_batch(whole), where
+        for epoch in range(2):
+            used = sum((found[3 * epoch + batch] for batch in range(3)), Counter())
+            assert used == Counter(range(16)), where
+
+
+def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> None:
+    """With a rate of next to nothing a loss tells its batch, in whatever order they come."""
+    still = ("optimizer.lr=1e-30", "dataset.augmentation=null")
+    sources = left_by(["single", "ddp", "asynchronous"], tmp_path, *still)
+    expected = sources["single"][0].trace.losses
+    ordered = sorted(expected)
+    assert min(b - a for a, b in pairwise(ordered)) > 1e-3
+    for step in PLACES.values():
+        state = load_checkpoint(tmp_path / "asynchronous" / f"step-{step:08d}", map_location="cpu")
+        assert state["position"]["outstanding"], "a trainer was idle: it proves nothing"
+    ways = {
+        "asynchronous": list(sources),
+        "single": ["asynchronous"],
+        "ddp of three": ["asynchronous"],
+        "ps": ["asynchronous"],
+    }
+    for target, chosen in ways.items():
+        config = config_of(target, *SHARED, *still)
+        first, *_ = run_ranks(elsewhere, GANGS[target][1], config, tmp_path, chosen, target)
+        for (source, step), life in first.items():
+            losses = sources[source][0].trace.losses[:step] + life.trace.losses
+            where = f"{source} to {target} at step {step}"
+            assert sorted(losses) == pytest.approx(ordered, rel=1e-5), where
+            assert life.trace.position.step == NUM_STEPS, where
+
+
+# All that a step depends on, on two ranks.
+KILLED = (
+    *("model=mnist_net", "dataset=fake_images", "dataset.height=10", "dataset.width=10"),
+    *("dataset.num_samples=60", "dataset.eval_samples=20", "batch.global_size=8"),
+    *("train.epochs=4", "train.precision=bf16", "train.num_threads=1", "train.log_every_steps=1"),
+    *("checkpoint.every_steps=3", *AUGMENTED, *WARM_UP, *ACCUMULATED),
+)
+
+
+def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path) -> None:
+    """All of it at once, as when the power fails; then one rank: at steps left to chance."""
+    undisturbed = run_command(*KILLED, folder=tmp_path / "undisturbed").run_dir
+    folder, first, second = tmp_path / "killed", randrange(4, 14), randrange(14, 24)
+    with background(*KILLED, folder=folder):
+        wait_for(lambda: last_step(folder) >= first)
+    (run_dir,) = run_dirs(folder)
+    with background(f"resume={run_dir}", folder=folder) as process:
+        wait_for(lambda: last_step(folder) >= second)
+        gang(process.pid)[1].kill()
+        assert ended(process, folder).exit_code == 1
+    resumed = run_command(f"resume={run_dir}", folder=folder)
+    assert (resumed.exit_code, resumed.stderr) == (0, "")
+    assert numbers(run_dir) == numbers(undisturbed), (first, second)
+    assert_same_state(run_dir, undisturbed)
