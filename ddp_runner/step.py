@@ -104,8 +104,9 @@ def rehearse(trainee: Trainee) -> None:
         return  # nothing is wrapped, or the sum has one order only
     trainee.model.train()
     split = trainee.batches.split
-    # Two, as BatchNorm has no variance of one.
-    few = torch.arange(2, device=split.inputs.device).clamp(max=len(split) - 1)
+    # As many as in a real one: a compiled model is compiled for them.
+    few = torch.arange(trainee.batches.micro_size, device=split.inputs.device)
+    few = few.clamp(max=len(split) - 1)
     batch = MicroBatch(split.inputs.index_select(0, few), split.targets.index_select(0, few))
     loss, _ = forward(trainee, trainee.model, batch)
     loss.backward()

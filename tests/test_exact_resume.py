@@ -97,6 +97,7 @@ BASE = (
     *("allowed_targets=[test_exact_resume]", "model.dropout1=0.0", "model.dropout2=0.0"),
 )
 NUM_STEPS = 6
+LARGE = 2.0**20  # times the loss: its scale makes it overflow
 AUGMENTED = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=2")
 WARM_UP = ("scheduler=cosine", "scheduler.warmup_steps=2", "scheduler.min_factor=0.1")
 ACCUMULATED = ("train.grad_accum_steps=2", "train.clip_norm=0.5")
@@ -121,7 +122,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR",
         "+scheduler.max_lr=0.1",
     ),
-    "scaled loss": (),
+    "scaled loss": (f"optimizer.lr={0.05 / LARGE}",),
     "all": (
         *("+model.batch_norm=true", "train.precision=bf16", "optimizer=adamw", *DROPOUT),
         *(*AUGMENTED, *WARM_UP, *ACCUMULATED),
@@ -193,11 +194,12 @@ def config_of(gang: str, *overrides: str) -> Config:
 def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = False) -> Life:
     """Go on from what the folder holds, with a checkpoint at each step. Collective."""
     trainee, drawn = watched(build(env, config))
-    if with_scaler:  # its scale goes up and down throughout
+    if with_scaler:  # its scale goes up and down, and some steps are not taken
+        large = trainee.loss_fn
         scaler = torch.amp.GradScaler(
-            "cpu", init_scale=2.0**127, backoff_factor=2.0**-3, growth_factor=2, growth_interval=1
+            *("cpu", 2.0**120), growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
         )
-        trainee = replace(trainee, scaler=scaler)
+        trainee = replace(trainee, scaler=scaler, loss_fn=lambda *both: LARGE * large(*both))
     trace = run_loop(env, config, max_steps=None, folder=folder, trainee=trainee)
     dist.barrier()
     is_server = trainee.mode.role(env).serving is not None and env.is_rank_zero
@@ -292,6 +294,8 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one(gang: str, case: str
         whole_state = found.states[0]
         assert state.keys() == whole_state.keys()
         assert [key for key in state if not equal(state[key], whole_state[key])] == [], step
+    if case == "scaled loss":
+        assert 0 < found.states[0]["scheduler"]["last_epoch"] < NUM_STEPS, "all steps were taken"
 
 
 # Three steps an epoch, of 6, 6 and 4 samples; six can be cut in one, two and three.
