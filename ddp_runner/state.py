@@ -1,6 +1,6 @@
 """What a checkpoint holds and how a run takes it up again; called by ``worker``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.manifest import read_manifest
 from ddp_runner.plain_data import refuse_sharded
 from ddp_runner.state_checks import checked_position, data_facts, refuse_other_data
-from ddp_runner.step import Trainee
+from ddp_runner.step import Trainee, rehearse
 from ddp_runner.train import Position
 
 
@@ -105,9 +105,10 @@ def restore(
             "never; finish the epoch with that version, or resume from a checkpoint between epochs"
         )
     refuse_other_data(state.get("data"), trainee.dataset, path)
+    rehearse(trainee)
     try:
         trainee.module.load_state_dict(state["model"])
-        _restore_optimizer(trainee, state, schedule_step=schedule_step)
+        _restore_optimizer(trainee, state, keys=config.optimizer, schedule_step=schedule_step)
         if state["scaler"]:  # empty where the run's precision scaled no loss
             trainee.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == trainee.env.world_size:
@@ -141,19 +142,24 @@ def _outstanding(trainee: Trainee, position: Position) -> tuple[int, ...]:
 
 
 def _restore_optimizer(
-    trainee: Trainee, state: dict[str, Any], *, schedule_step: int | None
+    trainee: Trainee, state: dict[str, Any], *, keys: Collection[str], schedule_step: int | None
 ) -> None:
     """Take up the moments and the schedule's step; the rates are those of this run's config.
 
-    So the way out of a diverged run works: resuming it with a smaller optimizer.lr.
+    So the way out of a diverged run works: resuming it with a smaller optimizer.lr. What else an
+    optimizer has in its groups is state: some count their steps there.
 
     Args:
         trainee: of this rank.
         state: of the checkpoint.
+        keys: of the config's optimizer.
         schedule_step: where a closed formula goes on; None: where it stood.
     """
     optimizer, scheduler = trainee.optimizer, trainee.scheduler.scheduler
-    chosen = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
+    chosen = [
+        {k: v for k, v in one.items() if k in (*keys, "initial_lr")}
+        for one in optimizer.param_groups
+    ]
     optimizer.load_state_dict(state["optimizer"])
     if not isinstance(scheduler, LambdaLR):  # it may have changed the rates as it went
         initial_rates = [one["initial_lr"] for one in chosen]
@@ -162,11 +168,11 @@ def _restore_optimizer(
     saved_step = state["scheduler"]["last_epoch"]
     scheduler.last_epoch = saved_step if schedule_step is None else schedule_step
     scheduler._step_count = state["scheduler"]["_step_count"]
-    for group, keys, factor in zip(
+    for group, own, factor in zip(
         optimizer.param_groups, chosen, scheduler.lr_lambdas, strict=True
     ):
-        group.update(keys)
-        group["lr"] = keys["initial_lr"] * factor(scheduler.last_epoch)
+        group.update(own)
+        group["lr"] = own["initial_lr"] * factor(scheduler.last_epoch)
 
 
 def check_finite(trainee: Trainee, position: Position) -> None:

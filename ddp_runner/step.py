@@ -92,6 +92,27 @@ def backward(trainee: Trainee, batch: StepBatch) -> Tensor:
     return total
 
 
+def rehearse(trainee: Trainee) -> None:
+    """Let the model's wrapper see a backward that counts for nothing. Collective: every rank.
+
+    DDP lines its gradients up anew after its first backward. Where in line a gradient stands
+    decides in which order three ranks or more are added, hence how the sum is rounded: a resumed
+    run must not take a step with the line that a new one begins with. Call it before the state is
+    loaded: random numbers and buffers are not as they were.
+    """
+    if trainee.model is trainee.module or trainee.env.world_size < 3:
+        return  # nothing is wrapped, or the sum has one order only
+    trainee.model.train()
+    split = trainee.batches.split
+    # As many as in a real one: a compiled model is compiled for them.
+    few = torch.arange(trainee.batches.micro_size, device=split.inputs.device)
+    few = few.clamp(max=len(split) - 1)
+    batch = MicroBatch(split.inputs.index_select(0, few), split.targets.index_select(0, few))
+    loss, _ = forward(trainee, trainee.model, batch)
+    loss.backward()
+    trainee.optimizer.zero_grad(set_to_none=True)
+
+
 def forward(trainee: Trainee, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the loss summed over the batch's samples, and the model's outputs."""
     inputs = trainee.dataset.prepare(batch.inputs, trainee.devices[0], randoms=batch.randoms)

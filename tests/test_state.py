@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from trainees import (
@@ -23,6 +23,7 @@ from trainees import (
     Trace,
     build,
     compose_config,
+    equal,
     run_loop,
 )
 
@@ -478,17 +479,6 @@ def test_a_run_goes_on_with_the_data_that_it_began_with_only(tmp_path: Path) -> 
     assert "27 training samples then, 20 now; put" in answers["train"]
     assert "40 evaluation samples then, 5 now; put" in answers["eval"]
     assert "27 training samples then as now, but other ones" in answers["content"]
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Compare two states, tensors bit for bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "cosine"])

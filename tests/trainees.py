@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -105,6 +106,17 @@ def flat_weights(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
+def equal(one: Any, other: Any) -> bool:
+    """Compare two states, tensors bit for bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
 def take_steps(
     env: DistEnv, config: Config, num_steps: int, *, trainee: Trainee | None = None
 ) -> Trace:
@@ -185,6 +197,20 @@ def run_loop(
     if max_steps is None:
         steps_per_epoch = trainee.batches.steps_per_epoch
         max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
+    part = take_part(
+        trainee,
+        env,
+        seed=config.seed,
+        position=position,
+        num_steps=max(0, max_steps - position.step),
+        timeout_s=240,
+        ended=set,
+        say=trace.said.append,
+    )
+    if isinstance(part, str):  # this rank has served the loop
+        trace.status, trace.weights = part, flat_weights(trainee.module)
+        return trace
+    trainee = part
     control = Control(
         max_steps=max_steps,
         save_every_steps=config.checkpoint.every_steps,
@@ -196,6 +222,8 @@ def run_loop(
         trace.status = train(trainee, position=position, control=control, reporter=trace)
     except ValueError as error:
         trace.error = f"{type(error).__name__}: {error}"
+    if trainee.gradients is not None and trace.status:
+        trainee.gradients.close(trace.status)
     trace.losses = [line["train/loss"] for line in trace.lines if "train/loss" in line]
     trace.weights, trace.position = flat_weights(trainee.module), position
     return trace

@@ -1,0 +1,439 @@
+"""A run that was killed at any step and resumed equals an undisturbed one, in every mode.
+
+In the same mode and with as many ranks: bit for bit. In another, or with others: each sample once
+an epoch, and losses that differ by rounding alone.
+"""
+
+import shutil
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from random import randrange
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import (
+    assert_same_state,
+    background,
+    gang,
+    last_step,
+    numbers,
+    run_command,
+    run_dirs,
+    wait_for,
+)
+from omegaconf import OmegaConf
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop
+
+from ddp_runner.checkpoint import load_checkpoint, newest_first
+from ddp_runner.compose import CONFIG_DIR
+from ddp_runner.config import Config
+from ddp_runner.data.batches import GlobalBatches, StepBatch
+from ddp_runner.data.source import Split
+from ddp_runner.environment import DistEnv
+from ddp_runner.step import Trainee
+
+
+class Tiny(nn.Module):
+    """A small convolution and a linear layer, whole or in two stages; of the keys of mnist_net."""
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        in_channels: int,
+        dropout1: float,
+        dropout2: float,
+        batch_norm: bool = False,
+        dev0: torch.device | None = None,
+        dev1: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.dev0, self.dev1 = dev0, dev1
+        self.conv = nn.Conv2d(in_channels, 4, kernel_size=3).to(dev0)
+        self.norm = nn.BatchNorm2d(4).to(dev0) if batch_norm else nn.Identity()
+        self.dropout1, self.dropout2 = nn.Dropout(dropout1), nn.Dropout(dropout2)
+        self.hidden = nn.Linear(4 * 3 * 3, 12).to(dev1)
+        self.last = nn.Linear(12, num_classes).to(dev1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, in_channels, 8, 8) to log-probabilities (batch, num_classes)."""
+        features = F.max_pool2d(F.relu(self.norm(self.conv(images.to(self.dev0)))), 2)
+        hidden = F.relu(self.hidden(self.dropout1(features).flatten(1).to(self.dev1)))
+        return F.log_softmax(self.last(self.dropout2(hidden)), dim=1)
+
+
+class Counting(torch.optim.SGD):
+    """SGD whose rate falls with the steps that it has counted itself, in its groups."""
+
+    def __init__(self, params: Any, *, lr: float, momentum: float, **_: Any) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group["taken"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            group["taken"] += 1
+            rate, group["lr"] = group["lr"], group["lr"] / group["taken"]
+            super().step(closure)
+            group["lr"] = rate
+
+
+# An epoch is a batch of 12 and one of a single sample, of which most ranks get none.
+BASE = (
+    *("dataset=fake_images", "dataset.height=8", "dataset.width=8", "dataset.eval_samples=9"),
+    *("dataset.num_samples=13", "batch.global_size=12", "train.epochs=3", "optimizer=momentum"),
+    *("optimizer.lr=0.05", "train.log_every_steps=1", "checkpoint.every_steps=1"),
+    *("checkpoint.keep=99", "model._target_=test_exact_resume.Tiny"),
+    *("allowed_targets=[test_exact_resume]", "model.dropout1=0.0", "model.dropout2=0.0"),
+)
+NUM_STEPS = 6
+LARGE = 2.0**20  # times the loss: its scale makes it overflow
+AUGMENTED = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=2")
+WARM_UP = ("scheduler=cosine", "scheduler.warmup_steps=2", "scheduler.min_factor=0.1")
+ACCUMULATED = ("train.grad_accum_steps=2", "train.clip_norm=0.5")
+DROPOUT = ("model.dropout1=0.3", "model.dropout2=0.5")
+# What a resumed run must find as it was, each alone and then all that go together.
+CASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "accumulation": ACCUMULATED,
+    "dropout": DROPOUT,
+    "batch norm": ("+model.batch_norm=true",),
+    "augmentation": AUGMENTED,
+    "bf16": ("train.precision=bf16",),
+    "adam": ("optimizer=adam",),
+    "an optimizer that counts": ("optimizer._target_=test_exact_resume.Counting",),
+    "warm-up": WARM_UP,
+    "step": ("scheduler=step",),
+    "plateau": (
+        *("scheduler=plateau", "scheduler.patience=0", "scheduler.factor=0.5"),
+        "+scheduler.threshold=0.9",
+    ),
+    "one cycle": (
+        "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR",
+        "+scheduler.max_lr=0.1",
+    ),
+    "scaled loss": (f"optimizer.lr={0.05 / LARGE}",),
+    "all": (
+        *("+model.batch_norm=true", "train.precision=bf16", "optimizer=adamw", *DROPOUT),
+        *(*AUGMENTED, *WARM_UP, *ACCUMULATED),
+    ),
+}
+MODES = {
+    path.stem: OmegaConf.load(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
+}
+# Each mode with as few ranks as make it what it is; three, as a sum of three has an order.
+GANGS = {
+    **{
+        name: (name, min(2, keys.get("max_ranks", 2)) + keys.get("num_servers", 0))
+        for name, keys in MODES.items()
+    },
+    "ddp of three": ("ddp", 3),
+    "one asynchronous trainer": ("ps parallelism.mode=async", 2),
+    "asynchronous": ("ps parallelism.mode=async", 3),  # its order is left to chance
+}
+
+
+@dataclass(frozen=True)
+class Watched(GlobalBatches):
+    """Batches that note what is taken from them."""
+
+    drawn: list[tuple[int, dict[int, float]]] = field(default_factory=list)
+    held_until: Path | None = None  # no batch is taken before it exists
+
+    def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
+        """Note the batch's number and each sample's weight; samples are told by their bytes."""
+        batch = super().step(epoch, index, order=order)
+        found, numbers = Counter[int](), sample_numbers(self.split)
+        for micro in batch.micro_batches:
+            for one in micro.inputs if micro.weight else ():
+                found[numbers[one.numpy().tobytes()]] += micro.weight
+        self.drawn.append((batch.number, dict(found)))
+        while self.held_until is not None and not self.held_until.exists():
+            time.sleep(0.01)
+        return batch
+
+
+def sample_numbers(split: Split) -> dict[bytes, int]:
+    """Return the place of each sample by its bytes."""
+    numbers = {one.numpy().tobytes(): number for number, one in enumerate(split.inputs)}
+    assert len(numbers) == len(split)
+    return numbers
+
+
+def watched(trainee: Trainee) -> tuple[Trainee, list[tuple[int, dict[int, float]]]]:
+    """Return a trainee that notes which samples it takes, and the notes."""
+    given = {one.name: getattr(trainee.batches, one.name) for one in fields(trainee.batches)}
+    batches = Watched(**given)
+    return replace(trainee, batches=batches), batches.drawn
+
+
+@dataclass
+class Life:
+    """One rank from a start to the end of the run."""
+
+    trace: Trace
+    drawn: list[tuple[int, dict[int, float]]]  # of each step that it computed gradients for
+
+
+def config_of(gang: str, *overrides: str) -> Config:
+    """Return what a gang trains."""
+    mode, world_size = GANGS[gang]
+    is_cut = MODES[mode.split()[0]].get("devices_per_rank", 1) > 1
+    model = f"model=mnist_net{'_mp' if is_cut else ''}"
+    keys = f"parallelism={mode}".split()
+    return compose_config(model, *BASE, *keys, *overrides, world_size=world_size)
+
+
+def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = False) -> Life:
+    """Go on from what the folder holds, with a checkpoint at each step. Collective."""
+    trainee, drawn = watched(build(env, config))
+    if with_scaler:  # its scale goes up and down, and some steps are not taken
+        large = trainee.loss_fn
+        scaler = torch.amp.GradScaler(
+            *("cpu", 2.0**120), growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
+        )
+        trainee = replace(trainee, scaler=scaler, loss_fn=lambda *both: LARGE * large(*both))
+    trace = run_loop(env, config, max_steps=None, folder=folder, trainee=trainee)
+    dist.barrier()
+    is_server = trainee.mode.role(env).serving is not None and env.is_rank_zero
+    return Life(trace, [] if is_server else drawn)
+
+
+def move(env: DistEnv, step: int, source: Path, target: Path) -> None:
+    """Copy a checkpoint, and it alone. Collective."""
+    if env.is_rank_zero:
+        name = f"step-{step:08d}"
+        shutil.copytree(source / name, target / name)
+    dist.barrier()
+
+
+def chain(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool) -> list[Life]:
+    """Return an undisturbed life, then one from each step's checkpoint of the life before."""
+    lives = []
+    for step in range(NUM_STEPS):
+        if step:
+            move(env, step, folder / str(step - 1), folder / str(step))
+        lives.append(live(env, config, folder / str(step), with_scaler=with_scaler))
+    return lives
+
+
+def chains(env: DistEnv, configs: dict[str, Config], folder: Path) -> dict[str, list[Life]]:
+    """Return the lives of each case. Collective."""
+    return {
+        case: chain(env, config, folder / case, with_scaler=case == "scaled loss")
+        for case, config in configs.items()
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the lives of a case have left."""
+
+    ranks: list[list[Life]]  # by rank, then by the step that it went on from
+    states: list[dict[str, Any]]  # the last checkpoint of each life
+
+
+def cases_of(gang: str) -> list[str]:
+    """Return the cases that a mode has; one with a server scales no loss."""
+    if gang == "asynchronous":
+        return []
+    if gang not in MODES or gang == "dp":  # on CPUs it is one device, as single is
+        return ["plain", "dropout", "all"]
+    return [case for case in CASES if "num_servers" not in MODES[gang] or case != "scaled loss"]
+
+
+@cache
+def found_in(gang: str) -> dict[str, Found]:
+    """Return what a gang's lives have left, by case; one gang lives all of them."""
+    configs = {case: config_of(gang, *CASES[case]) for case in cases_of(gang)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = run_ranks(chains, GANGS[gang][1], configs, folder)
+        states = {
+            case: [last_state(folder / case / str(step)) for step in range(NUM_STEPS)]
+            for case in configs
+        }
+    return {case: Found([rank[case] for rank in ranks], states[case]) for case in configs}
+
+
+def last_state(folder: Path) -> dict[str, Any]:
+    """Return the state of a run's last checkpoint."""
+    return load_checkpoint(newest_first(folder)[0], map_location="cpu")
+
+
+def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
+    """Return what was logged after a step, without what depends on the clock."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("perf/", "ps/"))}
+        for line in trace.lines
+        if line["step"] > after
+    ]
+
+
+@pytest.mark.parametrize(("gang", "case"), [(g, c) for g in GANGS for c in cases_of(g)])
+def test_from_any_step_a_resumed_run_is_the_undisturbed_one(gang: str, case: str) -> None:
+    """Figures, samples and their order, parameters and all that a checkpoint holds: bit for bit."""
+    found = found_in(gang)[case]
+    for lives in found.ranks:
+        whole = lives[0]
+        assert whole.trace.status == "completed"
+        for step, life in enumerate(lives):
+            assert figures(life.trace, after=step) == figures(whole.trace, after=step), step
+            assert len(life.trace.lines) == len(figures(whole.trace, after=step)), step
+            assert life.drawn == whole.drawn[step:], step
+            assert torch.equal(life.trace.weights, whole.trace.weights), step
+            assert life.trace.position == whole.trace.position, step
+    for step, state in enumerate(found.states):
+        whole_state = found.states[0]
+        assert state.keys() == whole_state.keys()
+        assert [key for key in state if not equal(state[key], whole_state[key])] == [], step
+    if case == "scaled loss":
+        assert 0 < found.states[0]["scheduler"]["last_epoch"] < NUM_STEPS, "all steps were taken"
+
+
+# Three steps an epoch, of 6, 6 and 4 samples; six can be cut in one, two and three.
+SHARED = ("dataset.num_samples=16", "batch.global_size=6", "train.epochs=2", *AUGMENTED, *WARM_UP)
+PLACES = {"between two epochs": 3, "amid an epoch": 4}
+SYNCHRONOUS = [gang for gang in GANGS if gang not in ("asynchronous", "dp")]
+
+
+def elsewhere(
+    env: DistEnv, config: Config, folder: Path, sources: list[str], target: str
+) -> dict[tuple[str, int], Life]:
+    """Go on from the checkpoints that other gangs have left; by gang and step. Collective."""
+    lives = {}
+    for source in sources:
+        for step in PLACES.values():
+            place = folder / f"{source} to {target}" / str(step)
+            move(env, step, folder / source, place)
+            lives[source, step] = live(env, config, place)
+    return lives
+
+
+def held(env: DistEnv, config: Config, folder: Path) -> Life:
+    """Live, with the last trainer holding its first batch past both places. Collective."""
+    trainee, drawn = watched(build(env, config))
+    if env.rank == env.world_size - 1:
+        until = folder / f"step-{max(PLACES.values()):08d}"
+        trainee = replace(trainee, batches=replace(trainee.batches, held_until=until))
+    return Life(run_loop(env, config, max_steps=None, folder=folder, trainee=trainee), drawn)
+
+
+def left_by(gangs: list[str], folder: Path, *overrides: str) -> dict[str, list[Life]]:
+    """Let each gang live once and leave its checkpoints; return its ranks' lives."""
+    return {
+        gang: run_ranks(live, GANGS[gang][1], config_of(gang, *SHARED, *overrides), folder / gang)
+        for gang in gangs
+    }
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Life]]]:
+    """What each gang but an asynchronous one has left."""
+    folder = tmp_path_factory.mktemp("left")
+    return folder, left_by(SYNCHRONOUS, folder)
+
+
+def samples_by_batch(*lives: Life) -> dict[int, Counter[int]]:
+    """Return how often each sample was in a batch, over all ranks."""
+    found: dict[int, Counter[int]] = {}
+    for life in lives:
+        for batch, samples in life.drawn:
+            found.setdefault(batch, Counter()).update(samples)
+    return found
+
+
+@pytest.mark.parametrize("target", SYNCHRONOUS)
+def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
+    target: str, left: tuple[Path, dict[str, list[Life]]]
+) -> None:
+    """From every gang to every other: losses to rounding, and each sample once an epoch."""
+    folder, sources = left
+    config, whole = config_of(target, *SHARED), sources["single"][0]
+    ranks = run_ranks(
+        elsewhere, GANGS[target][1], config, folder, list(sources), target, timeout_s=600
+    )
+    tolerances = TOLERANCES[torch.float32]
+    for (source, step), first in ranks[0].items():
+        where = f"{source} to {target} at step {step}: "
+        told = partial("{} {}".format, where)
+        losses = sources[source][0].trace.losses[:step] + first.trace.losses
+        torch.testing.assert_close(losses, whole.trace.losses, **tolerances, msg=told)
+        torch.testing.assert_close(first.trace.weights, whole.trace.weights, **tolerances, msg=told)
+        assert first.trace.position == whole.trace.position, where
+        before = [Life(one.trace, one.drawn[:step]) for one in sources[source]]
+        found = samples_by_batch(*before, *(rank[source, step] for rank in ranks))
+        assert found == samples_by_batch(whole), where
+        for epoch in range(2):
+            used = sum((found[3 * epoch + batch] for batch in range(3)), Counter())
+            assert used == Counter(range(16)), where
+
+
+def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> None:
+    """With a rate of next to nothing a loss tells its batch, in whatever order they come."""
+    still = ("optimizer.lr=1e-30", "dataset.augmentation=null")
+    sources = left_by(["single", "ddp"], tmp_path, *still)
+    config = config_of("asynchronous", *SHARED, *still)
+    sources["asynchronous"] = run_ranks(held, 3, config, tmp_path / "asynchronous")
+    expected = sources["single"][0].trace.losses
+    ordered = sorted(expected)
+    assert min(b - a for a, b in pairwise(ordered)) > 1e-3
+    for step in PLACES.values():
+        state = load_checkpoint(tmp_path / "asynchronous" / f"step-{step:08d}", map_location="cpu")
+        assert state["position"]["outstanding"] == (1,), "later ones were not taken before it"
+    ways = {
+        "asynchronous": list(sources),
+        "single": ["asynchronous"],
+        "ddp of three": ["asynchronous"],
+        "ps": ["asynchronous"],
+    }
+    for target, chosen in ways.items():
+        config = config_of(target, *SHARED, *still)
+        first, *_ = run_ranks(elsewhere, GANGS[target][1], config, tmp_path, chosen, target)
+        for (source, step), life in first.items():
+            losses = sources[source][0].trace.losses[:step] + life.trace.losses
+            where = f"{source} to {target} at step {step}"
+            assert sorted(losses) == pytest.approx(ordered, rel=1e-5), where
+            assert life.trace.position.step == NUM_STEPS, where
+
+
+# All that a step depends on, on two ranks.
+KILLED = (
+    *("model=mnist_net", "dataset=fake_images", "dataset.height=10", "dataset.width=10"),
+    *("dataset.num_samples=60", "dataset.eval_samples=20", "batch.global_size=8"),
+    *("train.epochs=6", "train.precision=bf16", "train.num_threads=1", "train.log_every_steps=1"),
+    *("checkpoint.every_steps=3", *AUGMENTED, *WARM_UP, *ACCUMULATED),
+)
+NUM_KILLED_STEPS = 48
+
+
+def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path) -> None:
+    """First a rank, and the launcher starts anew; then the launcher: at steps left to chance."""
+    undisturbed = run_command(*KILLED, folder=tmp_path / "undisturbed").run_dir
+    folder, first, second = tmp_path / "killed", randrange(4, 14), randrange(14, 30)
+    with background(*KILLED, "launch.max_restarts=1", folder=folder) as process:
+        wait_for(lambda: last_step(folder))
+        ranks = gang(process.pid)  # looked up beforehand: the run does not wait
+        wait_for(lambda: last_step(folder) >= first)
+        ranks[1].kill()
+        (run_dir,) = run_dirs(folder)
+        log = run_dir / "logs" / "rank-0.log"
+        wait_for(lambda: "resumed from" in log.read_text() and last_step(folder) >= second)
+        process.kill()
+    assert last_step(folder) < NUM_KILLED_STEPS
+    resumed = run_command(f"resume={run_dir}", folder=folder)
+    assert (resumed.exit_code, resumed.stderr) == (0, "")
+    assert log.read_text().count("resumed from") == 2
+    assert numbers(run_dir) == numbers(undisturbed), (first, second)
+    assert_same_state(run_dir, undisturbed)
