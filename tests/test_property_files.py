@@ -30,8 +30,8 @@ from ddp_runner.comparison.tables import FORMATS
 from ddp_runner.compose import to_config
 from ddp_runner.config import Config
 from ddp_runner.data.csv_rows import read_rows
-from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, read_idx
-from ddp_runner.data.prepared import load_dataset
+from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
+from ddp_runner.data.prepared import NOTE, load_dataset
 from ddp_runner.errors import UserError
 from ddp_runner.explain import user_error
 from ddp_runner.folders import freeze_config
@@ -303,16 +303,18 @@ def test_a_frozen_config_resolves_or_is_refused(data: st.DataObject) -> None:
         path.write_bytes(data.draw(faulty_yaml(content)))
         raw = composed.copy()
         raw.resume = str(here)
+        with refused_in_one_line(path) as refusals:
+            raw = with_resumed(raw, ())
+        if refusals:
+            return
         try:
-            config, _ = resolve(to_config(with_resumed(raw, ())), hardware=LAPTOP)
+            config, _ = resolve(to_config(raw), hardware=LAPTOP)
             assert isinstance(config, Config)
         except Exception as error:
             explained = user_error(error)
             if explained is None:
                 raise
-            if str(path) not in str(explained):
-                check_sentence(str(explained))
-            assert str(explained).isprintable()
+            check_sentence(str(explained))
 
 
 @given(faulty_yaml(b"dataset: digits\nmodel: toy\noptimizer: sgd\n"))
@@ -390,3 +392,48 @@ def test_a_csv_file_gives_texts_and_classes_or_is_refused(
             assert len(rows.texts) == len(rows.labels) > 0
             assert all(text.strip() and text.encode() for text in rows.texts)
             assert all(type(label) is int and label in range(2) for label in rows.labels)
+
+
+TINY = IdxImages(name="tiny", folder="MNIST", mean=0.1, std=0.3)
+
+
+def write_images(data_root: Path) -> None:
+    """Write four IDX files of a few images."""
+    raw = data_root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 3), ("t10k", 2)):
+        header = struct.pack(">4I", IMAGES_MAGIC, count, 4, 4)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + bytes(range(count)) * 16)
+        header = struct.pack(">2I", LABELS_MAGIC, count)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
+
+
+@pytest.fixture(scope="module")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """The folder of a dataset's files and that of its cache, which each example damages."""
+    root = tmp_path_factory.mktemp("cached")
+    write_images(root)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("DDP_RUNNER_CACHE", str(root / "cache"))
+        load_dataset(TINY, data_root=root, say=lambda _: None)
+        (folder,) = (path for path in (root / "cache").iterdir() if path.is_dir())
+        yield root, folder
+
+
+@given(st.data())
+@examples(100)
+def test_a_cache_of_any_bytes_gives_the_dataset(
+    cache_folder: tuple[Path, Path], data: st.DataObject
+) -> None:
+    """It is used if it is whole, and built anew if it is not."""
+    root, folder = cache_folder
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    expected = load_dataset(TINY, data_root=root, say=pytest.fail)
+    name = data.draw(st.sampled_from(sorted(whole)))
+    (folder / name).write_bytes(data.draw(faulty(whole[name], is_json=name.endswith(".json"))))
+    if data.draw(st.booleans()):
+        (folder / NOTE).unlink()
+    found = load_dataset(TINY, data_root=root, say=lambda _: None)
+    assert torch.equal(found.train.inputs, expected.train.inputs)
+    assert torch.equal(found.eval.targets, expected.eval.targets)
+    assert found.digest == expected.digest

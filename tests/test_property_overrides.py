@@ -27,14 +27,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from properties import check_sentence, examples
 
 import ddp_runner.__main__
 import ddp_runner.compose
 import ddp_runner.execution
 import ddp_runner.multirun
-from ddp_runner.compose import CONFIG_DIR, register
+from ddp_runner.compose import CONFIG_DIR, register, to_config
 from ddp_runner.config import Config, leaves
 from ddp_runner.explain import user_error
 from ddp_runner.hardware import Hardware
@@ -320,3 +319,48 @@ def check(line: list[str]) -> None:
 def test_a_command_line_is_planned_or_refused_in_one_line(line: list[str]) -> None:
     """Nothing is written outside of the folder, nothing foreign is imported."""
     check(line)
+
+
+@cache
+def composed() -> tuple[list[str], Any]:
+    """Return the keys of a config of many parts, and this config."""
+    raw = compose_raw("model=bert", "parallelism=ps", "scheduler=cosine", "dataset=csv_text")
+    raw = OmegaConf.merge(OmegaConf.structured(Config), raw)
+    return [key for key, _ in leaves(OmegaConf.to_container(raw))], raw
+
+
+plain = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), texts, st.sampled_from(TARGETS)),
+    st.sampled_from(INTERPOLATIONS),
+)
+nested = st.recursive(
+    plain,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(texts, st.integers(), st.just("_target_")), inner, max_size=3),
+    ),
+    max_leaves=5,
+)
+
+
+@given(st.data(), st.booleans())
+@examples(100)
+def test_any_value_of_any_key_resolves_or_is_refused_in_one_line(
+    data: st.DataObject, has_gpus: bool
+) -> None:
+    """Also of types that a command line cannot write, as a YAML of the user's own can."""
+    register(None)
+    known, raw = composed()
+    changed = raw.copy()
+    machine = Hardware(num_gpus=4 if has_gpus else 0, num_cores=4)
+    try:
+        for _ in range(data.draw(st.integers(1, 2))):
+            key, value = data.draw(st.sampled_from(known)), data.draw(nested)
+            OmegaConf.update(changed, key, value, merge=False, force_add=True)
+        config, _ = resolve(to_config(changed), hardware=machine)
+        check_text_files(config.model, config.dataset, data_root=Path("nowhere"))
+    except Exception as error:
+        told = user_error(error)
+        if told is None:
+            raise
+        check_sentence(str(told))

@@ -2,10 +2,13 @@
 
 import csv
 import io
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.errors import UserError
+
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which some encodings allow, as utf-7
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,22 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
     try:
         content = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        # What comes before is sound: its last row ends within the column that is not.
-        place = _place(data[: error.start].decode(encoding), delimiter)
+        # What comes before is sound, but to punycode: its last row ends in the column that is not.
+        place = _place(data[: error.start].decode(encoding, "replace"), delimiter)
         raise UserError(
             f"{path}, {place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
+    except UnicodeError as error:  # of codecs that do not tell where
+        raise UserError(
+            f"{path}: not {encoding}; save the file as utf-8, or name its encoding, as in "
+            "dataset.encoding=gb18030"
+        ) from error
+    if half := HALF_A_CHARACTER.search(content):
+        place = _place(content[: half.start()], delimiter)
+        raise UserError(
+            f"{path}, {place}: half of a character, which no text holds; save the file as utf-8"
+        )
     if "\0" in content:
         place = _place(content[: content.index("\0")], delimiter)
         raise UserError(
