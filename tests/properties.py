@@ -8,7 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 # What no user should read: the name of an exception, or where in the code it was raised.
-INTERNALS = re.compile(r"Traceback|\b[A-Z][a-z]\w*(?:Error|Exception)\b|Override\(type=|\.py\", line \d|<class '")
+INTERNALS = re.compile(
+    r"Traceback|\b[A-Z][a-z]\w*(?:Error|Exception)\b|Override\(type=|\.py\", line \d|<class '"
+)
 
 
 def examples(number: int) -> settings:
@@ -36,7 +38,18 @@ ODD_JSON = (
 )
 
 
-ODD_BYTES = (b"\0", b"\xff\xfe", b"\xed\xa0\x80", b'"', b"\n", b"\r", b"," * 9, b"9" * 400, b"{", b"[")
+ODD_BYTES = (
+    b"\0",
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b'"',
+    b"\n",
+    b"\r",
+    b"," * 9,
+    b"9" * 400,
+    b"{",
+    b"[",
+)
 
 
 @st.composite

@@ -232,7 +232,15 @@ READ_BY_COMPARE = ("run.json", ".hydra/config.yaml", "metrics.jsonl")
 ODD_YAML = (
     *(b'a: !!int ""\n', b'a: !!float ""\n', b"a: !!bool x\n", b"a: !!timestamp x\n", b"a: 0x_\n"),
     *(b"a: 2001-99-99\n", b"a: 0001-01-01T00:00:00+23:00\n", b"? [a]\n: 1\n", b"a: !!set {}\n"),
-    *(b"1: 2\n", b"null: 1\n", b"a: &a [*a]\n", b"<<: 1\n", b"a: !!binary x\n", b"? {}\n", b"---\n"),
+    *(
+        b"1: 2\n",
+        b"null: 1\n",
+        b"a: &a [*a]\n",
+        b"<<: 1\n",
+        b"a: !!binary x\n",
+        b"? {}\n",
+        b"---\n",
+    ),
     *(b"a: !!omap [x]\n", b"a: =\n", b"world_size: 1:60:60\n", b"model: null\n", b"model: [1]\n"),
     *(b"seed: .nan\n", b"launch: 3\n", b"allowed_targets: x\n", b"a: [" * 3000, b"- " * 3000),
     *(b"model: ${seed}\n", b"seed: ${seed}\n", b"seed: ${a\n", b"resume: x\n", b"model: {1: 2}\n"),
@@ -409,31 +417,34 @@ def write_images(data_root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """The folder of a dataset's files and that of its cache, which each example damages."""
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[Path, bytes]]]:
+    """The folder of a dataset's files, and what its cache holds, which each example damages."""
     root = tmp_path_factory.mktemp("cached")
     write_images(root)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(root / "cache"))
         load_dataset(TINY, data_root=root, say=lambda _: None)
-        (folder,) = (path for path in (root / "cache").iterdir() if path.is_dir())
-        yield root, folder
+        files = (root / "cache").glob("tiny-*/*")
+        yield root, {path: path.read_bytes() for path in sorted(files) if path.name != NOTE}
 
 
 @given(st.data())
 @examples(100)
 def test_a_cache_of_any_bytes_gives_the_dataset(
-    cache_folder: tuple[Path, Path], data: st.DataObject
+    cached: tuple[Path, dict[Path, bytes]], data: st.DataObject
 ) -> None:
     """It is used if it is whole, and built anew if it is not."""
-    root, folder = cache_folder
-    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-    expected = load_dataset(TINY, data_root=root, say=pytest.fail)
-    name = data.draw(st.sampled_from(sorted(whole)))
-    (folder / name).write_bytes(data.draw(faulty(whole[name], is_json=name.endswith(".json"))))
+    root, whole = cached
+    for path, content in whole.items():
+        path.write_bytes(content)
+    mapped = load_dataset(TINY, data_root=root, say=pytest.fail)
+    # A file that is mapped must not be written to, as this test is about to do.
+    inputs, targets = mapped.train.inputs.clone(), mapped.eval.targets.clone()
+    path = data.draw(st.sampled_from(list(whole)))
+    path.write_bytes(data.draw(faulty(whole[path], is_json=path.suffix == ".json")))
     if data.draw(st.booleans()):
-        (folder / NOTE).unlink()
+        path.with_name(NOTE).unlink()
     found = load_dataset(TINY, data_root=root, say=lambda _: None)
-    assert torch.equal(found.train.inputs, expected.train.inputs)
-    assert torch.equal(found.eval.targets, expected.eval.targets)
-    assert found.digest == expected.digest
+    assert torch.equal(found.train.inputs, inputs)
+    assert torch.equal(found.eval.targets, targets)
+    assert found.digest == mapped.digest

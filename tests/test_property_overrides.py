@@ -107,7 +107,9 @@ quoted = texts.map(lambda text: "'" + text.replace("\\", "\\\\").replace("'", "\
 words = st.one_of(
     numbers,
     quoted,
-    st.sampled_from(["null", "true", "no", "auto", "text", "nan", "inf", "a b", "é", "''", "?", ""]),
+    st.sampled_from(
+        ["null", "true", "no", "auto", "text", "nan", "inf", "a b", "é", "''", "?", ""]
+    ),
     st.sampled_from(["???", "tcp://h:1", "file://x", "'file:///dev/null/x'", "cuda", "x" * 300]),
     st.sampled_from(TARGETS),
     st.sampled_from(INTERPOLATIONS),

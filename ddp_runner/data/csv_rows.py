@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,16 +110,14 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
         ) from error
     try:
         content = data.decode(encoding).removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        # What comes before is sound, but to punycode: its last row ends in the column that is not.
-        place = _place(data[: error.start].decode(encoding, "replace"), delimiter)
+    except UnicodeError as error:
+        place = ""
+        with suppress(UnicodeError):  # of codecs that say not where, or cannot read a part
+            if isinstance(error, UnicodeDecodeError):
+                # What comes before is sound: its last row ends within the column that is not.
+                place = f", {_place(data[: error.start].decode(encoding), delimiter)}"
         raise UserError(
-            f"{path}, {place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
-            "dataset.encoding=gb18030"
-        ) from error
-    except UnicodeError as error:  # of codecs that do not tell where
-        raise UserError(
-            f"{path}: not {encoding}; save the file as utf-8, or name its encoding, as in "
+            f"{path}{place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
     if half := HALF_A_CHARACTER.search(content):
