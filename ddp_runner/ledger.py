@@ -141,7 +141,8 @@ class Ledger:
 
 def _checked(entry: Entry) -> Entry:
     """Return an entry whose job can be run: its folder is one name, and leads nowhere else."""
-    texts = [entry.job_id, entry.folder, entry.status, entry.kind or "", entry.sentence or ""]
+    texts = [entry.job_id, entry.folder, entry.status]
+    texts += [one for one in (entry.kind, entry.sentence) if one is not None]
     if not all(isinstance(one, str) for one in texts):
         raise ValueError("a job with a field that is no text")
     if entry.status not in (*UNFINISHED, *ENDED):

@@ -59,6 +59,7 @@ def test_a_record_that_cannot_be_used_says_why(
         (".hydra/config.yaml", b"a: [", "config.yaml cannot be read"),
         (".hydra/config.yaml", b"- list", "it holds no mapping"),
         (".hydra/config.yaml", b"a: &a {b: *a}", "config.yaml cannot be read"),
+        (".hydra/config.yaml", b'a: !!int ""', r"config.yaml cannot be read \(string index"),
         (".hydra/config.yaml", b"a: !!python/object/apply:os.getcwd []", "could not determine"),
     ],
 )

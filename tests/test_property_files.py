@@ -8,7 +8,7 @@ import hashlib
 import json
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,9 +18,8 @@ import pytest
 import torch
 from commands import LAPTOP, compose_raw, resolved
 from generated_runs import lines_of, write_run
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from properties import check_sentence, damaged, examples, faulty
 
 from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -59,8 +58,9 @@ def refused_in_one_line(*named: Path) -> Iterator[list[str]]:
         yield sentences
     except UserError as error:
         sentences.append(str(error))
-        assert str(error).isprintable()
-        assert any(str(one) in str(error) for one in named), str(error)
+    for sentence in sentences:
+        assert sentence.isprintable()
+        assert any(str(one) in sentence for one in named), sentence
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -24,7 +24,7 @@ import yaml
 from commands import LAPTOP, compose_raw
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from properties import check_sentence, examples
@@ -195,7 +195,7 @@ class Watch:
     def _check_place(self, event: str, path: Any) -> None:
         if not isinstance(path, str | bytes | Path) or self.folder is None:
             return  # a descriptor: of a file that was opened
-        place = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100: links are not followed
+        place = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 (links stay)
         own = (self.folder, Path(os.devnull))
         if not place.is_relative_to(self.folder) and place not in own and place.suffix != ".pyc":
             self.events.append(f"{event} {place}")
