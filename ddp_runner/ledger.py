@@ -147,7 +147,8 @@ def _checked(entry: Entry) -> Entry:
         raise ValueError("a job with a field that is no text")
     if entry.status not in (*UNFINISHED, *ENDED):
         raise ValueError(f"a job with the status {entry.status[:40]}")
-    if Path(entry.folder).name != entry.folder or entry.folder == ".." or "\0" in entry.folder:
+    is_name = Path(entry.folder).name == entry.folder and entry.folder not in ("", "..")
+    if not is_name or "\0" in entry.folder:
         raise ValueError(f"a job with the folder {entry.folder[:40]}")
     return entry
 
