@@ -162,5 +162,5 @@ def _choices(run_dir: Path) -> dict[str, str]:
     return {
         str(group): str(option)
         for group, option in pairs
-        if group in (*GROUPS, "backend") and re.fullmatch(r"[\w.-]+", str(option))
+        if group in (*GROUPS, "backend") and re.fullmatch(r"[\w.-]{1,99}", str(option))
     }
