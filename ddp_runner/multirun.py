@@ -84,7 +84,7 @@ class Multirun:
             was not completed the reason.
         """
         if not composed:
-            raise UserError("the sweep has no job: one of its ranges is empty; write range(3) or 1,2")
+            raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
         hardware, self._searches = detect(), searches
         for one in composed:
             raw, node = opened(one)

@@ -75,7 +75,7 @@ ANSWERS = {
     "'seed=choice()'": "'seed=choice()': 'choice()': empty choice is not legal",
     "'seed=${...x}'": "seed: the interpolation fails: Error resolving key '...x'",
     f"seed={'9' * 5000}": "a number has more than 4300 digits",
-    "-m 'seed=range(3,0)'": "the sweep has no job: one of its ranges is empty",
+    "-m 'seed=range(3,0)'": "the sweep has no job: a range is empty",
     "-cn toy": PLACE,
     "--config-path x": PLACE,
     "+experiment=toy_ddp": "write experiment=toy_ddp, without +",
