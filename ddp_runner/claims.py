@@ -117,7 +117,7 @@ def _global_size(folder: Path) -> int | None:
         return None
     try:
         return int(yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]["global_size"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except Exception as error:  # of any kind, as PyYAML makes of odd tags
         raise UserError(
             f"{path} is damaged ({type(error).__name__}); restore it, or give another folder"
         ) from error

@@ -29,6 +29,9 @@ KINDS: dict[Any, str] = {
 HYDRAS_NAMES = {"Integer": int, "Float": float, "bool": bool}
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
 DEFAULT_HINT = "write key=value, and quote what the shell would change"
+# How Hydra and OmegaConf name the class of an error, which tells a user nothing.
+EVALUATING = re.compile(r" \w+ while evaluating ")
+RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
 # What Hydra says, as a pattern, and what is said instead; in order, the first that is found.
 SENTENCES: tuple[tuple[str, str], ...] = (
     (r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'",
@@ -41,6 +44,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      r"this sweeper takes a list of values; write hydra/sweeper=optuna, which searches intervals"),
     (r"(?s)LexerNoViableAltException: (.+? = .+?)\s+\^",
      r"\1: write key=value without spaces around ="),
+    (r"(?s)LexerNoViableAltException: (.*?)\s+\^\s*(?:See |$)",
+     rf"\1 cannot be read; {DEFAULT_HINT}"),
     (r"Error parsing override '([^=]+)=(.*\$\{.*\$\{.*)'",
      r"""\1=\2: an interpolation inside another needs quotes; write '\1="\2"'"""),
     (r"(?s)Environment variable '(\w+)' not found.*full_key: (\S+)",
@@ -65,6 +70,7 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      "a YAML holds a list where keys belong; write KEY: VALUE in it"),
     (r"(codec can't decode .+)", r"a YAML of --config-dir is not in UTF-8 (\1); save it so"),
     (r"maximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
+    (r"Exceeds the limit \((\d+) digits\) for integer", r"a number has more than \1 digits"),
     (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
 )  # fmt: skip
 
@@ -121,13 +127,14 @@ def _system_error(error: OSError) -> str:
 def _first_line(chain: Sequence[BaseException]) -> str:
     if isinstance(chain[0], OverrideParseException):
         reason = " ".join(str(chain[0]).split("\nSee ")[0].split())
-        return f"{reason}; {DEFAULT_HINT}"
+        return f"{EVALUATING.sub(': ', reason)}; {DEFAULT_HINT}"
     if isinstance(chain[0], yaml.MarkedYAMLError):
         return " ".join(str(chain[0]).split())
     text = "\n".join(str(link) for link in chain)
     reasons = [str(link) for link in chain if isinstance(link, OmegaConfBaseException)]
-    reason = ((reasons or [text])[0].strip() or type(chain[0]).__name__).splitlines()[0]
-    key = re.search(r"full_key: (\S+)", text)
+    reason = ((reasons or [text])[0].strip() or "the command cannot be read").splitlines()[0]
+    reason = RESOLVING.sub("the interpolation fails: ", reason)
+    key = re.search(r"full_key: (?!_dummy_)(\S+)", text)  # _dummy_: Hydra's own, for any group
     return f"{key[1]}: {reason}" if key else reason
 
 
@@ -206,12 +213,13 @@ def _kind_of(key: str) -> str:
 
 def _group_value(chain: Sequence[BaseException]) -> str | None:
     """Explain a group that is given what is no name of an option; Hydra does not say which."""
-    if "Config group override must be a string or a list" not in str(chain[0]):
+    says_nothing = isinstance(chain[0], AssertionError) and not str(chain[0])
+    if not (says_nothing or str(chain[0]).startswith("Config group override ")):
         return None
     groups = {one.name for one in fields(Config) if one.name not in ("sweep", "train")}
     for argument in sys.argv[1:]:
         key, sign, value = argument.partition("=")
-        if sign and (key.lstrip("+") in groups or not re.match(r"[\w+~]", key)):
-            name = key or "the empty key"
+        if sign and (key.lstrip("+~") in groups or not re.match(r"[+~]*\w", key)):
+            name = key.lstrip("+~") or "the empty key"
             return f"{name} ({value}) must be the name of an option; see --help for the options"
     return "a group must be given the name of an option; see --help for the options"

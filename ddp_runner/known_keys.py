@@ -6,6 +6,7 @@ Used by ``explain``, and by ``__main__`` for options that Hydra does not have; t
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
@@ -34,15 +35,23 @@ def check_options(arguments: Sequence[str]) -> None:
     """Refuse an option with dashes that Hydra does not have; often it is a key.
 
     Raises:
-        UserError: it says which key was meant, if one is near.
+        UserError: it says which key was meant, if one is near; or an option of Hydra's is given
+            what it does not take, or stands between the overrides.
     """
-    parsed, unknown = get_args_parser().parse_known_args(list(arguments))
+    parser = get_args_parser()
+    vars(parser)["error"] = _refuse_option  # its own prints how to use all of them
+    parsed, unknown = parser.parse_known_args(list(arguments))
     if parsed.experimental_rerun is not None:
         raise UserError(
             "--experimental-rerun reads a pickled config, which a run never leaves; write "
             "resume=RUN_FOLDER to go on with a run"
         )
     option = next((one for one in unknown if one.startswith("-")), None)
+    if option is None and unknown:  # argparse takes what is not an option in one piece
+        raise UserError(
+            f"{unknown[0]} comes after an option that other overrides come before; write all "
+            "options first, as in -m KEY=ONE,OTHER KEY=VALUE"
+        )
     if option is None:
         return
     word, _, value = option.lstrip("-").partition("=")
@@ -51,6 +60,10 @@ def check_options(arguments: Sequence[str]) -> None:
     meant = nearest_key(word.replace("-", "_"), known_keys(arguments))
     hint = f"keys have no dashes: write {meant}={value}" if meant else "see --help"
     raise UserError(f"{option} is not an option; {hint}")
+
+
+def _refuse_option(reason: str) -> NoReturn:
+    raise UserError(f"{reason}; see --help")
 
 
 def known_keys(arguments: Sequence[str]) -> list[str]:

@@ -17,13 +17,14 @@ from ddp_runner.record import replace_file
 
 LEDGER = "sweep.json"
 UNFINISHED = ("queued", "running", "interrupted")
+ENDED = ("done", "failed", "skipped")
 REFUSED = "refused"  # the kind of failure of a job that breaks a rule of the config
 FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One job: `status` is queued, running, done, failed, interrupted or skipped."""
+    """One job: `status` is one of UNFINISHED or ENDED."""
 
     job_id: str  # the hash of its resolved config, and its name
     folder: str  # below the sweep's
@@ -44,20 +45,7 @@ class Ledger:
         Raises:
             UserError: the file is damaged or from another version.
         """
-        path = self.folder / LEDGER
-        if not path.exists():
-            return {}
-        try:
-            fields = json.loads(path.read_bytes())
-            if fields["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"format version {fields['format_version']}")
-            entries = [Entry(**one) for one in fields["jobs"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is damaged or of another version ({error}); "
-                "delete it: what its jobs left is in their folders"
-            ) from error
-        return {entry.job_id: entry for entry in entries}
+        return self._content()[0]
 
     def begin(self, *, command: Sequence[str], retry_failed: bool) -> list[str]:
         """Start the sweep, or start it again; return the ids of the jobs that stay failed.
@@ -108,8 +96,28 @@ class Ledger:
 
     def command(self) -> list[str]:
         """Return what the user asked for."""
+        return self._content()[1]
+
+    def _content(self) -> tuple[dict[str, Entry], list[str]]:
+        """Return the entries by their id, and the command."""
         path = self.folder / LEDGER
-        return list(json.loads(path.read_bytes())["command"]) if path.exists() else []
+        if not path.exists():
+            return {}, []
+        try:
+            fields = json.loads(path.read_bytes())
+            json.dumps(fields, ensure_ascii=False).encode()  # as it is to be written again
+            if fields["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format version {fields['format_version']}")
+            entries = [_checked(Entry(**one)) for one in fields["jobs"]]
+            command = fields["command"]
+            if not (isinstance(command, list) and all(isinstance(one, str) for one in command)):
+                raise ValueError("a command that is no list of texts")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{path} is damaged or of another version ({error}); "
+                "delete it: what its jobs left is in their folders"
+            ) from error
+        return {entry.job_id: entry for entry in entries}, command
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Entry]]:
@@ -131,6 +139,20 @@ class Ledger:
             ) from error
 
 
+def _checked(entry: Entry) -> Entry:
+    """Return an entry whose job can be run: its folder is one name, and leads nowhere else."""
+    texts = [entry.job_id, entry.folder, entry.status]
+    texts += [one for one in (entry.kind, entry.sentence) if one is not None]
+    if not all(isinstance(one, str) for one in texts):
+        raise ValueError("a job with a field that is no text")
+    if entry.status not in (*UNFINISHED, *ENDED):
+        raise ValueError(f"a job with the status {entry.status[:40]}")
+    is_name = Path(entry.folder).name == entry.folder and entry.folder not in ("", "..")
+    if not is_name or "\0" in entry.folder:
+        raise ValueError(f"a job with the folder {entry.folder[:40]}")
+    return entry
+
+
 def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool) -> Path | None:
     """Return the newest sweep below `parent` that the same command began and that has work left."""
     found = parent.glob(f"*/{LEDGER}")
@@ -138,7 +160,7 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
         ledger = Ledger(path.parent)
         try:
             entries, began_with = ledger.read(), ledger.command()
-        except (UserError, ValueError, KeyError, TypeError):
+        except UserError:
             continue  # not a sweep that this program can go on with
         wanted = (*UNFINISHED, "failed") if retry_failed else UNFINISHED
         if began_with == list(command) and any(e.status in wanted for e in entries.values()):

@@ -57,7 +57,8 @@ def read_manifest(path: Path) -> Manifest:
                 f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
             )
         checksum = fields.pop(CHECKSUM, None)
-        if version > 1 and checksum != _checksum(fields):
+        # A checksum counts whatever the version says: that, too, may be what was damaged.
+        if (version > 1 or checksum is not None) and checksum != _checksum(fields):
             raise ValueError("fields that do not match their checksum")
         file = fields["files"][STATE]
         return Manifest(

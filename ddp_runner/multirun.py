@@ -83,6 +83,8 @@ class Multirun:
             For each job the metric `sweep.objective`, None where none is asked for; of a job that
             was not completed the reason.
         """
+        if not composed:
+            raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
         hardware, self._searches = detect(), searches
         for one in composed:
             raw, node = opened(one)

@@ -49,7 +49,7 @@ def read_run_record(run_dir: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); name the folder of a run"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); restore or delete it") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} does not hold a JSON object; restore or delete it")

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.claims import AUTO
 from ddp_runner.config import Config
@@ -135,7 +134,7 @@ def _frozen(run_dir: Path) -> DictConfig:
         lacking = [group for group in GROUPS if "_target_" not in frozen[group]]
         if lacking:
             raise ValueError(f"it ends before {lacking[0]}")
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+    except Exception as error:  # of any kind, as PyYAML makes of odd tags
         reason = " ".join(str(error).split())
         raise UserError(
             f"{path} is damaged or of another version ({reason}); restore it, or start anew"
@@ -157,11 +156,11 @@ def _choices(run_dir: Path) -> dict[str, str]:
     """Return the options of the groups that a run was composed of, as far as they exist here."""
     try:
         choices = yaml.safe_load((run_dir / CHOICES_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except Exception:  # of any kind, as PyYAML makes of odd tags
         return {}  # of an older version, or none: with_resumed tells what is wrong with it
     pairs = choices.items() if isinstance(choices, dict) else ()
     return {
         str(group): str(option)
         for group, option in pairs
-        if group in (*GROUPS, "backend") and re.fullmatch(r"[\w.-]+", str(option))
+        if group in (*GROUPS, "backend") and re.fullmatch(r"[\w.-]{1,99}", str(option))
     }

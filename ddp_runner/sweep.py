@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.comparison.run import is_finite
 from ddp_runner.config import SweepSettings
 from ddp_runner.errors import UserError, printable
 from ddp_runner.failures import Failure
@@ -165,9 +166,9 @@ def _record(run_dir: Path) -> dict[str, Any]:
 
 
 def _numbers(fields: Any) -> dict[str, float]:
-    """Return the numbers of a mapping; of anything else none."""
+    """Return the numbers of a mapping that a float can hold; of anything else none."""
     items = fields.items() if isinstance(fields, dict) else ()
-    return {key: value for key, value in items if isinstance(value, int | float)}
+    return {key: value for key, value in items if is_finite(value)}
 
 
 def _headlines(metrics: Mapping[str, Any], names: Collection[str]) -> str:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +12,33 @@ from pathlib import Path
 import psutil
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
 from warm import start_server
 
 # What libraries set when they are imported, and multiprocessing's own helpers, stay.
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 GRACE_S = 60.0  # at most: a thread or process that was told to end may still be on its way
+
+# Two profiles of the property tests: `quick` tries the same examples every time, `thorough` others
+# and fifty times as many. A busy machine is no failure, and the fixtures below are for whole tests.
+for profile, factor in {"quick": 1, "thorough": 50}.items():
+    settings.register_profile(
+        profile,
+        max_examples=100 * factor,
+        derandomize=profile == "quick",
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_configure() -> None:
+    """Keep out of the checkout what hypothesis remembers of Unicode and of the code."""
+    set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")
 
 
 def pytest_sessionstart() -> None:

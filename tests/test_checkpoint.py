@@ -287,6 +287,13 @@ def change_step(checkpoint: Path) -> str:
     return "fields that do not match their checksum"
 
 
+def change_version_and_step(checkpoint: Path) -> str:
+    """The version is one without a checksum, and there is one: it counts."""
+    text = (checkpoint / MANIFEST).read_text().replace('"format_version": 2', '"format_version": 1')
+    (checkpoint / MANIFEST).write_text(text.replace('"step": 600', '"step": 608'))
+    return "fields that do not match their checksum"
+
+
 def nest_manifest(checkpoint: Path) -> str:
     """The manifest is nested deeper than Python reads."""
     (checkpoint / MANIFEST).write_text("[" * 100_000)
@@ -304,6 +311,7 @@ def nest_manifest(checkpoint: Path) -> str:
         drop_state,
         change_format,
         change_step,
+        change_version_and_step,
         nest_manifest,
     ],
 )

@@ -54,11 +54,12 @@ def test_a_record_that_cannot_be_used_says_why(
         ("run.json", b'{"status": "comp', "not valid JSON"),
         ("run.json", b"\xff\xfe", "not valid JSON"),
         ("run.json", b"[]", "does not hold a JSON object"),
-        ("run.json", b"[" * 100_000, r"run.json cannot be read \(maximum recursion"),
+        ("run.json", b"[" * 100_000, r"not valid JSON \(maximum recursion"),
         (".hydra/config.yaml", None, r"config.yaml cannot be read \(No such file"),
         (".hydra/config.yaml", b"a: [", "config.yaml cannot be read"),
         (".hydra/config.yaml", b"- list", "it holds no mapping"),
         (".hydra/config.yaml", b"a: &a {b: *a}", "config.yaml cannot be read"),
+        (".hydra/config.yaml", b'a: !!int ""', r"config.yaml cannot be read \(string index"),
         (".hydra/config.yaml", b"a: !!python/object/apply:os.getcwd []", "could not determine"),
     ],
 )

@@ -40,6 +40,7 @@ def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -
         (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b'label,review\n1,"a\n0,b\n', "line 2: unexpected end of data"),
+        (b"label,review\n1,a\xed\xa0\x80\n", "line 2, column review: not utf-8"),
         (b"\xff\xfel\x00a\x00", "line 1, column 1: not utf-8"),
         (b"label,review\n1,a\n0,b\0c\n", "line 3, column review: a NUL byte"),
         ("label,review\n1,a\n".encode("utf-16-le"), "line 1, column 1: a NUL byte"),
@@ -117,3 +118,19 @@ def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
     for other in (marked, foreign):
         assert torch.equal(other.train.inputs, plain.train.inputs)
         assert torch.equal(other.eval.targets, plain.eval.targets)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content", "sentence"),
+    [
+        ("utf-7", b"label,review\n1,+2AA-\n", "line 2, column review: half of a character"),
+        ("punycode", b"V\x9b", "not punycode; save the file as utf-8"),
+        ("idna", b"\xff", "not idna; save the file as utf-8"),
+    ],
+)
+def test_an_encoding_of_another_purpose_is_refused(
+    encoding: str, content: bytes, sentence: str, tmp_path: Path
+) -> None:
+    """What it makes of a file is no text, or it does not say where it failed."""
+    (tmp_path / "x.csv").write_bytes(content)
+    assert sentence in refused(tmp_path / "x.csv", encoding=encoding)

@@ -322,9 +322,17 @@ def age(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def forge_digest(folder: Path) -> None:
+    """As a bad disk or hand would have left it, in what nothing else is compared with."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["digest"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (forge_digest, "does not match its checksum"),
         (flip_a_byte, "sha256"),
         (truncate, "size"),
         (forget_manifest, "manifest.json"),

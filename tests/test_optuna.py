@@ -60,9 +60,7 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     ends = [run_command(*search, folder=tmp_path) for _ in range(2)]
     assert [end.exit_code for end in ends] == [0, 0]
     sweep = tmp_path / "sweep"
-    losses = {
-        run_dir.name: record(run_dir)["metrics"]["eval/loss"] for run_dir in ends[1].run_dirs
-    }
+    losses = {run_dir.name: record(run_dir)["metrics"]["eval/loss"] for run_dir in ends[1].run_dirs}
     assert set(statuses(sweep)) == set(losses)
     assert 1 <= len(losses) <= 2  # of two rates in three trials
     best = OmegaConf.load(sweep / "optimization_results.yaml")

@@ -52,6 +52,13 @@ def test_keys_of_the_runs_own_groups_can_be_changed(run: Path) -> None:
     assert resume(f"resume={run}", "optimizer=sgd").optimizer["name"] == "sgd"
 
 
+def test_choices_that_no_file_can_have_are_none(run: Path) -> None:
+    """They are not looked for: a name that is too long would be an error of the system."""
+    (run / ".hydra" / "choices.yaml").write_text(f"model: {'x' * 400}\ndataset: random\n")
+    _, implied = resumed_command([f"resume={run}"], conf=CONFIG_DIR)
+    assert implied == ["dataset=random"]
+
+
 def test_last_is_the_newest_run(run: Path) -> None:
     """Whatever its name; a folder with odd characters is quoted for Hydra."""
     newest = run.with_name("a b=1,c='d'")

@@ -1,9 +1,11 @@
 """What is damaged in a sweep's folder costs the job that it belongs to, and is one sentence."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 from commands import resolved
@@ -134,10 +136,38 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
     assert reason in sentence
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"folder": "../elsewhere"},
+        {"folder": ".."},
+        {"folder": ""},
+        {"folder": "a\0"},
+        {"folder": 3},
+        {"job_id": []},
+        {"status": "odd"},
+        {"kind": {}},
+        {"sentence": "\ud800"},
+    ],
+)
+def test_a_ledger_with_an_odd_job_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    """A job's folder is below the sweep's, whoever wrote the ledger."""
+    ledger = Ledger(tmp_path)
+    ledger.queue({"a": "a"}, refused=())
+    fields = json.loads((tmp_path / LEDGER).read_text())
+    fields["jobs"][0] |= changed
+    (tmp_path / LEDGER).write_text(json.dumps(fields))
+    for call in (ledger.read, ledger.command):
+        with pytest.raises(UserError, match="is damaged or of another version"):
+            call()
+
+
 def test_odd_fields_of_a_record_are_left_out_of_the_table(tmp_path: Path) -> None:
     """A run.json that somebody has changed by hand is no reason to show nothing."""
     Ledger(tmp_path).queue({"a": "a"}, refused=())
-    for text in ('{"wall_s": "soon", "metrics": {"train/loss": "low"}}', '{"metrics": 3}', "{"):
+    huge = f'{{"wall_s": {"9" * 400}, "metrics": {{"train/loss": {"9" * 400}}}}}'
+    odd = '{"wall_s": "soon", "metrics": {"train/loss": "low"}}'
+    for text in (odd, '{"metrics": 3}', "{", huge, "[" * 100_000):
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / "a" / "run.json").write_text(text)
         assert "queued" in sweep_table(tmp_path)

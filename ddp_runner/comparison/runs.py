@@ -82,14 +82,7 @@ def read_run(folder: Path) -> Run:
             raise ValueError("it holds no mapping")
         keys = dict(leaves(config))
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        yaml.YAMLError,
-        RecursionError,
-    ) as error:
+    except Exception as error:  # of any kind, as PyYAML makes of odd tags
         return Run(folder, reason=_sentence(folder, error, record), record=record)
     notes = [_foreign(record)] if _foreign(record) else []
     if num_damaged:

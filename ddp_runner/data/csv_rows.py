@@ -2,10 +2,14 @@
 
 import csv
 import io
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.errors import UserError
+
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which some encodings allow, as utf-7
 
 
 @dataclass(frozen=True)
@@ -106,13 +110,21 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
         ) from error
     try:
         content = data.decode(encoding).removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        # What comes before is sound: its last row ends within the column that is not.
-        place = _place(data[: error.start].decode(encoding), delimiter)
+    except UnicodeError as error:
+        place = ""
+        with suppress(UnicodeError):  # of codecs that say not where, or cannot read a part
+            if isinstance(error, UnicodeDecodeError):
+                # What comes before is sound: its last row ends within the column that is not.
+                place = f", {_place(data[: error.start].decode(encoding), delimiter)}"
         raise UserError(
-            f"{path}, {place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
+            f"{path}{place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
+    if half := HALF_A_CHARACTER.search(content):
+        place = _place(content[: half.start()], delimiter)
+        raise UserError(
+            f"{path}, {place}: half of a character, which no text holds; save the file as utf-8"
+        )
     if "\0" in content:
         place = _place(content[: content.index("\0")], delimiter)
         raise UserError(

@@ -19,14 +19,16 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from ddp_runner.config import digest as digest_of
 from ddp_runner.data.checks import check_dataset, check_source, check_tensors
 from ddp_runner.data.source import Dataset, Source
 from ddp_runner.errors import UserError
 from ddp_runner.folders import safe_name
 
 # Raise it when the manifest changes, or what a source builds from the same fingerprint.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 TENSORS, MANIFEST, NOTE = "tensors.pt", "manifest.json", "verified.json"
+CHECKSUM = "checksum"  # of the manifest's other fields
 TRUST_S = 3600.0  # how long a note counts: a disk may damage a file without touching its times
 
 
@@ -109,6 +111,9 @@ def _fault(folder: Path, fingerprint: object, *, sha256: str | None = None) -> s
     ]
     if not isinstance(found.get("digest"), str):
         differing.append(f"{MANIFEST} has no digest")
+    checksum = found.pop(CHECKSUM, None)
+    if not differing and checksum != digest_of(found):
+        differing.append(f"{MANIFEST} does not match its checksum")
     return ", ".join(differing) or None
 
 
@@ -191,6 +196,7 @@ def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Pat
                 "sha256": _sha256(part),
                 "digest": _digest(tensors),
             }
+            manifest[CHECKSUM] = digest_of(manifest)
             part.replace(folder / TENSORS)  # never in place: other runs have the old file mapped
             (folder / MANIFEST).write_text(json.dumps(manifest))
             _note(folder, str(manifest["sha256"]))

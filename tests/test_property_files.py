@@ -1,0 +1,450 @@
+"""Whatever a file's bytes have become: it is read as it was, or refused in one line that names it.
+
+Where a format has no checksum, other content that is valid is read, and is of the right types.
+"""
+
+import gzip
+import hashlib
+import json
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import LAPTOP, compose_raw, resolved
+from generated_runs import lines_of, write_run
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import check_sentence, damaged, examples, faulty
+
+from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from ddp_runner.comparison.analysis import compare
+from ddp_runner.comparison.runs import read_runs
+from ddp_runner.comparison.tables import FORMATS
+from ddp_runner.compose import to_config
+from ddp_runner.config import Config
+from ddp_runner.data.csv_rows import read_rows
+from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
+from ddp_runner.data.prepared import NOTE, load_dataset
+from ddp_runner.errors import UserError
+from ddp_runner.explain import user_error
+from ddp_runner.folders import freeze_config
+from ddp_runner.identity import find_unfinished_run
+from ddp_runner.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
+from ddp_runner.manifest import MANIFEST, STATE, read_manifest
+from ddp_runner.record import read_run_record, write_run_record
+from ddp_runner.resuming import resumed_command, with_resumed
+from ddp_runner.rules import resolve
+from ddp_runner.sweep import sweep_table
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """An empty folder for one example."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@contextmanager
+def refused_in_one_line(*named: Path) -> Iterator[list[str]]:
+    """Take a UserError for an answer, if it is one line that names one of the files or folders."""
+    sentences: list[str] = []
+    try:
+        yield sentences
+    except UserError as error:
+        sentences.append(str(error))
+    for sentence in sentences:
+        assert sentence.isprintable()
+        assert any(str(one) in sentence for one in named), sentence
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two states hold the same, tensors bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(equal(one[key], other[key]) for key in one)
+        )
+    return type(one) is type(other) and bool(one == other)
+
+
+STATE_SAVED = {"step": 600, "name": "toy", "model": {"weight": torch.arange(6.0)}, "odd": [None, 1]}
+
+
+@cache
+def checkpoint() -> tuple[bytes, bytes]:
+    """Return the bytes of a checkpoint's state and manifest."""
+    with folder() as path:
+        saved = save_checkpoint(
+            path,
+            STATE_SAVED,
+            step=600,
+            metrics={"eval/f1": 0.5, "eval/loss": float("nan")},
+            keep=1,
+            monitor=None,
+            mode="max",
+            say=pytest.fail,
+        )
+        return (saved / STATE).read_bytes(), (saved / MANIFEST).read_bytes()
+
+
+def write_checkpoint(path: Path, state: bytes, manifest: bytes) -> Path:
+    """Write a checkpoint's files into a new folder."""
+    path.mkdir()
+    (path / STATE).write_bytes(state)
+    (path / MANIFEST).write_bytes(manifest)
+    return path
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """State and manifest, of which one or both are not as they were."""
+    state, manifest = checkpoint()
+    which = draw(st.integers(0, 4))
+    if which <= 1:
+        state = draw(st.one_of(damaged(state), damaged(state), st.binary(max_size=99)))
+    if which >= 1:
+        manifest = draw(faulty(manifest, is_json=True))
+    return state, manifest
+
+
+@given(checkpoints())
+@examples(300)
+def test_a_checkpoint_is_loaded_as_it_was_or_refused(files: tuple[bytes, bytes]) -> None:
+    """Neither another state nor another step or metric ever comes of it."""
+    with folder() as here:
+        whole = write_checkpoint(here / "step-00000600", *checkpoint())
+        path = write_checkpoint(here / "step-00000700", *files)
+        known = read_manifest(whole)
+        with refused_in_one_line(path):
+            found = read_manifest(path)
+            assert (found.step, found.metrics) == (known.step, known.metrics)
+        with refused_in_one_line(path) as refusals:
+            assert equal(load_checkpoint(path, map_location="cpu"), STATE_SAVED)
+        said: list[str] = []
+        latest = latest_checkpoint(here, say=said.append)
+        assert latest == (whole if refusals else path)
+        assert all(sentence.isprintable() for sentence in said)
+
+
+@given(st.one_of(damaged(checkpoint()[0]), st.binary(max_size=200)))
+@examples(100)
+def test_a_state_with_the_right_checksum_is_plain_data_or_refused(state: bytes) -> None:
+    """Whoever wrote it wrote the manifest, too."""
+    sha256 = hashlib.sha256(state).hexdigest()
+    files = {STATE: {"size": len(state), "sha256": sha256}}
+    manifest = {"format_version": 1, "step": 1, "metrics": {}, "files": files}
+    with folder() as here:
+        path = write_checkpoint(here / "step-00000001", state, json.dumps(manifest).encode())
+        with refused_in_one_line(path):
+            assert isinstance(load_checkpoint(path, map_location="cpu"), dict)
+
+
+RECORD = {
+    "status": "preempted",
+    "work_hash": "abc",
+    "launches": ["agent here"],
+    "wall_s": 1.5,
+    "startup_s": 0.5,
+    "metrics": {"train/loss": 0.5, "perf/samples_per_s": 100.0},
+    "sessions": [{"started_at": 1.0, "wall_s": 1.0}],
+}
+
+
+@given(faulty(json.dumps(RECORD).encode(), is_json=True))
+@examples(200)
+def test_a_record_is_a_mapping_or_refused(content: bytes) -> None:
+    """Nobody goes on with a run whose record is damaged, and a table of a sweep shows the rest."""
+    with folder() as here:
+        run = here / "job"
+        run.mkdir()
+        (run / "run.json").write_bytes(content)
+        with refused_in_one_line(run / "run.json"):
+            assert isinstance(read_run_record(run), dict)
+        with refused_in_one_line(run / "run.json"):
+            write_run_record(run, status="running")
+            assert read_run_record(run)["status"] == "running"
+        (run / "run.json").write_bytes(content)
+        assert find_unfinished_run([run], work="abc") in (run, None)
+        Ledger(here).queue({"id": "job"}, refused=())
+        assert all(line.isprintable() for line in sweep_table(here).splitlines())
+
+
+COMMAND = ["-m", "seed=1,2"]
+ENTRIES = [Entry("id1", "seed=1", "running"), Entry("id2", "seed=2", "failed", "user", "no")]
+
+
+@cache
+def ledger_bytes() -> bytes:
+    """Return the bytes of a sweep's ledger."""
+    with folder() as here:
+        ledger = Ledger(here)
+        ledger.begin(command=COMMAND, retry_failed=False)
+        ledger.queue({"id1": "seed=1"}, refused=ENTRIES[1:])
+        ledger.note("id1", status="running")
+        return (here / LEDGER).read_bytes()
+
+
+@given(faulty(ledger_bytes(), is_json=True))
+@examples(300)
+def test_a_ledger_holds_entries_or_is_refused(content: bytes) -> None:
+    """Of the right types, each with a folder below the sweep's; and it can be gone on with."""
+    with folder() as here:
+        sweep = here / "sweep"
+        sweep.mkdir()
+        path, ledger = sweep / LEDGER, Ledger(sweep)
+        path.write_bytes(content)
+        with refused_in_one_line(path) as refusals:
+            for job_id, entry in ledger.read().items():
+                assert job_id == entry.job_id
+                assert isinstance(job_id, str)
+                assert entry.status in (*UNFINISHED, "done", "failed", "skipped")
+                assert (sweep / entry.folder).parent == sweep
+                assert Path(entry.folder).name == entry.folder
+                assert all(isinstance(one, str | None) for one in (entry.kind, entry.sentence))
+            assert all(isinstance(one, str) for one in ledger.command())
+        assert unfinished_sweep(here, command=COMMAND, retry_failed=True) in (sweep, None)
+        with refused_in_one_line(path) as again:
+            assert all(line.isprintable() for line in sweep_table(sweep).splitlines())
+            assert ledger.queue({"new": "new"}, refused=())["new"].status == "queued"
+            ledger.note("new", status="done")
+            ledger.begin(command=COMMAND, retry_failed=True)
+        assert bool(again) == bool(refusals)
+
+
+@cache
+def run_files() -> dict[str, bytes]:
+    """Return the bytes of what a comparison reads of a run."""
+    with folder() as here:
+        run = write_run(here / "run", lines=lines_of([1.0, 90.0, 100.0]))
+        return {name: (run / name).read_bytes() for name in READ_BY_COMPARE}
+
+
+READ_BY_COMPARE = ("run.json", ".hydra/config.yaml", "metrics.jsonl")
+ODD_YAML = (
+    *(b'a: !!int ""\n', b'a: !!float ""\n', b"a: !!bool x\n", b"a: !!timestamp x\n", b"a: 0x_\n"),
+    *(b"a: 2001-99-99\n", b"a: 0001-01-01T00:00:00+23:00\n", b"? [a]\n: 1\n", b"a: !!set {}\n"),
+    *(
+        b"1: 2\n",
+        b"null: 1\n",
+        b"a: &a [*a]\n",
+        b"<<: 1\n",
+        b"a: !!binary x\n",
+        b"? {}\n",
+        b"---\n",
+    ),
+    *(b"a: !!omap [x]\n", b"a: =\n", b"world_size: 1:60:60\n", b"model: null\n", b"model: [1]\n"),
+    *(b"seed: .nan\n", b"launch: 3\n", b"allowed_targets: x\n", b"a: [" * 3000, b"- " * 3000),
+    *(b"model: ${seed}\n", b"seed: ${seed}\n", b"seed: ${a\n", b"resume: x\n", b"model: {1: 2}\n"),
+)
+
+
+@st.composite
+def faulty_yaml(draw: st.DrawFn, content: bytes) -> bytes:
+    """A YAML file that is damaged, or that holds what YAML allows and no config does."""
+    if draw(st.booleans()):
+        return draw(faulty(content))
+    lines, odd = content.splitlines(keepends=True), draw(st.sampled_from(ODD_YAML))
+    place = draw(st.integers(0, len(lines)))
+    return b"".join([*lines[:place], odd, *lines[place + draw(st.integers(0, 1)) :]])
+
+
+@st.composite
+def faulty_runs(draw: st.DrawFn) -> tuple[str, bytes]:
+    """One of a run's files, and what has become of it."""
+    name = draw(st.sampled_from(READ_BY_COMPARE))
+    content = run_files()[name]
+    if name.endswith(".yaml"):
+        return name, draw(faulty_yaml(content))
+    if name.endswith(".json"):
+        return name, draw(faulty(content, is_json=True))
+    *lines, last = content.splitlines(keepends=True)
+    changed = draw(st.one_of(faulty(last, is_json=True), faulty(content)))
+    return name, b"".join([*lines, changed])
+
+
+@given(faulty_runs())
+@examples(150)
+def test_a_faulty_run_is_compared_or_left_out_in_one_line(fault: tuple[str, bytes]) -> None:
+    """The good one beside it is compared, and every table can be printed."""
+    name, content = fault
+    with folder() as here:
+        write_run(here / "good", lines=lines_of([1.0, 90.0, 100.0]), record={"started_at": 1.0})
+        faulty_run = write_run(here / "odd", lines=lines_of([1.0, 90.0, 100.0]))
+        (faulty_run / name).write_bytes(content)
+        comparison = compare(read_runs([here]))
+        compared = [run.folder.name for row in comparison.rows for run in row.runs]
+        left_out = [remark.folder.name for remark in comparison.left_out]
+        assert "good" in compared
+        assert sorted(compared + left_out) == ["good", "odd"]
+        for remark in (*comparison.left_out, *comparison.notes):
+            assert len(remark.sentence.splitlines()) == 1
+        for form in ("table", "markdown"):
+            assert all(line.isprintable() for line in FORMATS[form](comparison).splitlines())
+
+
+@cache
+def frozen() -> tuple[bytes, Any]:
+    """Return the bytes of a run's frozen config, and what a command composes beside it."""
+    with folder() as here:
+        config, _ = resolved("model=toy")
+        freeze_config(here, config, overrides=(), choices={"model": "toy"})
+        return (here / ".hydra" / "config.yaml").read_bytes(), compose_raw("model=toy")
+
+
+@given(st.data())
+@examples(150)
+def test_a_frozen_config_resolves_or_is_refused(data: st.DataObject) -> None:
+    """What is damaged names the file; what breaks a rule names the key."""
+    content, composed = frozen()
+    with folder() as here:
+        (here / ".hydra").mkdir()
+        path = here / ".hydra" / "config.yaml"
+        path.write_bytes(data.draw(faulty_yaml(content)))
+        raw = composed.copy()
+        raw.resume = str(here)
+        with refused_in_one_line(path) as refusals:
+            raw = with_resumed(raw, ())
+        if refusals:
+            return
+        try:
+            config, _ = resolve(to_config(raw), hardware=LAPTOP)
+            assert isinstance(config, Config)
+        except Exception as error:
+            explained = user_error(error)
+            if explained is None:
+                raise
+            check_sentence(str(explained))
+
+
+@given(faulty_yaml(b"dataset: digits\nmodel: toy\noptimizer: sgd\n"))
+@examples(50)
+def test_the_choices_of_a_run_are_options_or_none(content: bytes) -> None:
+    """What is implied of them are overrides of groups, whatever the file has become."""
+    with folder() as here:
+        (here / ".hydra").mkdir()
+        (here / ".hydra" / "choices.yaml").write_bytes(content)
+        (here / "model").mkdir()
+        (here / "model" / "toy.yaml").touch()
+        _, implied = resumed_command([f"resume={here}"], conf=here)
+        assert implied in ([], ["model=toy"])
+
+
+IMAGES = struct.pack(">4I", IMAGES_MAGIC, 2, 3, 4) + bytes(range(24))
+LABELS = struct.pack(">2I", LABELS_MAGIC, 5) + bytes(range(5))
+GZIPPED = gzip.compress(IMAGES, mtime=0)
+
+
+@given(st.one_of(faulty(IMAGES), faulty(LABELS), faulty(GZIPPED)), st.booleans(), st.booleans())
+@examples(300)
+def test_an_idx_file_is_bytes_of_its_sizes_or_refused(
+    content: bytes, is_gzipped: bool, is_labels: bool
+) -> None:
+    """Gzipped or not, of labels or of images; what gzip's checksum covers is as it was."""
+    magic = LABELS_MAGIC if is_labels else IMAGES_MAGIC
+    with folder() as here:
+        path = here / ("file.gz" if is_gzipped else "file")
+        path.write_bytes(content)
+        with refused_in_one_line(path):
+            tensor = read_idx(path, magic=magic)
+            assert tensor.dtype == torch.uint8
+            assert tensor.ndim == magic & 0xFF
+            assert tensor.numel() > 0
+            plain = gzip.decompress(content) if is_gzipped else content
+            assert bytes(tensor.flatten().tolist()) == plain[4 + 4 * tensor.ndim :]
+
+
+TEXTS = 'label,review\r\n1,"a ""good"" one,\nyes"\r\n0,好 bad\r\n1.0,\r\n,x\r\n0,last\r\n'
+ENCODINGS = (
+    *("utf-8", "utf-16", "gb18030", "latin-1", "utf-7", "utf-32", "idna", "punycode", "cp1252"),
+    *("unicode_escape", "raw_unicode_escape", "utf_8_sig", "shift_jis", "hz", "utf_16_le"),
+)
+
+
+@st.composite
+def csv_files(draw: st.DrawFn) -> tuple[bytes, str]:
+    """A CSV file that is not as it was, and how it is said to be encoded."""
+    encoding = draw(st.sampled_from(ENCODINGS))
+    written = draw(st.sampled_from(["utf-8", "utf-16", "gb18030", "utf-7"]))
+    content = draw(st.one_of(st.just(TEXTS), st.text(max_size=40))).encode(written, "replace")
+    return draw(faulty(content)), encoding
+
+
+@given(csv_files(), st.sampled_from([",", ";", "\t", " ", "1", '"', "好", "a"]))
+@examples(300)
+def test_a_csv_file_gives_texts_and_classes_or_is_refused(
+    file: tuple[bytes, str], delimiter: str
+) -> None:
+    """Each text has characters that can be written again, and each class is one."""
+    content, encoding = file
+    with folder() as here:
+        path = here / "file.csv"
+        path.write_bytes(content)
+        with refused_in_one_line(path):
+            rows = read_rows(
+                path,
+                text="review",
+                label="label",
+                num_classes=2,
+                encoding=encoding,
+                delimiter=delimiter,
+            )
+            assert len(rows.texts) == len(rows.labels) > 0
+            assert all(text.strip() and text.encode() for text in rows.texts)
+            assert all(type(label) is int and label in range(2) for label in rows.labels)
+
+
+TINY = IdxImages(name="tiny", folder="MNIST", mean=0.1, std=0.3)
+
+
+def write_images(data_root: Path) -> None:
+    """Write four IDX files of a few images."""
+    raw = data_root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 3), ("t10k", 2)):
+        header = struct.pack(">4I", IMAGES_MAGIC, count, 4, 4)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + bytes(range(count)) * 16)
+        header = struct.pack(">2I", LABELS_MAGIC, count)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[Path, bytes]]]:
+    """The folder of a dataset's files, and what its cache holds, which each example damages."""
+    root = tmp_path_factory.mktemp("cached")
+    write_images(root)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("DDP_RUNNER_CACHE", str(root / "cache"))
+        load_dataset(TINY, data_root=root, say=lambda _: None)
+        files = (root / "cache").glob("tiny-*/*")
+        yield root, {path: path.read_bytes() for path in sorted(files) if path.name != NOTE}
+
+
+@given(st.data())
+@examples(100)
+def test_a_cache_of_any_bytes_gives_the_dataset(
+    cached: tuple[Path, dict[Path, bytes]], data: st.DataObject
+) -> None:
+    """It is used if it is whole, and built anew if it is not."""
+    root, whole = cached
+    for path, content in whole.items():
+        path.write_bytes(content)
+    mapped = load_dataset(TINY, data_root=root, say=pytest.fail)
+    # A file that is mapped must not be written to, as this test is about to do.
+    inputs, targets = mapped.train.inputs.clone(), mapped.eval.targets.clone()
+    path = data.draw(st.sampled_from(list(whole)))
+    path.write_bytes(data.draw(faulty(whole[path], is_json=path.suffix == ".json")))
+    if data.draw(st.booleans()):
+        path.with_name(NOTE).unlink()
+    found = load_dataset(TINY, data_root=root, say=lambda _: None)
+    assert torch.equal(found.train.inputs, inputs)
+    assert torch.equal(found.eval.targets, targets)
+    assert found.digest == mapped.digest
