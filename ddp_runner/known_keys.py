@@ -3,6 +3,7 @@
 Used by ``explain``, and by ``__main__`` for options that Hydra does not have; torch-free.
 """
 
+import argparse
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,9 +35,14 @@ def check_options(arguments: Sequence[str]) -> None:
     """Refuse an option with dashes that Hydra does not have; often it is a key.
 
     Raises:
-        UserError: it says which key was meant, if one is near.
+        UserError: it says which key was meant, if one is near, or what an option lacks.
     """
-    parsed, unknown = get_args_parser().parse_known_args(list(arguments))
+    parser = get_args_parser()
+    parser.exit_on_error = False  # it would print its usage, which has none of the keys
+    try:
+        parsed, unknown = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; see --help") from error
     if parsed.experimental_rerun is not None:
         raise UserError(
             "--experimental-rerun reads a pickled config, which a run never leaves; write "
@@ -51,6 +57,20 @@ def check_options(arguments: Sequence[str]) -> None:
     meant = nearest_key(word.replace("-", "_"), known_keys(arguments))
     hint = f"keys have no dashes: write {meant}={value}" if meant else "see --help"
     raise UserError(f"{option} is not an option; {hint}")
+
+
+def in_one_piece(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with its keys beside each other: argparse takes no others.
+
+    As in ``model=toy -m seed=1,2``.
+    """
+    parsed, rest = get_args_parser().parse_known_args(list(arguments))
+    if not rest:
+        return list(arguments)
+    options, keys = list(arguments), [*parsed.overrides, *rest]
+    for key in keys:
+        options.remove(key)
+    return [*options, *keys]
 
 
 def known_keys(arguments: Sequence[str]) -> list[str]:

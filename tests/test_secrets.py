@@ -109,7 +109,7 @@ def test_a_sentence_shows_the_variable_in_place_of_its_value() -> None:
         with pytest.raises(type(error)) as left, secrets.hidden_in_errors():
             raise error
         assert (str(left.value), hidden in str(getattr(error, attribute))) == (hidden, True)
-    with pytest.raises(ValueError, match="oc.env:MY_SECRET"), secrets.hidden_in_errors():
+    with pytest.raises(ValueError, match=r"oc\.env:MY_SECRET"), secrets.hidden_in_errors():
         raise ValueError({"token": SECRET})
     missing = FileNotFoundError(2, "No such file", f"/no/{SECRET}")
     with pytest.raises(UserError) as refused, secrets.hidden_in_errors():
