@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from commands import (
     Ended,
     background,
     ended,
-    last_step,
     record,
     run_command,
     run_dirs,
@@ -329,24 +327,6 @@ def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_p
     assert [record(path)["status"] for path in runs] == ["completed"] * len(runs)
     folders = sorted({(path.parent if is_sweep else path).name for path in runs})
     assert [name.partition("_00-00-00")[2] for name in folders] == ["", "-2"]
-
-
-def test_a_run_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
-    """By resume= and as a folder of one's own; the run in it goes on and is stopped in peace."""
-    folder = tmp_path / "outputs" / "mine"
-    keys = (*TOY, "train.epochs=10000", f"hydra.run.dir={folder}")
-    with background(*keys, folder=tmp_path / "first") as process:
-        wait_for(lambda: last_step(tmp_path) >= 3)
-        for number, args in enumerate([(f"resume={folder}",), keys]):
-            answer = only_sentence(run_command(*args, folder=tmp_path / str(number)))
-            assert answer.startswith(f"{folder} is in use by process {process.pid} on ")
-            assert answer.endswith("; wait for it to end, or start a run of its own")
-        seen = last_step(tmp_path)
-        wait_for(lambda: last_step(tmp_path) > seen)
-        process.send_signal(signal.SIGTERM)
-        end = ended(process, tmp_path / "first")
-    assert (end.exit_code, end.stderr) == (143, "")
-    assert record(folder)["status"] == "preempted"
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,7 @@ TEXT = (
     *("dataset.vocab_size=100", "dataset.max_length=32", "dataset.path=texts.csv"),
     *("batch.global_size=4", "train.max_steps=1", "train.num_threads=1", "data_root=data"),
 )
+GRACE_S = 1.0  # for a run that has begun to ask for its data
 REMEDY = "replace the file, or delete it to have it downloaded"
 
 
@@ -241,6 +243,7 @@ def slow_build() -> None:
         Path("building").touch()
         # The other commands' folders are beside this one's.
         wait_for(lambda: len(list(Path().absolute().parent.glob("*/sweep/seed=1/run.json"))) == 2)
+        time.sleep(GRACE_S)
         return build(self, data_root)
 
     FakeImages.build = waited  # type: ignore[method-assign]
