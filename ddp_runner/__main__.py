@@ -44,7 +44,7 @@ from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.identity import is_same_work
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.known_keys import check_options
+from ddp_runner.known_keys import check_options, in_one_piece
 from ddp_runner.launch import launch
 from ddp_runner.ledger import LEDGER
 from ddp_runner.multirun import Multirun
@@ -102,7 +102,7 @@ class Command:
     def run(self) -> int:
         """Let Hydra compose and call back; return the exit code."""
         check_options(sys.argv[1:])
-        arguments, self._implied = resumed_command(sys.argv[1:], conf=CONFIG_DIR)
+        arguments, self._implied = resumed_command(in_one_piece(sys.argv[1:]), conf=CONFIG_DIR)
         self._folders = register(self._env, implied=self._implied)
 
         def run_job(raw: DictConfig) -> None:

@@ -29,6 +29,19 @@ def num_shares(config: Config, ranks: int) -> int:
     return ranks - servers if mode["mode"] == "sync" else 1
 
 
+def check_num_samples(name: object, count: int, *, ranks: int) -> None:
+    """Refuse a dataset that cannot give each rank a sample.
+
+    Raises:
+        UserError: its train split has fewer than there are ranks.
+    """
+    if count < ranks:
+        raise UserError(
+            f"dataset={name} has {count} training samples and world_size is {ranks}; use "
+            f"world_size={count} or less"
+        )
+
+
 def resolve_batch(config: Config, shares: int, chosen: Collection[str]) -> BatchConfig:
     """Return the batch with both sizes filled in.
 

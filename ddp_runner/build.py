@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from ddp_runner.batch_rules import check_num_samples
 from ddp_runner.checkpoint_rules import CLASS_METRICS
 from ddp_runner.config import Config
 from ddp_runner.data.batches import GlobalBatches
@@ -52,11 +53,7 @@ def build_trainee(
         UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
             fit what it names, or the model has nothing to train.
     """
-    if len(dataset.train) < env.world_size:
-        raise UserError(
-            f"dataset={dataset.name} has {len(dataset.train)} training samples and world_size is "
-            f"{env.world_size}; use world_size={len(dataset.train)} or less"
-        )
+    check_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     role, allowed = mode.role(env), config.allowed_targets
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
     build = partial(

@@ -15,6 +15,7 @@ from ddp_runner.agent_store import fresh_store, serves_ranks
 from ddp_runner.config import BackendConfig
 from ddp_runner.environment import FROM_ENVIRONMENT, DistEnv, check_rendezvous
 from ddp_runner.errors import UserError
+from ddp_runner.loopback_store import loopback_store
 
 T = TypeVar("T")
 
@@ -39,18 +40,23 @@ def process_group(
             "are); write backend=gloo, or build torch from source beside an MPI library"
         )
     check_rendezvous(env, init_method=init_method, backend=backend.name)
+    is_local = False
     if env.num_nodes == 1:
         # One machine's traffic needs no other interface than loopback, and listens on no other.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # whoever set another knows better
     timeout = timedelta(seconds=backend.timeout_s)
-    is_agents = init_method == FROM_ENVIRONMENT and serves_ranks()
-    store = fresh_store(env, timeout=timeout) if is_agents else None
+    store = None
+    if init_method == FROM_ENVIRONMENT and serves_ranks():
+        store = fresh_store(env, timeout=timeout)
+    elif is_local and backend.name != "mpi":
+        store = loopback_store(env, init_method=init_method, timeout=timeout)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
-            init_method=None if is_agents else init_method,
+            init_method=None if store is not None else init_method,
             store=store,
             rank=env.rank,
             world_size=env.world_size,

@@ -73,6 +73,8 @@ def claim(path: Path) -> Path:
         UserError: the folder cannot be written, or the disk is nearly full.
     """
     try:
+        # Before anything is made, so that a refusal leaves nothing.
+        _check_space(path, place=next(one for one in path.parents if one.is_dir()))
         path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, 1000):
             candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
@@ -80,7 +82,6 @@ def claim(path: Path) -> Path:
                 candidate.mkdir()
             except FileExistsError:
                 continue
-            check_writable(candidate)
             return candidate
     except OSError as error:
         raise UserError(
@@ -98,7 +99,12 @@ def check_writable(path: Path) -> None:
     """
     if not os.access(path, os.W_OK):
         raise UserError(f"the run folder {path} is not writable; give hydra.run.dir=FOLDER")
-    free_mib = shutil.disk_usage(path).free // 2**20
+    _check_space(path, place=path)
+
+
+def _check_space(path: Path, *, place: Path) -> None:
+    """Refuse a run folder on a disk that is nearly full; `place` is a folder on it."""
+    free_mib = shutil.disk_usage(place).free // 2**20
     if free_mib < MIN_FREE_MIB:
         raise UserError(
             f"{free_mib} MiB are free for the run folder {path} and a run needs {MIN_FREE_MIB}; "

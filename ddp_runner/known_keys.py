@@ -35,11 +35,10 @@ def check_options(arguments: Sequence[str]) -> None:
     """Refuse an option with dashes that Hydra does not have; often it is a key.
 
     Raises:
-        UserError: it says which key was meant, if one is near; or an option of Hydra's is given
-            what it does not take, or stands between the overrides.
+        UserError: it says which key was meant, if one is near, or what an option lacks.
     """
     parser = get_args_parser()
-    vars(parser)["error"] = _refuse_option  # its own prints how to use all of them
+    vars(parser)["error"] = _refuse_option  # its own prints its usage, which has none of the keys
     parsed, unknown = parser.parse_known_args(list(arguments))
     if parsed.experimental_rerun is not None:
         raise UserError(
@@ -47,11 +46,6 @@ def check_options(arguments: Sequence[str]) -> None:
             "resume=RUN_FOLDER to go on with a run"
         )
     option = next((one for one in unknown if one.startswith("-")), None)
-    if option is None and unknown:  # argparse takes what is not an option in one piece
-        raise UserError(
-            f"{unknown[0]} comes after an option that other overrides come before; write all "
-            "options first, as in -m KEY=ONE,OTHER KEY=VALUE"
-        )
     if option is None:
         return
     word, _, value = option.lstrip("-").partition("=")
@@ -64,6 +58,20 @@ def check_options(arguments: Sequence[str]) -> None:
 
 def _refuse_option(reason: str) -> NoReturn:
     raise UserError(f"{reason}; see --help")
+
+
+def in_one_piece(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with its keys beside each other: argparse takes no others.
+
+    As in ``model=toy -m seed=1,2``.
+    """
+    parsed, rest = get_args_parser().parse_known_args(list(arguments))
+    if not rest:
+        return list(arguments)
+    options, keys = list(arguments), [*parsed.overrides, *rest]
+    for key in keys:
+        options.remove(key)
+    return [*options, *keys]
 
 
 def known_keys(arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.batch_rules import num_shares, resolve_batch
+from ddp_runner.batch_rules import check_num_samples, num_shares, resolve_batch
 from ddp_runner.checkpoint_rules import check_checkpoints
 from ddp_runner.collectives_config import check_collectives
 from ddp_runner.config import BackendConfig, Config
@@ -24,6 +24,7 @@ from ddp_runner.value_rules import check_values
 TASKS = ("train", "collectives", "check")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
 PRECISIONS = ("fp32", "bf16", "fp16")
+MADE_UP = ("ddp_runner.data.fake_images.", "ddp_runner.data.random.")
 MOST_RANKS_A_CORE = 64  # a rank takes some 100 MiB, and a collective waits for the slowest of them
 
 
@@ -62,6 +63,7 @@ def resolve(
         config, hardware, nproc=nproc, is_launched=env is not None, chosen=chosen
     )
     _check_mode(config, ranks, backend)
+    _check_dataset(config, ranks)
     batch = resolve_batch(config, shares, chosen)
     check_scheduler(replace(config, batch=batch))
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
@@ -70,6 +72,11 @@ def resolve(
     if env is None and backend.device == "cpu" and nproc > hardware.num_cores:
         warnings.append(
             f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
+        )
+    if (env.num_nodes if env else config.launch.nnodes) > 1:
+        warnings.append(
+            "torch.distributed has no authentication: whoever reaches the ports of these machines "
+            "can join or stop the run; keep them on a trusted network"
         )
     if config.parallelism.get("data_parallel") and (
         hardware.num_gpus < 2 or backend.device == "cpu"
@@ -160,6 +167,14 @@ def _check_init_method(config: Config, env: DistEnv | None) -> None:
             f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
             f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
         )
+
+
+def _check_dataset(config: Config, ranks: int) -> None:
+    """Refuse one of our own made-up datasets that is too small; of the others a rank finds out."""
+    dataset = config.dataset
+    is_ours = dataset["_target_"].startswith(MADE_UP)
+    if is_ours and config.task != "collectives" and isinstance(dataset.get("num_samples"), int):
+        check_num_samples(dataset.get("name"), dataset["num_samples"], ranks=ranks)
 
 
 def _check_mode(config: Config, ranks: int, backend: BackendConfig) -> None:

@@ -56,16 +56,21 @@ class Secrets:
         """Hide the values in the words of an error that leaves the block, and of its causes."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # sys.exit(TEXT) has words as well
             link: BaseException | None = error if self.values else None
             while link is not None:
-                link.args = tuple(
-                    self.hide(one) if isinstance(one, str) else one for one in link.args
-                )
+                link.args = tuple(map(self._hidden, link.args))
+                if isinstance(link, SystemExit):
+                    link.code = self._hidden(link.code)
                 if isinstance(link, OSError) and isinstance(link.filename, str):
                     link.filename = self.hide(link.filename)
                 link = link.__cause__ or link.__context__
             raise
+
+    def _hidden(self, argument: Any) -> Any:
+        """Return an argument of an error; as text, if that holds a value."""
+        shown = str(argument)
+        return argument if (hidden := self.hide(shown)) == shown else hidden
 
 
 def find_secrets(raw: DictConfig) -> Secrets:

@@ -42,7 +42,7 @@ LAYERS = (
     ("scheduler_rules",),
     ("rules", "folders", "job", "times", "blame", "logs"),
     ("parallelism", "data.source", "dashboard"),
-    ("interrupts", "calibration", "stop", "identity", "agent_store"),
+    ("interrupts", "calibration", "stop", "identity", "agent_store", "loopback_store"),
     ("claims",),
     ("resuming",),
     ("ledger", "comparison", "distributed", "checkpoint", "tracking", "data"),

@@ -93,6 +93,10 @@ REFUSED = [
      "1000000 ranks on a machine of 4 cores would never meet; write world_size=256 or less"),
     ("world_size=1000000 launch.nnodes=1000 launch.rdzv_endpoint=h:1",
      "1000 ranks on a machine of 4 cores would never meet; write world_size=256000 or less"),
+    ("model=toy dataset.num_samples=1 world_size=2",
+     "dataset=random has 1 training samples and world_size is 2; use world_size=1 or less"),
+    ("task=check dataset=fake_images dataset.num_samples=3 world_size=4",
+     "dataset=fake_images has 3 training samples and world_size is 4; use world_size=3 or less"),
     ("train.num_threads=1000000", "train.num_threads (1000000) must be 4096 or less"),
     ("model=toy dataset.num_samples=1e9",
      "dataset.num_samples (1000000000.0) must be a whole number"),
@@ -236,6 +240,19 @@ def test_more_ranks_than_gpus_is_refused(overrides: str, gpus: int, sentence: st
         resolved(*kept, fix, hardware=machine)
 
 
+def test_several_machines_are_warned_that_nothing_is_authenticated() -> None:
+    """One line, for our own launcher and for another's ranks; none within one machine."""
+    warnings = [
+        resolved("launch.nnodes=2", "launch.rdzv_endpoint=h:1")[1],
+        resolved(env=DistEnv(rank=1, local_rank=1, world_size=4, local_world_size=2))[1],
+    ]
+    for (warning,) in warnings:
+        assert "has no authentication" in warning
+        assert "trusted network" in warning
+    assert resolved(env=DistEnv(rank=1, local_rank=1, world_size=2, local_world_size=2))[1] == []
+    assert resolved()[1] == []
+
+
 MEANT = "or write backend.device=cpu if this is meant"
 LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
 
@@ -268,13 +285,19 @@ def test_gpus_that_lie_idle_are_said(overrides: str, gpus: int, warning: str) ->
     machine = Hardware(num_gpus=gpus, num_cores=16)
     config, warnings = resolved(*overrides.split(), hardware=machine)
     assert config.backend.device == "cpu"
-    assert warnings == [warning]
-    assert resolved(*overrides.split(), "backend.device=cpu", hardware=machine)[1] == []
+    assert about_gpus(warnings) == [warning]
+    meant = resolved(*overrides.split(), "backend.device=cpu", hardware=machine)
+    assert about_gpus(meant[1]) == []
     if fix := re.search(r"write (world_size=\d+|backend=nccl) ", warning):
         key = fix[1].partition("=")[0]
         kept = [one for one in overrides.split() if not one.startswith(f"{key}=")]
         config, warnings = resolved(*kept, fix[1], hardware=machine)
-        assert (config.backend.device, warnings) == ("cuda", [])
+        assert (config.backend.device, about_gpus(warnings)) == ("cuda", [])
+
+
+def about_gpus(warnings: list[str]) -> list[str]:
+    """Return the warnings that tell of a GPU."""
+    return [one for one in warnings if "GPU" in one]
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -105,6 +105,12 @@ def test_a_sentence_shows_the_variable_in_place_of_its_value() -> None:
     told = f"a ({SECRET}) and {SECRET}s, 7 times"
     hidden = f"a (${{oc.env:MY_SECRET}}) and {SECRET}s, 7 times"
     assert secrets.hide(told) == hidden
+    for error, attribute in ((SystemExit(told), "code"), (KeyboardInterrupt(told), "args")):
+        with pytest.raises(type(error)) as left, secrets.hidden_in_errors():
+            raise error
+        assert (str(left.value), hidden in str(getattr(error, attribute))) == (hidden, True)
+    with pytest.raises(ValueError, match=r"oc\.env:MY_SECRET"), secrets.hidden_in_errors():
+        raise ValueError({"token": SECRET})
     missing = FileNotFoundError(2, "No such file", f"/no/{SECRET}")
     with pytest.raises(UserError) as refused, secrets.hidden_in_errors():
         raise UserError(told) from missing

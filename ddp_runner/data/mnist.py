@@ -4,6 +4,7 @@ The format: http://yann.lecun.com/exdb/mnist/ (big-endian magic number, sizes, t
 """
 
 import gzip
+import hashlib
 import math
 import struct
 import zlib
@@ -20,6 +21,19 @@ from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
 LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
+# SHA-256 of the unpacked files, by the dataset's name; files of one's own have another name.
+PUBLISHED = {
+    "mnist": {
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738"
+        "ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5"
+        "333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77"
+        "db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351"
+        "222c34898ecbeaf847f06e48f7ec33f2",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,9 @@ class IdxImages:
         tensors = {}
         for split, prefix in (("train", "train"), ("eval", "t10k")):
             images_path, labels_path = self._pair(data_root, prefix)
-            images = read_idx(images_path, magic=IMAGES_MAGIC)
-            labels = read_idx(labels_path, magic=LABELS_MAGIC)
+            published = PUBLISHED.get(self.name, {})
+            images = read_idx(images_path, magic=IMAGES_MAGIC, published=published)
+            labels = read_idx(labels_path, magic=LABELS_MAGIC, published=published)
             if len(labels) != len(images):
                 raise UserError(
                     f"{labels_path} has {len(labels)} labels, expected {len(images)}, one for each "
@@ -93,15 +108,17 @@ def _plain_or_gzipped(path: Path) -> Path:
     return gzipped if gzipped.exists() and not path.exists() else path
 
 
-def read_idx(path: Path, *, magic: int) -> Tensor:
+def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
     """The uint8 tensor in an IDX file; its number of dimensions is the magic number's last byte.
 
     Args:
         path: of the file; one that ends in ``.gz`` is unpacked in memory.
         magic: the number that it must begin with.
+        published: the SHA-256 of files, unpacked, by name; a file that is not listed may be any.
 
     Raises:
-        UserError: it cannot be read or unpacked, or magic number or size is not as expected.
+        UserError: it cannot be read or unpacked, or magic number, size or SHA-256 is not as
+            expected.
     """
     try:
         data = bytearray(path.read_bytes())
@@ -124,5 +141,11 @@ def read_idx(path: Path, *, magic: int) -> Tensor:
         raise UserError(
             f"{path} has {len(data)} bytes, expected {size} for the sizes in its header "
             f"({' x '.join(map(str, shape))}); {REMEDY}"
+        )
+    expected = published.get(path.name.removesuffix(".gz"))
+    if expected is not None and (digest := hashlib.sha256(data).hexdigest()) != expected:
+        raise UserError(
+            f"{path} has SHA-256 {digest}, expected {expected}, the published file's; "
+            f"{REMEDY}, or write dataset.name=NAME if it is a file of your own"
         )
     return torch.frombuffer(data, dtype=torch.uint8, offset=header.size).reshape(shape)

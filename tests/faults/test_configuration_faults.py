@@ -1,0 +1,390 @@
+"""What a user mistyped, and a place that will not do: real commands, each answered in one line."""
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from commands import (
+    TIME_LIMIT_S,
+    Ended,
+    background,
+    ended,
+    record,
+    run_command,
+    run_dirs,
+    session_pids,
+    wait_for,
+)
+from test_config import WATCHED
+
+TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
+FEW = (*TOY, "train.max_steps=2")
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that a machine with GPUs answers alike
+OWN_GROUP = "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\n"
+
+# The row of the table of faults, the command line, the whole answer.
+MISTAKES = {
+    "wrong_type": ("train.epochs=abc", "train.epochs (abc) must be a whole number"),
+    "negative_rate": ("optimizer.lr=-1", "optimizer.lr (-1) must be greater than 0"),
+    "both_of_two_exclusive_keys": (
+        "batch.global_size=64 batch.per_rank=32",
+        "batch.global_size (64) and batch.per_rank (32) exclude each other; give one, the other "
+        "follows",
+    ),
+    "neither_of_two_exclusive_keys": (
+        "batch.per_rank=null",
+        "batch.global_size and batch.per_rank are both null; give one of them",
+    ),
+    "nccl_without_cuda": (
+        "backend=nccl",
+        "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo",
+    ),
+    "more_ranks_than_gpus": (
+        "backend.device=cuda world_size=2",
+        "2 ranks of 1 devices need 2 GPUs and this machine shows 0; write backend=gloo "
+        "backend.device=cpu",
+    ),
+    "dataset_smaller_than_the_world": (
+        "model=toy dataset.num_samples=1 world_size=2",
+        "dataset=random has 1 training samples and world_size is 2; use world_size=1 or less",
+    ),
+    "epoch_of_zero_steps": (
+        "model=toy dataset.num_samples=0",
+        "dataset.num_samples (0) must be greater than 0",
+    ),
+    "mode_that_the_model_cannot_take": (
+        "model=toy parallelism=ddp_mp",
+        "parallelism=ddp_mp spreads a replica over 2 devices and model=toy has 1 stage; take a "
+        "model cut in two (toy_mp, convnet_mp, mnist_net_mp)",
+    ),
+    "model_that_the_mode_cannot_take": (
+        "model=toy_mp",
+        "model=toy_mp is cut into 2 stages and parallelism=ddp gives a replica 1 device; write "
+        "parallelism=ddp_mp",
+    ),
+    "static_graph_and_skipped_syncs": (
+        "parallelism.static_graph=true train.grad_accum_steps=2",
+        "parallelism.static_graph=true cannot skip gradient syncs, which train.grad_accum_steps "
+        "(2) does; turn one of them off",
+    ),
+    "sync_batchnorm_on_cpu": (
+        "parallelism.sync_batchnorm=true",
+        "parallelism.sync_batchnorm=true exists on CUDA only; set it to false",
+    ),
+    "dp_and_compile": (
+        "parallelism=dp train.compile=true",
+        "train.compile=true does not work with parallelism=dp, which copies the model to the GPUs "
+        "anew in each step; leave it out, or write parallelism=ddp",
+    ),
+    "fp16_on_cpu": (
+        "train.precision=fp16",
+        "train.precision=fp16 needs a CUDA device; on a CPU write bf16",
+    ),
+    "ps_and_fp16": (
+        "parallelism=ps train.precision=fp16",
+        "parallelism=ps has no scaled loss; write train.precision=bf16",
+    ),
+    "check_and_ps": (
+        "task=check parallelism=ps",
+        "task=check compares equal ranks, not parallelism=ps; write ddp",
+    ),
+    "mistyped_key_beside_own_groups": (
+        "--config-dir mine optimizer=rmsprop train.epoch=3",
+        "train.epoch is not a key of the config; did you mean train.epochs?",
+    ),
+    "absurd_seed": (f"seed={10**30}", f"seed ({10**30}) must be {2**63 - 1} or less"),
+}
+# Likewise, but the answer has numbers of this machine, or lists what there is.
+PARTLY = {
+    "absurd_world_size": ("world_size=1000000", "1000000 ranks on a machine of "),
+    "absurd_number_of_samples": (
+        "dataset=fake_images dataset.height=1000 dataset.width=1000 dataset.num_samples=1000000000",
+        "dataset=fake_images of 1000000200 samples takes 931323 GiB and this machine has ",
+    ),
+    "target_outside_the_prefixes": (
+        "model._target_=os.system",
+        "model._target_ (os.system) is not a part that a config may name",
+    ),
+}
+
+
+def only_sentence(end: Ended, *, code: int = 2) -> str:
+    """Return the one line that a refused command has written, without its beginning."""
+    assert (end.exit_code, "Traceback" in end.stderr + end.stdout) == (code, False), end.stderr
+    (line,) = end.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+def answer_before_torch(
+    *args: str, folder: Path, environ: Mapping[str, str | None] | None = None
+) -> str:
+    """Return a new interpreter's one line, once nothing of it is left; it never imported torch."""
+    program = (sys.executable, "-c", WATCHED)
+    with background(*args, folder=folder, program=program, environ=environ) as process:
+        end = ended(process, folder)
+        wait_for(lambda: not session_pids(process.pid))
+    assert end.stdout == "False\n"
+    return only_sentence(end)
+
+
+def names(folder: Path) -> list[str]:
+    """Return what is in a folder, but for what a command's streams are kept in."""
+    return sorted({path.name for path in folder.iterdir()} - {"stdout", "stderr"})
+
+
+@pytest.mark.parametrize("row", [*MISTAKES, *PARTLY])
+def test_a_mistake_of_the_table_is_answered_before_torch(row: str, tmp_path: Path) -> None:
+    """Exit code 2, one line with rule, values and fix; no torch, folder or process."""
+    args, sentence = {**MISTAKES, **PARTLY}[row]
+    (tmp_path / "mine" / "optimizer").mkdir(parents=True)
+    (tmp_path / "mine" / "optimizer" / "rmsprop.yaml").write_text(OWN_GROUP)
+    answer = answer_before_torch(*args.split(), folder=tmp_path, environ=NO_GPU)
+    assert (answer if row in MISTAKES else answer[: len(sentence)]) == sentence
+    assert row in MISTAKES or "; " in answer
+    assert names(tmp_path) == ["mine"]
+
+
+def test_a_backend_that_torch_was_built_without_says_what_is_missing(tmp_path: Path) -> None:
+    """backend=mpi: only torch itself knows, so that a rank answers; its words are the only ones."""
+    end = run_command(*FEW, "backend=mpi", "hydra.run.dir=run", folder=tmp_path)
+    assert only_sentence(end) == (
+        "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never are); "
+        "write backend=gloo, or build torch from source beside an MPI library"
+    )
+    assert record(end.run_dir)["status"] == "failed"
+
+
+# The place, and what is said of it; `file` is a file, and nobody may write to /proc/self, not even
+# root.
+PLACES = {
+    "outputs_is_a_file": (
+        "",
+        "cannot be created (Not a directory); start in a folder that you may write to, or give "
+        "hydra.run.dir=FOLDER",
+    ),
+    "run_folder_not_writable": (
+        "hydra.run.dir=/proc/self",
+        "the run folder /proc/self is not writable; give hydra.run.dir=FOLDER",
+    ),
+    "run_folder_below_a_file": (
+        "hydra.run.dir=file/x",
+        "file/x: Not a directory; give folders that exist or can be made",
+    ),
+    "sweep_folder_not_writable": ("-m seed=1,2 hydra.sweep.dir=/proc/self", "/proc/self"),
+    "sweep_folder_below_a_file": ("-m seed=1,2 hydra.sweep.dir=file/x", "file/x: Not a directory"),
+}
+
+
+@pytest.mark.parametrize("row", PLACES)
+def test_an_output_folder_that_is_not_writable_is_said_before_torch(
+    row: str, tmp_path: Path
+) -> None:
+    """The path, the reason and the key that names another; nothing is made."""
+    args, part = PLACES[row]
+    (tmp_path / "file").write_text("mine")
+    if row == "outputs_is_a_file":
+        (tmp_path / "outputs").write_text("mine")
+    kept = names(tmp_path)
+    answer = answer_before_torch("model=toy", *args.split(), folder=tmp_path)
+    assert part in answer
+    assert "; " in answer
+    assert names(tmp_path) == kept
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def full_disk() -> None:
+    """Let the disk have 7 MiB left, as the command sees it."""
+    usage: Any = SimpleNamespace(total=2**40, used=2**40 - 7 * 2**20, free=7 * 2**20)
+    shutil.disk_usage = lambda path: usage
+
+
+@pytest.mark.parametrize("args", ["", "hydra.run.dir=run", "-m seed=1,2"])
+def test_a_nearly_full_disk_is_said_before_a_worker_starts(args: str, tmp_path: Path) -> None:
+    """What is free, what is needed, what helps; the folder that was made for it is gone."""
+    end = run_command(*FEW, *args.split(), folder=tmp_path, prepare=full_disk)
+    answer = only_sentence(end)
+    assert answer.startswith("7 MiB are free for the run folder ")
+    assert answer.endswith(
+        " and a run needs 100; free some, or give hydra.run.dir=FOLDER on another disk"
+    )
+    assert end.run_dirs == []
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../../up", "/abs", "a=b, c"])
+def test_a_name_never_leaves_the_outputs_folder(name: str, tmp_path: Path) -> None:
+    """Each is the name of one folder below outputs/, where the run completes."""
+    folder = tmp_path / "here" / "below"
+    end = run_command(*FEW, "world_size=1", f"name='{name}'", folder=folder)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert end.run_dir.parents[1] == folder / "outputs"
+    assert record(end.run_dir)["status"] == "completed"
+    assert names(folder) == ["outputs"]
+    assert names(tmp_path) == ["here"]
+
+
+def one_core() -> None:
+    """Give the command one of this machine's cores."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def test_more_ranks_than_cores_is_warned_about_once(tmp_path: Path) -> None:
+    """On the screen and in rank 0's log; the run completes."""
+    end = run_command(*FEW, "world_size=2", folder=tmp_path, prepare=one_core)
+    assert (end.exit_code, end.stderr) == (0, "")
+    sentence = "warning: 2 ranks on 1 cores: they take turns, expect no speedup"
+    logs = [(end.run_dir / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert [text.count(sentence) for text in (end.stdout, *logs)] == [1, 1, 0]
+
+
+SECRET = "hunter2-of-mine"
+LEAK = '''
+import os, sys
+from ddp_runner.models.toy import ToyModel
+
+class Leak(ToyModel):
+    """Tells what it was given, in one way or another, in the second step of rank 1."""
+
+    def __init__(self, token, listed, when):
+        super().__init__()
+        assert token == listed[1]
+        self.token, self.when, self.calls = token, when, 0
+        if when == "init":
+            raise RuntimeError(f"refused {self.token}")
+
+    def forward(self, inputs):
+        if not self.training:
+            return super().forward(inputs)
+        self.calls += 1
+        if self.calls == 2 and os.environ["RANK"] == "1":
+            if self.when == "step":
+                raise RuntimeError(f"refused {self.token}")
+            if self.when == "mapping":
+                raise ValueError({"token": self.token})
+            if self.when == "exit":
+                sys.exit(f"bye {self.token}")
+            if self.when == "interrupt":
+                raise KeyboardInterrupt(self.token)
+            print("I have", self.token)
+            print("I have", self.token, file=sys.stderr)
+        return super().forward(inputs)
+'''
+TELLING = ("init", "step", "mapping", "exit", "interrupt", "print")
+
+
+def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
+    """By an error, sys.exit, KeyboardInterrupt or print: the variable's name stands for it.
+
+    Neither in a run's config, checkpoints, TensorBoard, logs and record, nor in the sweep's ledger
+    and on the screen.
+    """
+    (tmp_path / "leak.py").write_text(LEAK)
+    end = run_command(
+        *("-m", *FEW, "model._target_=leak.Leak", "allowed_targets=[leak]", "world_size=2"),
+        *("+model.token=${oc.env:MY_SECRET}", "+model.listed=[a,'${model.token}']"),
+        *(f"+model.when={','.join(TELLING)}", "hydra.sweep.dir=sweep"),
+        folder=tmp_path,
+        environ={"PYTHONPATH": str(tmp_path), "MY_SECRET": SECRET},
+    )
+    assert end.exit_code == 2
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    jobs = {when: record(tmp_path / "sweep" / f"+model.when={when}") for when in TELLING}
+    told = {when: fields["error"] for when, fields in jobs.items() if fields["error"]}
+    assert told.keys() == set(TELLING) - {"print"}
+    assert all("${oc.env:MY_SECRET}" in error["sentence"] for error in told.values())
+    log = (tmp_path / "sweep" / "+model.when=print" / "logs" / "rank-1.log").read_text()
+    assert log.count("I have ${oc.env:MY_SECRET}") == 2
+
+
+def same_second() -> None:
+    """Stop the clock that names run folders."""
+    from ddp_runner import folders
+
+    folders.timestamp = lambda: "2026-01-01_00-00-00"
+
+
+@pytest.mark.parametrize("is_sweep", [False, True], ids=["runs", "sweeps"])
+def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_path: Path) -> None:
+    """Two processes at once, whose folders would have one name: one gets a number."""
+    command = ("-m", "seed=1,2", *FEW, "world_size=1") if is_sweep else (*FEW, "world_size=1")
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(background(*command, folder=tmp_path, prepare=same_second))
+            for _ in range(2)
+        ]
+        assert [process.wait(TIME_LIMIT_S) for process in both] == [0, 0]
+    runs = run_dirs(tmp_path)
+    assert len(runs) == (4 if is_sweep else 2)
+    assert [record(path)["status"] for path in runs] == ["completed"] * len(runs)
+    folders = sorted({(path.parent if is_sweep else path).name for path in runs})
+    assert [name.partition("_00-00-00")[2] for name in folders] == ["", "-2"]
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def revision_by_rank() -> None:
+    """Let the code of this rank be of a commit of its own."""
+    from ddp_runner import record
+
+    record.git_revision = lambda: f"commit-{os.environ['RANK']}"
+
+
+def torch_by_rank() -> None:
+    """Let this rank have a torch of its own."""
+    from ddp_runner import record
+
+    record.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
+
+
+def nothing() -> None:
+    """Change nothing."""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "args", "sentence"),
+    [
+        (revision_by_rank, "", "git_revision is commit-0 on rank 0 and commit-1 on rank 1"),
+        (torch_by_rank, "", "versions is {'torch': '2.0'} on rank 0 and {'torch': '2.1'} on rank"),
+        (nothing, "seed=RANK", "seed is 0 on rank 0 and 1 on rank 1"),
+    ],
+    ids=["code", "torch", "config"],
+)
+def test_ranks_that_were_launched_differently_refuse_each_other(
+    prepare: Callable[[], None], args: str, sentence: str, tmp_path: Path
+) -> None:
+    """Two ranks of another launcher: the key, both values and their ranks; no run folder."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as stack:
+        folders = [tmp_path / str(rank) for rank in (0, 1)]
+        ranks = [
+            stack.enter_context(
+                background(
+                    *(*FEW, *args.replace("RANK", folder.name).split()),
+                    folder=folder,
+                    environ={**where, "RANK": folder.name, "LOCAL_RANK": folder.name},
+                    prepare=prepare,
+                )
+            )
+            for folder in folders
+        ]
+        ends = [ended(process, folder) for process, folder in zip(ranks, folders, strict=True)]
+    answer = only_sentence(ends[0])  # one rank of a machine speaks
+    assert answer.startswith(f"ranks were launched differently: {sentence}")
+    assert answer.endswith("; start every rank with the same command and code")
+    assert (ends[1].exit_code, ends[1].stderr) == (2, "")
+    assert run_dirs(tmp_path) == []

@@ -1,0 +1,276 @@
+"""Data that are missing, damaged or another's: real commands, and what their ranks answer."""
+
+import hashlib
+import json
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Ended, background, ended, record, run_command, wait_for
+from injection import cut, flip
+from real_data import real
+from test_data import idx_folder
+from texts import HEADER, write_reviews, write_rows
+
+from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, PUBLISHED
+from ddp_runner.data.prepared import FORMAT_VERSION
+
+IMAGES = ("model=mnist_net", "train.num_threads=1", "train.max_steps=1", "batch.global_size=2")
+IDX = (*IMAGES, "dataset=mnist", "dataset.name=tiny", "data_root=data", "world_size=2")
+FAKE = (*IMAGES, "dataset=fake_images", "dataset.num_samples=32", "world_size=1")
+TEXT = (
+    *("model=bert", "model.num_layers=1", "model.width=32", "model.feedforward=64"),
+    *("dataset.vocab_size=100", "dataset.max_length=32", "dataset.path=texts.csv"),
+    *("batch.global_size=4", "train.max_steps=1", "train.num_threads=1", "data_root=data"),
+)
+GRACE_S = 1.0  # for a run that has begun to ask for its data
+REMEDY = "replace the file, or delete it to have it downloaded"
+
+
+def command(*args: str, folder: Path, **environ: str) -> Ended:
+    """Run a command to its end, with a cache of datasets of its own."""
+    own = {"DDP_RUNNER_CACHE": str(folder / "cache"), **environ}
+    return run_command(*args, folder=folder, environ=own)
+
+
+def sentence_of(end: Ended) -> str:
+    """Return the one line with which the ranks refuse their data; what they raised is in a file."""
+    assert (end.exit_code, "Traceback" in end.stderr + end.stdout) == (2, False), end.stderr
+    (line,) = end.stderr.splitlines()
+    sentence = line.removeprefix("error: ")
+    fields = record(end.run_dir)
+    assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
+    assert fields["error"]["sentence"] == sentence
+    assert sentence in (end.run_dir / "logs" / "failure.txt").read_text()
+    assert not any((end.run_dir / "checkpoints").glob("*"))
+    return sentence
+
+
+def images(count: int) -> bytes:
+    """Return an IDX file of black images."""
+    return struct.pack(">4I", IMAGES_MAGIC, count, 28, 28) + bytes(count * 784)
+
+
+def labels(*values: int) -> bytes:
+    """Return an IDX file of labels."""
+    return struct.pack(">2I", LABELS_MAGIC, len(values)) + bytes(values)
+
+
+# What a file of six train images, or their labels, holds; and what is said of it.
+DAMAGED = {
+    "truncated": (
+        {"train-images-idx3-ubyte": images(6)[:4000]},
+        "has 4000 bytes, expected 4720 for the sizes in its header (6 x 28 x 28)",
+    ),
+    "wrong_magic_number": (
+        {"train-images-idx3-ubyte": b"\x1f\x8b\x08\x08" + images(6)[4:]},
+        "begins with the magic number 0x1f8b0808, expected 0x00000803",
+    ),
+    "label_out_of_range": (
+        {"train-labels-idx1-ubyte": labels(0, 1, 2, 3, 10, 5)},
+        "has label 10 for sample 4, expected 0 to 9",
+    ),
+    "fewer_labels_than_images": (
+        {"train-labels-idx1-ubyte": labels(0, 1, 2, 3, 4)},
+        "has 5 labels, expected 6, one for each image in train-images-idx3-ubyte",
+    ),
+    "fewer_samples_than_ranks": (
+        {"train-images-idx3-ubyte": images(1), "train-labels-idx1-ubyte": labels(3)},
+        "dataset=tiny has 1 training samples and world_size is 2; use world_size=1 or less",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", DAMAGED)
+def test_a_damaged_file_is_named_with_what_was_expected_and_found(row: str, tmp_path: Path) -> None:
+    """The path, both sizes, numbers or labels, and what to do."""
+    raw = idx_folder(tmp_path / "data")
+    files, part = DAMAGED[row]
+    for name, content in files.items():
+        (raw / name).write_bytes(content)
+    sentence = sentence_of(command(*IDX, folder=tmp_path))
+    assert part in sentence
+    if row != "fewer_samples_than_ranks":
+        assert f"data/MNIST/raw/{name} {part}; " in sentence
+
+
+def test_a_file_that_is_not_the_published_one_is_named_with_both_checksums(tmp_path: Path) -> None:
+    """Of the right form and size, but other content; under another name it is the user's own."""
+    raw = idx_folder(tmp_path / "data")
+    name = "train-images-idx3-ubyte"
+    found = hashlib.sha256((raw / name).read_bytes()).hexdigest()
+    assert sentence_of(command(*IDX, "dataset.name=mnist", folder=tmp_path)) == (
+        f"data/MNIST/raw/{name} has SHA-256 {found}, expected {PUBLISHED['mnist'][name]}, the "
+        f"published file's; {REMEDY}, or write dataset.name=NAME if it is a file of your own"
+    )
+    end = command(*IDX, f"data_root={tmp_path / 'data'}", folder=tmp_path / "own")
+    assert (end.exit_code, end.stderr) == (0, "")
+
+
+@pytest.mark.real_data
+def test_an_altered_pixel_of_mnist_is_found(data_root: Path, tmp_path: Path) -> None:
+    """One bit of 7,840,016 bytes, which trained as if nothing were wrong."""
+    source, raw = real(data_root / "MNIST" / "raw"), tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in source.glob("*ubyte"):
+        (raw / path.name).symlink_to(path)
+    altered = raw / "t10k-images-idx3-ubyte"
+    altered.unlink()
+    shutil.copyfile(source / altered.name, altered)
+    flip(altered, 4_000_000)
+    sentence = sentence_of(command(*IDX, "dataset.name=mnist", folder=tmp_path))
+    assert sentence.startswith(f"data/MNIST/raw/{altered.name} has SHA-256 ")
+    assert f"expected {PUBLISHED['mnist'][altered.name]}, the published file's" in sentence
+
+
+def test_missing_files_without_network_say_how_to_get_them(tmp_path: Path) -> None:
+    """Where they were looked for, why the download failed, the ways out, the bundled dataset."""
+    (tmp_path / "data").mkdir()
+    nowhere = "http://127.0.0.1:9"  # the port of discard, where nobody listens
+    end = command(*IDX, folder=tmp_path, https_proxy=nowhere, http_proxy=nowhere, no_proxy="")
+    sentence = sentence_of(end)
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    for part in (
+        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, ",
+        f" not found in {raw}, and the download failed (",
+        "Connection refused",
+        "; copy the files into that folder, point data_root at the folder that holds MNIST/raw, ",
+        "or use dataset=digits, which is bundled and needs no network",
+    ):
+        assert part in sentence
+
+
+ROWS: list[tuple[object, ...]] = [HEADER, (1, "a b"), (0, "c d"), (1, "é f"), (0, "g h")]
+FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing_column": (
+        lambda path: write_rows(path, [("label", "text"), *ROWS[1:]]),
+        " has the columns label, text and not review; name them with dataset.text and "
+        "dataset.label",
+    ),
+    "bad_label": (
+        lambda path: write_rows(path, [*ROWS, ("yes", "i j")]),
+        ", line 6, column label: yes is not a class from 0 to 1; correct it, or give "
+        "dataset.num_classes",
+    ),
+    "another_encoding": (
+        lambda path: write_rows(path, ROWS, encoding="latin-1"),
+        ", line 4, column review: not utf-8; save the file as utf-8, or name its encoding, as in "
+        "dataset.encoding=gb18030",
+    ),
+    "empty_rows_alone": (
+        lambda path: write_rows(path, [HEADER, (), (1, ""), ("", "a")]),
+        " has no row with both review and label; add some",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", FAULTY_CSV)
+def test_a_faulty_csv_is_refused_by_row_and_column(row: str, tmp_path: Path) -> None:
+    """The file, the line and the column, and what would do."""
+    write, part = FAULTY_CSV[row]
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "texts.csv")
+    sentence = sentence_of(command(*TEXT, "world_size=2", folder=tmp_path))
+    assert sentence == f"data/texts.csv{part}"
+
+
+def test_empty_rows_of_a_csv_are_left_out_and_said(tmp_path: Path) -> None:
+    """The run goes on without them."""
+    (tmp_path / "data").mkdir()
+    path = write_reviews(tmp_path / "data" / "texts.csv", num_rows=20)
+    with path.open("a") as file:
+        file.write("\n1,\n,a\n")
+    end = command(*TEXT, "world_size=1", folder=tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    said = "texts.csv: 3 rows without review or label are left out"
+    log = (end.run_dir / "logs" / "rank-0.log").read_text()
+    assert (end.stdout.count(said), log.count(said)) == (1, 1)
+
+
+def of_another_version(folder: Path) -> None:
+    """Let a cache be of an older version of the program."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": 1}))
+
+
+# What is done to a cache's folder, and what is said of it.
+CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped": (lambda folder: flip(folder / "tensors.pt", 5000), "sha256 is "),
+    "cut": (lambda folder: cut(folder / "tensors.pt", 1000), "size is 1000, manifest.json has "),
+    "version": (of_another_version, f"format_version is {FORMAT_VERSION}, manifest.json has 1"),
+    "manifest": (lambda folder: cut(folder / "manifest.json", 9), "manifest.json is not JSON"),
+    "tensors_gone": (
+        lambda folder: (folder / "tensors.pt").unlink(),
+        "tensors.pt: No such file or directory",
+    ),
+}
+
+
+def test_a_damaged_or_old_cache_is_rebuilt_and_that_is_said(tmp_path: Path) -> None:
+    """Once, with the reason; the run goes on with the same numbers, and the next finds it whole."""
+    first = command(*FAKE, "hydra.run.dir=first", folder=tmp_path)
+    assert first.exit_code == 0
+    assert first.stdout.count("preparing it, once") == 1
+    (cache,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    tensors = (cache / "tensors.pt").read_bytes()
+    for name, (damage, reason) in CACHES.items():
+        (cache / "verified.json").unlink()  # a note of a file that was whole within the hour
+        damage(cache)
+        end = command(*FAKE, f"hydra.run.dir={name}", folder=tmp_path)
+        assert (end.exit_code, end.stderr) == (0, "")
+        (line,) = [one for one in end.stdout.splitlines() if "rebuilding" in one]
+        assert line.startswith(f"dataset fake_images: rebuilding the cache in {cache} ({reason}")
+        assert line in (tmp_path / name / "logs" / "rank-0.log").read_text()
+        assert (cache / "tensors.pt").read_bytes() == tensors
+    last = command(*FAKE, "hydra.run.dir=last", folder=tmp_path)
+    assert (last.exit_code, "rebuilding" in last.stdout, "once" in last.stdout) == (0, False, False)
+    losses = {record(path)["metrics"]["eval/loss"] for path in last.run_dirs}
+    assert len(losses) == 1
+
+
+def slow_build() -> None:
+    """Let the preparation of made-up pictures last until another command asks for them, too."""
+    from ddp_runner.data.fake_images import FakeImages
+
+    build = FakeImages.build
+
+    def waited(self: FakeImages, data_root: Path) -> Any:
+        Path("building").touch()
+        # The other commands' folders are beside this one's.
+        wait_for(lambda: len(list(Path().absolute().parent.glob("*/sweep/seed=1/run.json"))) == 2)
+        time.sleep(GRACE_S)
+        return build(self, data_root)
+
+    FakeImages.build = waited  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
+def test_of_several_sweeps_one_prepares_and_the_others_wait(
+    is_killed: bool, tmp_path: Path
+) -> None:
+    """Two sweeps of two jobs, one cache; where the preparing one is killed, the other prepares."""
+    sweep = ("-m", "seed=1,2", *FAKE, "hydra.sweep.dir=sweep")
+    cache = {"DDP_RUNNER_CACHE": str(tmp_path / "cache")}
+    folders = [tmp_path / "first", tmp_path / "second"]
+    with ExitStack() as stack:
+        start = [
+            background(*sweep, folder=folder, environ=cache, prepare=slow_build)
+            for folder in folders
+        ]
+        first = stack.enter_context(start[0])
+        wait_for((folders[0] / "building").exists)
+        if is_killed:
+            first.kill()
+        second = stack.enter_context(start[1])
+        ends = [ended(one, at) for one, at in zip((first, second), folders, strict=True)]
+    whole = ends[1:] if is_killed else ends
+    assert [(end.exit_code, end.stderr) for end in whole] == [(0, "")] * len(whole)
+    assert all(len(end.run_dirs) == 2 for end in whole)
+    assert sum(end.stdout.count("preparing it, once") for end in whole) == 1
+    assert not [end for end in whole if "rebuilding" in end.stdout]
+    assert (folders[1] / "building").exists() == is_killed
