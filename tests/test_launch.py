@@ -172,7 +172,7 @@ def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
         end = ended(process, tmp_path)
     assert end.exit_code == 1
     sentence = "rank 0 was killed by SIGKILL from outside, or by the kernel for want of memory"
-    way_out = f"see {lost / 'logs'}, then go on with resume=RUN"
+    way_out = f"see {(lost / 'logs').relative_to(tmp_path)}, then go on with resume=RUN"
     assert end.stderr.strip() == f"error: {sentence}; {way_out}"
     fields = record(lost)
     assert (fields["status"], fields["error"]["rank"], fields["error"]["sentence"]) == (

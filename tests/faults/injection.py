@@ -228,7 +228,8 @@ def cut(path: Path, size: int) -> None:
 
 
 def _is_here(where: At | Call) -> bool:
-    rank, attempt = os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_rank = where.rank is None or rank == str(where.rank)
     return is_rank and where.attempt in (None, int(attempt))
 

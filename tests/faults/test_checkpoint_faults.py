@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from faults.injection import (
     Fault,
     cut,
     flip,
+    hang,
     kill_tree,
     note,
     prepared,
@@ -42,6 +44,7 @@ from faults.trainings import (
 )
 
 from ddp_runner.interrupts import ONE_REQUEST_S
+from ddp_runner.supervisor import END_S
 
 KILL = partial(send, signal.SIGKILL)
 # The save of step 6, the third one: two checkpoints are there before it.
@@ -88,7 +91,6 @@ def test_a_run_killed_in_a_save_resumes_from_the_one_before(
         (2, READ_ONLY, "Read-only file system"),
         (4, NO_SPACE, "No space left on device"),
         (7, INPUT_OUTPUT, "Input/output error"),
-        (12, NO_SPACE, "No space left on device"),
     ],
 )
 def test_a_save_that_fails_ends_the_run_in_one_sentence_and_it_resumes(
@@ -192,17 +194,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert_same_run(tmp_path / RUN, kept)
 
 
-# The last calls of a save delete what is no longer kept: renamed, then its files and the folder.
-@pytest.mark.parametrize("last", [1, 3])
+@pytest.fixture(scope="module")
+def calls_of_the_sixth_save(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """How many calls the sixth save makes, which is one of those that delete the oldest."""
+    folder = tmp_path_factory.mktemp("counted")
+    trained(folder, Fault(partial(note, "calls"), Call(None, within=6)))
+    return (folder / "calls").stat().st_size
+
+
+# The last calls of a save: the oldest is renamed, its two files and its folder are deleted.
+@pytest.mark.parametrize("last", [1, 4], ids=["rmdir", "rename"])
 def test_a_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
-    tmp_path: Path, undisturbed: Path, last: int
+    tmp_path: Path, undisturbed: Path, calls_of_the_sixth_save: int, last: int
 ) -> None:
     """The next save clears it."""
-    counted = tmp_path / "calls"
-    sixth = partial(Call, within=6)
-    trained(tmp_path / "counted", Fault(partial(note, str(counted)), sixth(None)))
-    number = counted.stat().st_size + 1 - last
-    end = trained(tmp_path / "hit", Fault(INPUT_OUTPUT, sixth(number)))
+    number = calls_of_the_sixth_save + 1 - last
+    end = trained(tmp_path, Fault(INPUT_OUTPUT, Call(number, within=6)))
     assert (end.exit_code, end.stderr) == (0, "")
     said = r"\S+ could not be deleted \(Input/output error\); the run goes on"
     assert len(re.findall(said, end.stdout)) == 1
@@ -211,28 +218,38 @@ def test_a_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
     assert_same_run(end.run_dir, undisturbed)
 
 
-# A save that takes its time, and a mark by which another rank knows that it has begun.
+# Something that a save is told by, and that it has begun.
 MARK = "saving"
-SLOW_SAVE = (
-    Fault(partial(note, MARK), SAVE(4)),
-    Fault(partial(slow, 3.0), SAVE(4)),
-)
+BEGUN = Fault(partial(note, MARK), SAVE(4))
+LONG_S = END_S + 2.0  # longer than a rank of a failed group is let live that saves nothing
 
 
-@pytest.mark.parametrize("what", [KILL, raise_error], ids=["killed", "raises"])
 def test_a_restart_goes_on_from_the_save_that_a_peers_end_interrupted(
-    tmp_path: Path, undisturbed: Path, what: Callable[[], None]
+    tmp_path: Path, undisturbed: Path
 ) -> None:
-    """Rank 0 is let write to the end, though its group has failed, and is not named for it."""
-    peer = At(1, SAVING + 1)
-    faults = (*SLOW_SAVE, Fault(partial(wait_until, MARK), peer), Fault(what, peer))
-    end = trained(tmp_path, *faults, args=("launch.max_restarts=1",))
-    assert (end.exit_code, end.stderr) == (0, "")
-    assert record(end.run_dir)["restarts"] == 1
-    log = (end.run_dir / "logs" / "rank-0.log").read_text()
-    assert "restart 1 of 1: rank 1 " in log
-    assert re.search(rf"resumed from \S+step-{SAVING:08d}", log)
-    assert_same_run(end.run_dir, undisturbed)
+    """Rank 0 is let write to the end, though its group has failed: rank 1 was killed, or raised."""
+    slowed, peer = Fault(partial(slow, LONG_S), SAVE(4)), At(1, SAVING + 1)
+    begun = Fault(partial(wait_until, MARK), peer)
+    hits = {tmp_path / "killed": KILL, tmp_path / "raises": raise_error}
+    with ExitStack() as stack:
+        processes = {
+            folder: stack.enter_context(
+                background(
+                    *(*TOY, "launch.max_restarts=1"),
+                    folder=folder,
+                    prepare=prepared(BEGUN, slowed, begun, Fault(what, peer)),
+                )
+            )
+            for folder, what in hits.items()
+        }
+        for folder, process in processes.items():
+            end = ended(process, folder)
+            assert (end.exit_code, end.stderr) == (0, "")
+            assert record(end.run_dir)["restarts"] == 1
+            log = (end.run_dir / "logs" / "rank-0.log").read_text()
+            assert "restart 1 of 1: rank 1 " in log
+            assert re.search(rf"resumed from \S+step-{SAVING:08d}", log)
+            assert_same_run(end.run_dir, undisturbed)
 
 
 def test_sigterm_while_a_save_is_being_written_lets_it_end(
@@ -241,7 +258,8 @@ def test_sigterm_while_a_save_is_being_written_lets_it_end(
     """Also where it takes longer than launch.shutdown_timeout_s; then a checkpoint of the stop."""
     said = partial(wait_until, "stdout", "again to end at once")
     sigterm = partial(send_launcher, signal.SIGTERM)
-    faults = (Fault(sigterm, SAVE(4)), Fault(said, SAVE(4)), *SLOW_SAVE)
+    slowed = Fault(partial(slow, 3.0), SAVE(4))
+    faults = (Fault(sigterm, SAVE(4)), Fault(said, SAVE(4)), slowed)
     end = trained(tmp_path, *faults, args=("launch.shutdown_timeout_s=1",))
     assert (end.exit_code, end.stderr) == (143, "")
     fields = record(end.run_dir)
@@ -256,7 +274,7 @@ def test_a_second_sigterm_while_a_save_is_being_written_loses_that_one_alone(
     tmp_path: Path, undisturbed: Path
 ) -> None:
     """Who asks twice does not wait; the half-written one is no checkpoint."""
-    faults = (Fault(partial(note, MARK), SAVE(4)), Fault(partial(slow, 600.0), SAVE(4)))
+    faults = (BEGUN, Fault(hang, SAVE(4)))
     with background(*TOY, folder=tmp_path, prepare=prepared(*faults)) as process:
         wait_for((tmp_path / MARK).exists)
         process.terminate()

@@ -68,6 +68,7 @@ LATE = (
     f"did not reach the collective in which the others waited for backend.timeout_s ({TIMEOUT_S} s)"
 )
 
+HANGING_SAVE = Fault(hang, Call(5, within=3))
 # Fault: what happens, the time within which all ranks are gone, and the sentence.
 TIMED: dict[str, tuple[Fault, float, str]] = {
     "raises": (
@@ -100,9 +101,8 @@ TIMED: dict[str, tuple[Fault, float, str]] = {
         TIMEOUT_S + 10.0,
         f"rank 0 {LATE}; it could not even say where it stood, as if it were stopped; see RUN/logs",
     ),
-    # One who writes is let write, but not for ever.
     "hangs in a save": (
-        Fault(hang, Call(5, within=3)),
+        HANGING_SAVE,
         TIMEOUT_S + 13.0,
         f"rank 0 {LATE}; it stood at File ",
     ),
@@ -118,10 +118,12 @@ class Hit:
 
     def started(self) -> "Iterator[Started]":
         """Return a block in which the training runs."""
+        # Ten times as long is one that hangs let write.
+        shutdown = ["launch.shutdown_timeout_s=0.3"] if self._fault == HANGING_SAVE else []
         told = [Fault(partial(write_pid, f"rank-{rank}"), At(rank, 1)) for rank in (0, 1)]
         mark = Fault(partial(note, "hit"), self._fault.where)
         return background(
-            *(*TOY, f"backend.timeout_s={TIMEOUT_S}", "launch.shutdown_timeout_s=0.3"),
+            *(*TOY, f"backend.timeout_s={TIMEOUT_S}", *shutdown),
             folder=self.folder,
             prepare=prepared(*told, mark, self._fault),
         )
