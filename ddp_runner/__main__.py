@@ -60,13 +60,14 @@ from ddp_runner.text_files import check_text_files
 def main() -> None:
     """Run the command line; exit with one of the codes that the README lists."""
     started_at = time.time()
-    keep_streams()
+    lost: list[str] = []
+    keep_streams(lost.append)
     for signum in answered():
         signal.signal(signum, _leave)  # before any worker: there is nothing to save
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; what the user reads is written here
     try:
-        sys.exit(Command(started_at).run())
+        sys.exit(Command(started_at, lost).run())
     except Exception as error:
         explained = user_error(error)
         if explained is None or wants_traceback:
@@ -90,8 +91,8 @@ def _check_one_folder(run_dir: Path, resume: str | None) -> None:
 class Command:
     """One command line: a run, a sweep of runs, or one rank's part of a run."""
 
-    def __init__(self, started_at: float) -> None:
-        self._started_at = started_at
+    def __init__(self, started_at: float, lost: Sequence[str]) -> None:
+        self._started_at, self._lost = started_at, lost  # what is wrong with stdout and stderr
         self._env = dist_env()
         self._exit_code = EXIT_COMPLETED
         self._refused: UserError | None = None
@@ -213,7 +214,7 @@ class Command:
                 for group, option in node.runtime.choices.items()
                 if option is not None and "/" not in str(group)
             },
-            warnings=tuple(map(secrets.hide, warnings)),
+            warnings=(*self._lost, *map(secrets.hide, warnings)),
         )
 
     @cached_property

@@ -52,7 +52,7 @@ def _silent(rank: int, ends: Ends) -> Failure:
     if ends.server_is_gone:
         sentence = (
             "the process that the ranks are forked from was killed, and they with it: from "
-            "outside, or by the kernel for want of memory; go on with resume=RUN"
+            "outside, or by the kernel for want of memory"
         )
         return Failure(rank=rank, kind="signal", sentence=sentence)
     if exit_code >= 0:
@@ -99,7 +99,9 @@ def late_rank(ends: Ends, scratch: Path, *, attempt: int, timeout_s: float) -> F
     silent = sorted(set(ends.ranks) - told.keys() - ends.exit_codes.keys())
     if not silent:
         return None
-    sentence = f"rank {silent[0]} {late}; it could not even say where it stood: is it stopped?"
+    sentence = (
+        f"rank {silent[0]} {late}; it could not even say where it stood, as if it were stopped"
+    )
     return Failure(rank=silent[0], kind="late", sentence=sentence)
 
 

@@ -4,7 +4,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -139,24 +139,28 @@ def quota_cores() -> int | None:
     Every group up to the root limits it: cpu.max (version 2), cpu.cfs_quota_us (version 1). A part
     of a core does not count, but there is one at least.
     """
+    found = [quota for group in own_groups("cpu") if (quota := _quota(group)) is not None]
+    return max(1, int(min(found))) if found else None
+
+
+def own_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups for a controller, each before those above it.
+
+    In a container the path may be the host's: some of the folders are then not there.
+    """
     try:
         lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    quotas = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        names = ("", "unified") if not controllers else (controllers, "cpu")
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        for name in names:
-            # In a container the path may be the host's: the part that is not there is skipped.
+        for name in (controllers, controller) if controllers else ("", "unified"):
             folder = CGROUPS / name / path.lstrip("/")
             for group in (folder, *folder.parents):
                 if group.is_relative_to(CGROUPS):
-                    quotas.append(_quota(group))
-    found = [quota for quota in quotas if quota is not None]
-    return max(1, int(min(found))) if found else None
+                    yield group
 
 
 def _quota(group: Path) -> float | None:

@@ -22,6 +22,8 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, STOP, J
 from ddp_runner.record import write_run_record
 from ddp_runner.temp_folder import temp_folder
 
+FAILURE_FILE = "failure.txt"  # in logs/ of a run: the traceback of what made it fail
+
 
 def launch(job: Job) -> Outcome:
     """Start a worker group on this machine, wait for its end, and return how it ended."""
@@ -60,7 +62,9 @@ def launch(job: Job) -> Outcome:
 
 
 def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
+    way_out = "" if failure.kind == "user" else "; go on with resume=RUN"
     if run_dir is not None:
+        logs = run_dir / "logs"
         try:
             write_run_record(
                 run_dir,
@@ -69,12 +73,16 @@ def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
                 error={"rank": failure.rank, "kind": failure.kind, "sentence": failure.sentence},
             )
             if failure.traceback:
-                (run_dir / "logs").mkdir(exist_ok=True)
-                (run_dir / "logs" / "failure.txt").write_text(failure.traceback, encoding="utf-8")
+                logs.mkdir(exist_ok=True)
+                (logs / FAILURE_FILE).write_text(failure.traceback, encoding="utf-8")
+            if way_out:
+                seen = logs / FAILURE_FILE if failure.traceback else logs
+                way_out = f"; see {seen}, then go on with resume=RUN"
         except (OSError, UserError) as error:
             # The cause comes first: a full disk is often both.
-            failure = replace(failure, sentence=f"{failure.sentence}; besides, {error}")
+            way_out = f"; besides, {error}"
     exit_code = EXIT_USER_ERROR if failure.kind == "user" else EXIT_FAILED
+    failure = replace(failure, sentence=failure.sentence + way_out)
     return Outcome(status="failed", exit_code=exit_code, run_dir=run_dir, failure=failure)
 
 

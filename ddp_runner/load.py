@@ -6,9 +6,11 @@ Torch-free.
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from ddp_runner.hardware import own_groups
 
 PROC = Path("/proc")
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
@@ -60,13 +62,21 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
 
 
 def oom_kills() -> int:
-    """Return how often the kernel has killed a process of this control group for memory."""
-    try:
-        events = Path("/sys/fs/cgroup/memory.events").read_text()
-    except OSError:
-        return 0
-    counts: Mapping[str, str] = dict(line.split() for line in events.splitlines())
-    return int(counts.get("oom_kill", 0))
+    """Return how often the kernel has killed a process of this cgroup for memory; 0: unknown.
+
+    Of the groups above it the nearest one speaks where its own has no counter: memory.events
+    (version 2), memory.oom_control (version 1).
+    """
+    for group in own_groups("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                lines = (group / name).read_text(encoding="utf-8").splitlines()
+            except OSError:
+                continue  # of the other version, or not there
+            counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
 
 
 def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:

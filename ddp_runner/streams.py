@@ -21,7 +21,10 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
         on_loss: told once of each stream that is lost, and why.
     """
     for name, number in STREAMS.items():
-        _open(number)
+        if _is_closed(number):
+            # Else the next file that is opened would get its number.
+            _send_nowhere(number)
+            on_loss(f"{name} was closed: what it would have shown is in logs/ alone")
         stream = getattr(sys, name)
         if stream is not None and stream is not getattr(sys, f"__{name}__"):
             continue  # somebody catches what is written, as pytest does
@@ -38,12 +41,12 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
         setattr(sys, f"__{name}__", kept)
 
 
-def _open(number: int) -> None:
-    """Open a closed descriptor: else the next file that is opened would get its number."""
+def _is_closed(number: int) -> bool:
     try:
         os.fstat(number)
     except OSError:
-        _send_nowhere(number)
+        return True
+    return False
 
 
 def _send_nowhere(number: int) -> None:

@@ -98,7 +98,7 @@ def test_a_stopped_rank_is_late_without_a_stack(tmp_path: Path, config: Config) 
     fail(tmp_path, 2, CLOSED)
     failure = blamed(tmp_path, config, {0: 1})
     assert (failure.rank, failure.kind) == (1, "late")
-    assert failure.sentence.endswith("could not even say where it stood: is it stopped?")
+    assert failure.sentence.endswith("could not even say where it stood, as if it were stopped")
 
 
 @pytest.mark.parametrize("stands", [True, False])
@@ -119,6 +119,19 @@ def test_nccl_aborts_those_that_wait_and_not_the_late_one(
             assert blamed(tmp_path, config, everybody).sentence == "rank 0 was killed by SIGABRT"
     finally:
         config.backend.name = "gloo"
+
+
+def test_a_kill_for_memory_says_what_to_change(tmp_path: Path, config: Config) -> None:
+    """Where the kernel has counted one meanwhile; another signal is not of its making."""
+    killed, aborted = (
+        blamed(tmp_path, config, {1: -signum}, out_of_memory=True).sentence
+        for signum in (signal.SIGKILL, signal.SIGABRT)
+    )
+    assert killed == (
+        "rank 1 was killed by SIGKILL: likely out of memory, the kernel says; use a smaller "
+        "batch.per_rank"
+    )
+    assert aborted == "rank 1 was killed by SIGABRT"
 
 
 def test_the_fork_server_takes_its_ranks_with_it(tmp_path: Path, config: Config) -> None:

@@ -138,14 +138,15 @@ def test_a_rank_that_raises_is_named_and_ends_the_gang(tmp_path: Path) -> None:
     sentence = "rank 1 raised ZeroDivisionError: the third batch is cursed"
     assert end.exit_code == 1
     lines = end.stderr.strip().splitlines()
-    assert lines[0] == f"error: {sentence}"
+    failure = end.run_dir / "logs" / "failure.txt"
+    assert lines[0] == f"error: {sentence}; see {failure}, then go on with resume=RUN"
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1] == "ZeroDivisionError: the third batch is cursed"
     assert end.stderr.count("Traceback") == 1
     fields = record(end.run_dir)
     assert fields["status"] == "failed"
     assert fields["error"] == {"rank": 1, "kind": "crash", "sentence": sentence}
-    assert "cursed" in (end.run_dir / "logs" / "failure.txt").read_text()
+    assert "cursed" in failure.read_text()
     assert "cursed" in (end.run_dir / "logs" / "rank-1.log").read_text()
 
 
@@ -171,7 +172,8 @@ def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
         end = ended(process, tmp_path)
     assert end.exit_code == 1
     sentence = "rank 0 was killed by SIGKILL from outside, or by the kernel for want of memory"
-    assert end.stderr.strip() == f"error: {sentence}"
+    way_out = f"see {(lost / 'logs').relative_to(tmp_path)}, then go on with resume=RUN"
+    assert end.stderr.strip() == f"error: {sentence}; {way_out}"
     fields = record(lost)
     assert (fields["status"], fields["error"]["rank"], fields["error"]["sentence"]) == (
         "failed",

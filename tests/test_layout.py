@@ -14,8 +14,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.part
 MOST_LINES = 260
 # From the bottom up: a module imports from lower layers alone. Equals do not know each other.
 LAYERS = (
-    ("errors", "hardware", "load", "pictures", "seeds", "signals", "children", "temp_folder"),
-    ("text_files", "fork_server"),
+    ("errors", "hardware", "pictures", "seeds", "signals", "children", "temp_folder"),
+    ("text_files", "fork_server", "load"),
     (
         "environment",
         "config",

@@ -2,7 +2,10 @@
 
 import signal
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,7 @@ from commands import (
     steps,
     wait_for,
 )
+from faults.injection import At, Fault, prepared, wait_until
 from test_runs import TORCHRUN
 
 LONG = (
@@ -128,46 +132,77 @@ def test_a_lost_rank_of_another_machine_does_not_begin_the_run_anew(tmp_path: Pa
     assert_went_on(run_dir, num_steps=440)
 
 
-def srun(folder: Path, *overrides: str, step: int, stops: bool) -> list[int]:
+def srun(
+    folder: Path,
+    *overrides: str,
+    job: int,
+    step: int = 0,
+    stops: Callable[[], object] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> list[int]:
     """Run two tasks as a srun step has them; return their exit codes.
 
     Args:
         folder: where outputs/ is.
         overrides: the command line.
+        job: the number of the job.
         step: its number in the job.
-        stops: preempt them after the first checkpoint.
+        stops: preempt them once this is true.
+        prepare: of each of them; see ``background``.
     """
     environ = {
-        **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step), "SLURM_NODEID": "0"},
+        **{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_NODEID": "0"},
         **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"},
         "SLURM_STEP_NODELIST": "here",
     }
     with ExitStack() as stack:
-        places = [place(folder, f"task-{rank}") for rank in range(2)]
+        places = [place(folder, f"task-{job}-{rank}") for rank in range(2)]
         processes = [
             stack.enter_context(
                 background(
                     *overrides,
                     folder=one,
+                    prepare=prepare,
                     environ={**environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
                 )
             )
             for rank, one in enumerate(places)
         ]
-        if stops:
-            wait_for(lambda: any(steps(run) for run in run_dirs(folder)), timeout_s=200)
+        if stops is not None:
+            wait_for(stops, timeout_s=200)
             for process in processes:
                 process.send_signal(signal.SIGTERM)
         ends = zip(processes, places, strict=True)
         return [ended(process, one).exit_code for process, one in ends]
 
 
-def test_a_job_that_is_queued_again_goes_on_with_resume_auto(tmp_path: Path) -> None:
-    """Preempted under srun and started by another step: the same folder, no step twice."""
-    command = (*LONG, "resume=auto")
-    assert srun(tmp_path, *command, step=0, stops=True) == [143, 143]
-    (run_dir,) = run_dirs(tmp_path)
-    assert record(run_dir)["status"] == "preempted"
-    assert srun(tmp_path, *command, step=5, stops=False) == [0, 0]
-    assert run_dirs(tmp_path) == [run_dir]
+def test_a_job_that_is_queued_again_goes_on_with_resume_auto_beside_an_equal_one(
+    tmp_path: Path,
+) -> None:
+    """Preempted under srun and started by another step: the same folder, no step twice.
+
+    An equal job runs all the while: neither takes the other's folder.
+    """
+    command, go = (*LONG, "resume=auto"), tmp_path / "go"
+    held = prepared(Fault(partial(wait_until, str(go)), At(0, 60)))
+    with ThreadPoolExecutor(1) as pool:
+        equal = pool.submit(srun, tmp_path, *command, job=8, prepare=held)
+        try:
+            (theirs,) = wait_for(lambda: run_dirs(tmp_path), timeout_s=200)
+
+            def ours() -> list[Path]:
+                return [run for run in run_dirs(tmp_path) if run != theirs]
+
+            saved = srun(tmp_path, *command, job=7, stops=lambda: any(map(steps, ours())))
+            assert saved == [143, 143]
+            (run_dir,) = ours()
+            assert record(run_dir)["status"] == "preempted"
+            assert srun(tmp_path, *command, job=7, step=5) == [0, 0]
+            assert not equal.done()
+        finally:
+            go.touch()
+        assert equal.result() == [0, 0]
+    assert ours() == [run_dir]
     assert_went_on(run_dir)
+    assert (record(theirs)["status"], record(theirs)["step"]) == ("completed", 400)
+    assert "resumed from" not in (theirs / "logs" / "rank-0.log").read_text()

@@ -30,7 +30,7 @@ open("told", "w").write("\\n".join(told))
 @pytest.mark.parametrize(
     ("redirection", "lost"),
     [
-        (">&- 2>&-", []),
+        (">&- 2>&-", ["stdout was closed: what it", "stderr was closed: what it"]),
         (">/dev/full", ["stdout is lost (No space left on device)"]),
         (">/dev/full 2>&1", ["stdout is lost (No s", "stderr is lost (No s"]),
         ("2>&1 | head -c 1", ["stdout is lost (Broken pipe)", "stderr is lost (Broken pipe)"]),

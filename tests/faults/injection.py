@@ -10,12 +10,15 @@ import errno
 import io
 import os
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 CALLS = (
@@ -23,6 +26,16 @@ CALLS = (
     *("truncate", "ftruncate", "link", "symlink", "utime"),
 )
 FOR_EVER_S = 10_000.0
+COUNTED = {  # the functions whose calls are places; the first one's are a rank's steps
+    # What a rank of the loop calls for each step, and a trainer of a parameter server.
+    "step": ("ddp_runner.train.train_step", "ddp_runner.serving.backward"),
+    "evaluation": ("ddp_runner.train.evaluate",),
+    "log": ("ddp_runner.tracking.Tracker._add",),
+}
+DURING = {  # the functions whose own calls of the file system are places
+    "save": ("ddp_runner.checkpoint_writer.save_checkpoint",),
+    "freeze": ("ddp_runner.execution.freeze_config", "ddp_runner.session.freeze_config"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,11 +46,13 @@ class At:
         rank: of the process.
         step: the n-th step that this process takes, from 1.
         attempt: of the worker group, from 0; None: each.
+        of: what is counted in place of steps: another key of COUNTED.
     """
 
     rank: int
     step: int
     attempt: int | None = 0
+    of: str = "step"
 
 
 @dataclass(frozen=True)
@@ -47,15 +62,19 @@ class Call:
     Args:
         number: from 1, over all saves of this process; each write of a file's bytes is one. None:
             each of them.
-        rank: of the process that saves.
+        rank: of the process that saves; None: any, the launcher too.
         attempt: of the worker group, from 0; None: each.
         half: whether a write has written half of its bytes by then.
+        within: the save in which the number counts, from 1; None: over all of them.
+        during: what is counted in place of a save: another key of DURING.
     """
 
     number: int | None
-    rank: int = 0
+    rank: int | None = 0
     attempt: int | None = 0
     half: bool = False
+    within: int | None = None
+    during: str = "save"
 
 
 @dataclass(frozen=True)
@@ -111,9 +130,54 @@ def slow(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def wait_until(path: str, words: str = "") -> None:
+    """Wait until a file is there and holds these words."""
+    while not (Path(path).exists() and words in Path(path).read_text()):
+        time.sleep(0.01)
+
+
+def fill_memory() -> NoReturn:
+    """Take memory until the kernel has no more to give."""
+    held = []
+    while True:
+        held.append(b"x" * (1 << 24))
+
+
+def join_group(folder: str) -> None:
+    """Become a member of a control group, as do all that this process starts from now on."""
+    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+
+
+def lose_stdout(to: str | None) -> None:
+    """Let this process have its stdout in another file, or closed, as an interpreter has it."""
+
+    def lose() -> None:
+        if to is None:
+            os.close(1)
+            sys.stdout = sys.__stdout__ = None  # type: ignore[assignment]
+        else:
+            descriptor = os.open(to, os.O_WRONLY)
+            os.dup2(descriptor, 1)
+            os.close(descriptor)
+
+    # Only when the program's first line is next: `warm` opens files before it.
+    _replace("runpy.run_module", partial(_after, lose))
+
+
+def together(*functions: Callable[[], object]) -> None:
+    """Call one after another; partial of it prepares a command in several ways."""
+    for function in functions:
+        function()
+
+
 def fail(number: int) -> NoReturn:
     """Fail as a library call does: ENOSPC, EIO, EROFS."""
     raise OSError(number, os.strerror(number))
+
+
+def write_pid(path: str) -> None:
+    """Write this process's number to a file."""
+    Path(path).write_text(str(os.getpid()))
 
 
 def note(path: str) -> None:
@@ -124,19 +188,26 @@ def note(path: str) -> None:
 
 def install(faults: Sequence[Fault]) -> None:
     """Put faults into this process and all that it forks; `prepare` of a command."""
-    from ddp_runner import checkpoint_writer, serving, train
+    tempfile.tempdir = None  # the server's: this process has a TMPDIR of its own
+    for of, paths in COUNTED.items():
+        if here := [one for one in faults if isinstance(one.where, At) and one.where.of == of]:
+            count = _counted(here)
+            for path in paths:
+                _replace(path, partial(_after, count))
+    for during, paths in DURING.items():
+        here = [one for one in faults if isinstance(one.where, Call) and one.where.during == during]
+        if here:
+            calls = _Calls(here)
+            for path in paths:
+                _replace(path, calls.watched)
+            calls.patch()
 
-    at_steps = [one for one in faults if isinstance(one.where, At)]
-    if at_steps:
-        count = _counted(at_steps)
-        # What a rank of the loop calls for each step, and a trainer of a parameter server.
-        for module, name in ((train, "train_step"), (serving, "backward")):
-            setattr(module, name, _after(count, getattr(module, name)))
-    at_calls = [one for one in faults if isinstance(one.where, Call)]
-    if at_calls:
-        saving = _Saving(at_calls)
-        checkpoint_writer.save_checkpoint = saving.watched(checkpoint_writer.save_checkpoint)
-        saving.patch()
+
+def _replace(path: str, changed: Callable[[Any], Any]) -> None:
+    """Put another function in the place of one, which a module or a class in it holds."""
+    holder, _, name = path.rpartition(".")
+    owner = resolve_name(holder)
+    setattr(owner, name, changed(getattr(owner, name)))
 
 
 def prepared(*faults: Fault) -> Callable[[], None]:
@@ -157,8 +228,10 @@ def cut(path: Path, size: int) -> None:
 
 
 def _is_here(where: At | Call) -> bool:
-    rank, attempt = os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return rank == str(where.rank) and where.attempt in (None, int(attempt))
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_rank = where.rank is None or rank == str(where.rank)
+    return is_rank and where.attempt in (None, int(attempt))
 
 
 def _counted(faults: Sequence[Fault]) -> Callable[[], None]:
@@ -184,24 +257,26 @@ def _after(count: Callable[[], None], function: Callable[..., Any]) -> Callable[
     return stepped
 
 
-class _Saving:
-    """Counts the calls of the thread that saves a checkpoint, and lets the n-th one fail."""
+class _Calls:
+    """Counts the calls that some functions make of the file system; lets the n-th one fail."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        self._faults, self._taken, self._thread = faults, 0, 0
+        self._faults, self._thread = faults, 0
+        self._taken, self._began, self._taken_before = 0, 0, 0  # over all; of the functions
 
-    def watched(self, save: Callable[..., Path]) -> Callable[..., Path]:
-        """Return a save whose calls count."""
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose calls count."""
 
-        @wraps(save)
-        def saved(*args: Any, **keys: Any) -> Path:
+        @wraps(function)
+        def watched(*args: Any, **keys: Any) -> Any:
+            self._began, self._taken_before = self._began + 1, self._taken
             self._thread = threading.get_ident()
             try:
-                return save(*args, **keys)
+                return function(*args, **keys)
             finally:
                 self._thread = 0
 
-        return saved
+        return watched
 
     def patch(self) -> None:
         """Take the place of what Python calls the file system with."""
@@ -217,12 +292,18 @@ class _Saving:
         try:
             for fault in self._faults:
                 assert isinstance(fault.where, Call)
-                if fault.where.number in (None, self._taken) and _is_here(fault.where):
+                if self._is_at(fault.where) and _is_here(fault.where):
                     if fault.where.half:
                         half()
                     fault.what()
         finally:
             self._thread = threading.get_ident()
+
+    def _is_at(self, where: Call) -> bool:
+        if where.within is None:
+            return where.number in (None, self._taken)
+        is_within = where.within == self._began
+        return is_within and where.number in (None, self._taken - self._taken_before)
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -249,13 +330,13 @@ class _Saving:
 
 
 class _CountingFile(io.FileIO):
-    def __init__(self, file: Any, mode: str, saving: _Saving) -> None:
+    def __init__(self, file: Any, mode: str, calls: _Calls) -> None:
         super().__init__(file, mode)
-        self._saving = saving
+        self._calls = calls
 
     def write(self, data: Any, /) -> int:
         whole = super().write
-        self._saving.count(half=lambda: whole(memoryview(data)[: len(data) // 2]))
+        self._calls.count(half=lambda: whole(memoryview(data)[: len(data) // 2]))
         return whole(data)
 
 
