@@ -80,13 +80,31 @@ def save_checkpoint(
         ) from error
     if replaced:
         _delete(replaced, say=say)
+    retain(folder, step=step, keep=keep, monitor=monitor, mode=mode, say=say)
+    return final
+
+
+def retain(
+    folder: Path,
+    *,
+    step: int,
+    keep: int,
+    monitor: str | None,
+    mode: str,
+    say: Callable[[str], None],
+) -> None:
+    """Deletes the checkpoints up to `step` that are no longer kept, and what killed saves left.
+
+    Rank 0 only, after a save and after a resume; the arguments are those of `save_checkpoint`.
+    """
+    for path in folder.glob(TEMP_PREFIX + "*"):
+        _delete(path, say=say)
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
     # Later ones than this are left alone: they are those that this run could not resume from.
     up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
     for path in up_to_now[:-keep]:
         if path not in ranking[:1]:
             _delete(path, say=say)
-    return final
 
 
 def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | None:

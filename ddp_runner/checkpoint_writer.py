@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from ddp_runner.checkpoint import save_checkpoint
+from ddp_runner.checkpoint import retain, save_checkpoint
 from ddp_runner.config import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.saving import marked
@@ -40,7 +40,12 @@ class CheckpointWriter:
         say: Callable[[str], None],
         pinned: bool,
     ) -> None:
-        self._folder, self._config, self._scratch, self._say = folder, config, scratch, say
+        self._folder, self._scratch, self._say = folder, scratch, say
+        self._kept: Any = {
+            "keep": config.keep,
+            "monitor": config.monitor,
+            "mode": config.mode,
+        }
         # It keeps the memory of one copy of the state, which the next save uses again. Copies block
         # until they are made: a stream of its own could still be reading when a step changes them.
         self._stager = DefaultStager(
@@ -53,6 +58,10 @@ class CheckpointWriter:
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
+
+    def retain(self, *, step: int) -> None:
+        """Delete what a kill kept the save of this step, or one before, from deleting."""
+        retain(self._folder, step=step, say=self._say, **self._kept)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> None:
         """Copy a state, once the save before has ended, and have the copy written.
@@ -109,8 +118,6 @@ class CheckpointWriter:
                 state,
                 step=step,
                 metrics=metrics,
-                keep=self._config.keep,
-                monitor=self._config.monitor,
-                mode=self._config.mode,
                 say=self._say,
+                **self._kept,
             )

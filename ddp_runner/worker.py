@@ -150,6 +150,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             say=say,
             pinned=session.devices[0].type == "cuda",
         )
+        if resume_step is not None:
+            writer.retain(step=resume_step)
 
     def save(position: Position, metrics: dict[str, float]) -> None:
         state = snapshot(trainee, position, written)

@@ -1,6 +1,7 @@
 """The loop waits for a copy alone; what is written is that copy, one at a time, to its end."""
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -201,3 +202,19 @@ def test_an_error_of_any_kind_reaches_the_loop(tmp_path: Path) -> None:
     """What a weights-only load would refuse is refused while it is saved."""
     with pytest.raises(TypeError, match="cannot be loaded safely"), writer(tmp_path) as opened:
         opened.save({"model": Path("an object")}, step=1, metrics={})
+
+
+def test_a_resume_deletes_what_a_kill_kept_a_save_from_deleting(tmp_path: Path) -> None:
+    """Half a save, and one too many; a later one, which did not load, is left alone."""
+    folder = tmp_path / "checkpoints"
+    with writer(tmp_path) as opened:
+        for step in (1, 2, 3):
+            opened.save({"model": torch.zeros(1)}, step=step, metrics={})
+    for step in (4, 5):
+        shutil.copytree(folder / "step-00000003", folder / f"step-{step:08d}")
+    (folder / ".tmp-step-00000004").mkdir()
+    with writer(tmp_path) as opened:
+        opened.retain(step=4)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"step-{step:08d}" for step in (2, 3, 4, 5)
+    ]

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, process, resource_tracker, util
@@ -158,6 +159,7 @@ def _forget_the_server() -> None:
     own._current_process, own._parent_process, own._children = MAIN, None, set()
     forkserver._forkserver.__init__()
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
+    tempfile.tempdir = None  # TMPDIR is asked anew
     sys.modules.pop("ddp_runner.preload", None)  # what it does is done when it is imported
     for name in ("__mp_main__", "pytest", "_pytest"):
         sys.modules.pop(name, None)
@@ -218,6 +220,7 @@ def _make_twins(number: int) -> None:
             "folder": str(Path.cwd()),
             "environ": dict(os.environ),
             "ignored": sorted(map(int, handlers)),
+            "cores": sorted(os.sched_getaffinity(0)),
             "passed": list(passed),
         }
         descriptors = array.array("i", [0, 1, 2, *passed])
@@ -268,6 +271,7 @@ def _wait_for_code(link: socket.socket) -> None:
     os.chdir(said["folder"])
     os.environ.clear()
     os.environ.update(said["environ"])
+    os.sched_setaffinity(0, said["cores"])
     for signum in said["ignored"]:
         signal.signal(signum, signal.SIG_IGN)
     sys.argv = said["argv"]

@@ -11,7 +11,6 @@ import io
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -188,7 +187,6 @@ def note(path: str) -> None:
 
 def install(faults: Sequence[Fault]) -> None:
     """Put faults into this process and all that it forks; `prepare` of a command."""
-    tempfile.tempdir = None  # the server's: this process has a TMPDIR of its own
     for of, paths in COUNTED.items():
         if here := [one for one in faults if isinstance(one.where, At) and one.where.of == of]:
             count = _counted(here)
