@@ -28,8 +28,9 @@ LAUNCHER = """
 import fcntl, os, sys, time
 from pathlib import Path
 from ddp_runner.interrupts import Interrupts
-from ddp_runner.job import SAVING, STOP
+from ddp_runner.job import STOP
 from ddp_runner.record import write_run_record
+from ddp_runner.saving import SAVING
 
 run, folder = Path("run"), Path("scratch")
 write_run_record(run, status="running")
@@ -60,7 +61,8 @@ def launcher(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    wait_for((folder / "ready").exists)
+    wait_for(lambda: (folder / "ready").exists() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
     return process
 
 
