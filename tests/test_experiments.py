@@ -105,6 +105,7 @@ def test_two_nodes_make_one_world(tmp_path: Path, is_static: bool) -> None:
     assert "0 to 3, over all nodes" in (run_dir / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
     """Strong and weak, without -m: what cannot be is skipped, ddp is predicted, parity holds."""
     end = run_command(
