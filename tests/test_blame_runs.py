@@ -18,7 +18,7 @@ from commands import (
 
 # Rank 1 fails as it is told while rank 0 waits for it in a collective.
 FAULTY = '''
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, time
 import torch
 from torch import nn
 
@@ -41,14 +41,6 @@ class Faulty(nn.Linear):
             return super().forward(inputs) * float("nan")
         if os.environ["RANK"] == "1":
             match self.fault:
-                case "exit7":
-                    os._exit(7)
-                case "exit0":
-                    os._exit(0)
-                case "system_exit":
-                    sys.exit("enough")
-                case "keyboard":
-                    raise KeyboardInterrupt
                 case "mother" | "again":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stopped":
@@ -59,10 +51,6 @@ class Faulty(nn.Linear):
 '''
 ANY = None  # every rank fails alike
 ROWS = {  # fault: rank and kind of the failure, the start of its sentence, and the restarts
-    "exit7": (1, "crash", "rank 1 ended with exit code 7, without an exception", 0),
-    "exit0": (1, "crash", "rank 1 ended with exit code 0 before the run was over", 0),
-    "system_exit": (1, "crash", "rank 1 raised SystemExit: enough", 0),
-    "keyboard": (1, "crash", "rank 1 raised KeyboardInterrupt", 0),
     "mother": (1, "signal", "rank 1 was killed by SIGKILL", 0),
     "stopped": (1, "late", "rank 1 did not reach the collective in which the others waited", 0),
     "not_finite": (ANY, "user", "train/loss became nan", 0),

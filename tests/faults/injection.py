@@ -94,7 +94,7 @@ def exit_with(code: int) -> NoReturn:
     os._exit(code)
 
 
-def system_exit(code: int) -> NoReturn:
+def system_exit(code: int | str) -> NoReturn:
     """Leave by sys.exit."""
     raise SystemExit(code)
 

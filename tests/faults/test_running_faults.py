@@ -27,8 +27,10 @@ from faults.injection import (
     At,
     Call,
     Fault,
+    exit_with,
     fill_memory,
     hang,
+    interrupt,
     join_group,
     kill_tree,
     lose_stdout,
@@ -38,6 +40,7 @@ from faults.injection import (
     send,
     send_launcher,
     slow,
+    system_exit,
     together,
     wait_until,
     write_pid,
@@ -64,6 +67,7 @@ PATIENCE = 6  # how much longer than promised an end may take on a busy machine
 KILL, STOP = (partial(send, one) for one in (signal.SIGKILL, signal.SIGSTOP))
 KILLED = "was killed by SIGKILL from outside, or by the kernel for want of memory"
 TIMEOUT_S = 5
+AT_ONCE_S = 5.0  # from the end of a rank to that of all
 LATE = (
     f"did not reach the collective in which the others waited for backend.timeout_s ({TIMEOUT_S} s)"
 )
@@ -73,8 +77,28 @@ HANGING_SAVE = Fault(hang, Call(5, within=3))
 TIMED: dict[str, tuple[Fault, float, str]] = {
     "raises": (
         Fault(raise_error, At(1, MIDDLE)),
-        5.0,
+        AT_ONCE_S,
         "rank 1 raised ZeroDivisionError: the step is cursed; see RUN/logs/failure.txt",
+    ),
+    "ends by os._exit": (
+        Fault(partial(exit_with, 7), At(1, MIDDLE)),
+        AT_ONCE_S,
+        "rank 1 ended with exit code 7, without an exception",
+    ),
+    "ends by os._exit as if all were well": (
+        Fault(partial(exit_with, 0), At(1, MIDDLE)),
+        AT_ONCE_S,
+        "rank 1 ended with exit code 0 before the run was over",
+    ),
+    "ends by sys.exit": (
+        Fault(partial(system_exit, "enough"), At(1, MIDDLE)),
+        AT_ONCE_S,
+        "rank 1 raised SystemExit: enough; see RUN/logs/failure.txt",
+    ),
+    "raises KeyboardInterrupt": (
+        Fault(interrupt, At(1, MIDDLE)),
+        AT_ONCE_S,
+        "rank 1 raised KeyboardInterrupt",
     ),
     "stopped": (
         Fault(STOP, At(1, MIDDLE)),
@@ -157,7 +181,9 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hit]]:
 
 
 @pytest.mark.parametrize("name", TIMED)
-def test_a_rank_that_raises_or_is_late_is_named_in_time(timed: dict[str, Hit], name: str) -> None:
+def test_a_rank_that_raises_ends_or_is_late_is_named_in_time(
+    timed: dict[str, Hit], name: str
+) -> None:
     """All ranks are gone by then, those that are stopped too, and what was saved is whole."""
     hit, (fault, limit_s, sentence) = timed[name], TIMED[name]
     print(f"{name}: all ranks were gone after {hit.seconds:.1f} s; promised are {limit_s:g} s")
@@ -168,10 +194,10 @@ def test_a_rank_that_raises_or_is_late_is_named_in_time(timed: dict[str, Hit], n
     assert first.endswith(", then go on with resume=RUN")
     fields = record(run_dir)
     assert fields["status"] == "failed"
-    kind = "crash" if fault.what is raise_error else "late"
+    kind = "crash" if limit_s == AT_ONCE_S else "late"
     assert (fields["error"]["rank"], fields["error"]["kind"]) == (int(sentence[5]), kind)
     failure = run_dir / "logs" / "failure.txt"
-    assert failure.exists() == (fault.what is not STOP)
+    assert failure.exists() == (fault.what is not STOP and "ended with" not in sentence)
     if failure.exists():
         assert str(failure) in first
         assert [line for line in failure.read_text().splitlines() if line] == rest
