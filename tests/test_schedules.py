@@ -60,6 +60,31 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
         expected.step()
 
 
+@pytest.mark.parametrize(
+    ("name", "total_steps", "keys", "factors"),
+    [
+        ("cosine", 6, {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 0.75, 0.25, 0.0, 0.0]),
+        ("cosine", 3, {"min_factor": 0.2}, [1.0, 0.8, 0.4, 0.2, 0.2]),
+        ("cosine", 2, {"warmup_steps": 2}, [1 / 3, 2 / 3, 1.0, 0.0]),
+        ("step", 9, {"every_epochs": 2, "gamma": 0.1}, [*[1.0] * 4, *[0.1] * 4, 0.01]),
+    ],
+)
+def test_our_schedules_follow_their_formula(
+    name: str, total_steps: int, keys: dict[str, Any], factors: list[float]
+) -> None:
+    """Warm-up, peak and end; beyond the end of the run a cosine stays where it was."""
+    given = [f"++scheduler.{key}={value}" for key, value in keys.items()]
+    config = compose_config(*TOY, f"scheduler={name}", *given)
+    optimizer = new_optimizer()
+    schedule = build_schedule(config, optimizer, total_steps=total_steps, steps_per_epoch=2)
+    rates = []
+    for _ in factors:
+        rates.append(optimizer.param_groups[0]["lr"] / 0.05)
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(factors)
+
+
 def refusal(env: DistEnv, config: Config) -> str:
     """Return the sentence with which a config is refused as its objects are built."""
     with pytest.raises(UserError) as refused:
