@@ -162,23 +162,28 @@ def test_peers_that_complain_alone_are_believed(tmp_path: Path, config: Config) 
     assert (failure.rank, failure.kind) == (0, "peer")
 
 
+@pytest.mark.parametrize(
+    ("steps", "first"), [((0, 0, 0, 0), 0), ((7, 3, 3, 3), 0), ((0, 0, 0, 5, 9, 9, 9), 3)]
+)
 def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
-    tmp_path: Path, config: Config
+    tmp_path: Path, config: Config, steps: tuple[int, ...], first: int
 ) -> None:
     """A gang that gets further each time goes on, however often it is restarted."""
     said: list[str] = []
     job = Job(config=config, started_at=0.0, code={}, scratch=tmp_path)
     mode = Single("single", devices_per_rank=1, max_ranks=1)
 
-    def start(attempt: int, *, step: int) -> None:
+    def start(attempt: int) -> None:
         env = DistEnv(0, 0, 1, 1, restart_count=attempt)
-        note_restart(Session(job, env, mode, (), tmp_path, said.append), step=step)
+        note_restart(Session(job, env, mode, (), tmp_path, said.append), step=steps[attempt])
+
+    last = len(steps) - 1
+    for attempt in range(last):
+        start(attempt)
         failure = Failure(rank=0, kind="crash", sentence=f"cause {attempt}")
         note_cause(tmp_path, failure, attempt=attempt)
-
-    for attempt, step in enumerate((0, 0, 0, 5, 9, 9)):
-        start(attempt, step=step)
-    with pytest.raises(UserError, match=r"no progress beyond step 9, .* of them: cause 3;"):
-        start(6, step=9)
+    told = rf"no progress beyond step {steps[-1]}, .* of them: cause {first};"
+    with pytest.raises(UserError, match=told):
+        start(last)
     allowed = config.launch.max_restarts
-    assert said == [f"restart {one} of {allowed}: cause {one - 1}" for one in range(1, 7)]
+    assert said == [f"restart {one} of {allowed}: cause {one - 1}" for one in range(1, last + 1)]

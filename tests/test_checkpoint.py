@@ -497,8 +497,8 @@ class Part(torch.Tensor):
 
 def test_a_sharded_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """Whoever saves it: one rank's part would be taken for the whole."""
-    with pytest.raises(UserError, match=r"^the state\['parts'\]\[1\] is a Part, "):
-        save(tmp_path, 600, parts=[1.0, torch.zeros(2).as_subclass(Part)])
+    with pytest.raises(UserError, match=r"^the state\['parts'\]\[1\]\[0\] is a Part, "):
+        save(tmp_path, 600, parts=[1.0, (torch.zeros(2).as_subclass(Part),)])
     assert names(tmp_path) == []
 
 
