@@ -149,6 +149,25 @@ def test_a_resumed_run_takes_a_new_rate_in_proportion(
     assert rates(resumed) == pytest.approx([0.0125] * 3, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "halved"),
+    [
+        ((f"{TORCHS}CosineAnnealingWarmRestarts", "+scheduler.T_0=5"), "optimizer.lr=0.025"),
+        ((f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.5"), "++scheduler.max_lr=0.25"),
+    ],
+)
+def test_all_rates_that_a_scheduler_remembers_change_in_proportion(
+    tmp_path: Path, scheduler: tuple[str, ...], halved: str
+) -> None:
+    """Those that it goes back to, and between which it goes."""
+    keys = (*TOY, *scheduler, "train.log_every_steps=1")
+    (whole,) = run_ranks(loop, 1, compose_config(*keys), tmp_path / "whole")
+    run_ranks(loop, 1, compose_config(*keys), tmp_path / "cut", 9)
+    (resumed,) = run_ranks(loop, 1, compose_config(*keys, halved), tmp_path / "cut")
+    assert rates(resumed) == pytest.approx([rate / 2 for rate in rates(whole)[9:]])
+    assert len(rates(resumed)) == NUM_STEPS - 9
+
+
 def test_more_steps_than_a_schedule_was_made_for_is_one_line(tmp_path: Path) -> None:
     """OneCycleLR ends with its run; a longer one cannot go on from it."""
     keys = (*TOY, f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.1")
