@@ -9,7 +9,12 @@ from commands import resolved
 
 from ddp_runner.blame import Ends, explain
 from ddp_runner.config import Config
-from ddp_runner.failures import Failure, record_failure
+from ddp_runner.environment import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.failures import Failure, note_cause, record_failure
+from ddp_runner.job import Job
+from ddp_runner.parallelism.single import Single
+from ddp_runner.session import Session, note_restart
 
 CLOSED = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234. GLHF!")
 TIMED_OUT = RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete")
@@ -92,6 +97,27 @@ def test_a_rank_that_stood_still_is_late(
     assert failure.sentence == f'rank 2 {LATE}; it stood at File "sleeps.py", line 7, in forward'
 
 
+def test_of_two_errors_of_their_own_the_earlier_one_is_told(tmp_path: Path, config: Config) -> None:
+    """Not that of the lower rank."""
+    fail(tmp_path, 2, ZeroDivisionError("first"))
+    fail(tmp_path, 0, ZeroDivisionError("second"))
+    assert blamed(tmp_path, config, {0: 1, 2: 1}).sentence.endswith("first")
+
+
+def test_of_several_late_ranks_the_lowest_is_told_with_the_innermost_line(
+    tmp_path: Path, config: Config
+) -> None:
+    """By its number, not by the name of its file."""
+    fail(tmp_path, 0, TIMED_OUT)
+    for rank in (10, 2, 3):
+        stand(tmp_path, rank, f"rank_{rank}.py")
+    path = tmp_path / "stack-0-2.txt"
+    path.write_text('  File "outer.py", line 1, in run\n    call()\n' + path.read_text())
+    failure = explain(Ends(ranks=range(11), exit_codes={0: 1}), tmp_path, config, attempt=0)
+    assert (failure.rank, failure.kind) == (2, "late")
+    assert failure.sentence.endswith('it stood at File "rank_2.py", line 7, in forward')
+
+
 def test_a_stopped_rank_is_late_without_a_stack(tmp_path: Path, config: Config) -> None:
     """It could take no signal, and so said nothing at all."""
     fail(tmp_path, 0, TIMED_OUT)
@@ -109,6 +135,7 @@ def test_nccl_aborts_those_that_wait_and_not_the_late_one(
     config.backend.name = "nccl"
     try:
         if stands:
+            stand(tmp_path, 0, "waited.py")  # and was aborted after that
             stand(tmp_path, 2, "sleeps.py")
         failure = blamed(tmp_path, config, {0: -signal.SIGABRT, 1: -signal.SIGABRT})
         assert (failure.rank, failure.kind) == (2, "late")
@@ -146,3 +173,30 @@ def test_peers_that_complain_alone_are_believed(tmp_path: Path, config: Config) 
         fail(tmp_path, rank, CLOSED)
     failure = blamed(tmp_path, config, {0: 1, 1: 1})
     assert (failure.rank, failure.kind) == (0, "peer")
+
+
+@pytest.mark.parametrize(
+    ("steps", "first"), [((0, 0, 0, 0), 0), ((7, 3, 3, 3), 0), ((0, 0, 0, 5, 9, 9, 9), 3)]
+)
+def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
+    tmp_path: Path, config: Config, steps: tuple[int, ...], first: int
+) -> None:
+    """A gang that gets further each time goes on, however often it is restarted."""
+    said: list[str] = []
+    job = Job(config=config, started_at=0.0, code={}, scratch=tmp_path)
+    mode = Single("single", devices_per_rank=1, max_ranks=1)
+
+    def start(attempt: int) -> None:
+        env = DistEnv(0, 0, 1, 1, restart_count=attempt)
+        note_restart(Session(job, env, mode, (), tmp_path, said.append), step=steps[attempt])
+
+    last = len(steps) - 1
+    for attempt in range(last):
+        start(attempt)
+        failure = Failure(rank=0, kind="crash", sentence=f"cause {attempt}")
+        note_cause(tmp_path, failure, attempt=attempt)
+    told = rf"no progress beyond step {steps[-1]}, .* of them: cause {first};"
+    with pytest.raises(UserError, match=told):
+        start(last)
+    allowed = config.launch.max_restarts
+    assert said == [f"restart {one} of {allowed}: cause {one - 1}" for one in range(1, last + 1)]

@@ -180,6 +180,35 @@ def test_killed_between_any_two_calls_a_whole_checkpoint_is_left(tmp_path: Path,
         pytest.fail("the save never ran to its end")
 
 
+def test_once_the_new_checkpoint_has_its_name_the_replaced_one_counts_no_more(
+    tmp_path: Path,
+) -> None:
+    """A kill may leave both: until then the old one is loaded, from then on the new one."""
+    path = save(tmp_path, 600)
+    new = save(tmp_path / "elsewhere", 600, run=1)
+    path.rename(tmp_path / "step-00000600.replaced")
+    assert load_latest(tmp_path)["run"] == 0
+    new.rename(path)
+    assert load_latest(tmp_path)["run"] == 1
+
+
+def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure loses nothing either: state, manifest and their names first, then its own."""
+    synced: list[tuple[int, bool]] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, (tmp_path / "step-00000600").exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = save(tmp_path, 600)
+    inodes = [one.stat().st_ino for one in (path / STATE, path / MANIFEST, path, tmp_path)]
+    assert synced == list(zip(inodes, (False, False, False, True), strict=True))
+
+
 def kill_at_byte(num_bytes: int) -> None:
     """Sets a trap: the kernel kills this process when a file grows beyond this size."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -367,6 +396,24 @@ def test_a_checkpoint_of_the_first_format_loads(tmp_path: Path) -> None:
     assert best_checkpoints(tmp_path, monitor="eval/f1", mode="max") != []
 
 
+def test_a_manifest_that_has_lost_its_checksum_is_damaged(tmp_path: Path) -> None:
+    """Only the first format had none."""
+    path = save(tmp_path, 600)
+    fields = json.loads((path / MANIFEST).read_text())
+    del fields["sha256"]
+    (path / MANIFEST).write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="do not match their checksum"):
+        load_checkpoint(path, map_location="cpu")
+
+
+def test_a_score_that_is_not_finite_is_none(tmp_path: Path) -> None:
+    """Python's JSON reads NaN, beside which no order holds; an infinity would be the best."""
+    for step, score in {100: 0.5, 200: float("nan"), 300: float("inf")}.items():
+        rewrite_manifest(save(tmp_path, step), metrics={"eval/f1": score})
+    (best,) = best_checkpoints(tmp_path, monitor="eval/f1", mode="max")
+    assert best == tmp_path / "step-00000100"
+
+
 def test_where_all_checkpoints_are_damaged_nothing_is_resumed(tmp_path: Path) -> None:
     """Each is named, and a refusal says that none is left: a run must not begin anew unasked."""
     for step in (500, 600):
@@ -440,6 +487,19 @@ def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> 
             say=pytest.fail,
         )
     assert latest_checkpoint(tmp_path, say=pytest.fail) is None
+
+
+class Part(torch.Tensor):
+    """A tensor of a rank's own, by where its class is defined."""
+
+    __module__ = "torch.distributed.tensor"
+
+
+def test_a_sharded_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Whoever saves it: one rank's part would be taken for the whole."""
+    with pytest.raises(UserError, match=r"^the state\['parts'\]\[1\]\[0\] is a Part, "):
+        save(tmp_path, 600, parts=[1.0, (torch.zeros(2).as_subclass(Part),)])
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 200), ("min", 300)])

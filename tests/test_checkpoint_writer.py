@@ -134,11 +134,32 @@ def test_the_end_of_the_block_waits_and_the_mark_lasts_as_long(tmp_path: Path, g
     with writer(tmp_path) as opened:
         opened.save({"model": torch.zeros(1)}, step=1, metrics={})
         assert gate.reached.wait(60)
-        assert mark.exists()
+        was_marked = mark.exists()  # asserted once the gate is open: the block's end waits for it
         threading.Timer(0.1, gate.open.set).start()
+    assert was_marked
     assert gate.order == ["begins 1", "ends 1"]
     assert not mark.exists()
     assert loaded(tmp_path, 1)["model"].tolist() == [0.0]
+
+
+def test_an_end_that_is_interrupted_waits_all_the_same(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the wait for the last save: nothing is being written once the block is left."""
+
+    def interrupted(_: CheckpointWriter) -> None:
+        threading.Timer(0.1, gate.open.set).start()
+        raise KeyboardInterrupt
+
+    def save() -> None:
+        with writer(tmp_path) as opened:
+            opened.save({"model": torch.zeros(1)}, step=1, metrics={})
+            assert gate.reached.wait(60)
+            monkeypatch.setattr(CheckpointWriter, "wait", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        save()
+    assert gate.order == ["begins 1", "ends 1"]
 
 
 def disk_full_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Whose run a folder is: a restart goes on in its own, and nobody in anybody else's."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -75,6 +76,35 @@ def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitSt
         with_global_size(job(ranks=3).config, again.global_size, 3)
 
 
+def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -> None:
+    """Its ranks may be about to end still; nobody else has to be waited for."""
+    own = attempt(job(), OURS)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked(own.folder):
+            held.set()
+            let_go.wait(60)
+
+    earlier = threading.Thread(target=hold)
+    earlier.start()
+    assert held.wait(60)
+    timer = threading.Timer(0.2, let_go.set)
+    timer.start()
+    assert claim_run(job(), marks=OURS, stack=stack).folder == own.folder
+    earlier.join()
+    timer.join()
+
+
+def test_a_run_is_known_by_all_of_its_launches(stack: ExitStack) -> None:
+    """A scheduler starts it again under another agent, and any of them may restart it."""
+    own = attempt(job(), ["slurm 7.0", *OURS])
+    again = attempt(job(), ["slurm 7.0", *THEIRS])
+    assert again.folder == own.folder
+    assert record(own.folder)["launches"] == [*OURS, *THEIRS, "slurm 7.0"]
+    assert claim_run(job(), marks=OURS, stack=stack).folder == own.folder
+
+
 def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) -> None:
     """A script may run one command after another under one torchrun."""
     own = attempt(job("name=both"), OURS)
@@ -91,7 +121,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
         claim_run(job(run_dir=folder), marks=OURS, stack=stack)
     resumed = job(run_dir=folder)
     resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
-    assert attempt(resumed, OURS).folder == folder
+    assert attempt(resumed, OURS) == Claim(folder, None)  # its config has what it resumes
     assert attempt(job(run_dir=folder), OURS).folder == folder
 
 

@@ -131,6 +131,24 @@ def test_without_a_run_on_one_device_the_fewest_are_the_baseline(tmp_path: Path)
     assert scaling.base == "1 rank, 2 devices"
 
 
+def test_the_fastest_mode_on_one_device_is_the_baseline_of_a_mode_without(tmp_path: Path) -> None:
+    """Against the slower one its speedup would be flattered."""
+    modes = (("dp", 1, 1, 100.0), ("single", 1, 1, 200.0), ("ps", 1, 1, 50.0))
+    write_modes(tmp_path, *modes, ("ddp", 2, 2, 300.0))
+    scaling = at(compared(tmp_path), 2).strong
+    assert scaling is not None
+    assert (scaling.speedup, scaling.base) == (pytest.approx(1.5), "single, 1 rank")
+
+
+def test_the_baseline_is_the_mean_of_all_on_the_fewest_devices(tmp_path: Path) -> None:
+    """A process with two devices and two with one each."""
+    modes = (("ddp_mp", 1, 2, 100.0), ("ddp_mp", 2, 2, 300.0), ("ddp_mp", 4, 4, 400.0))
+    write_modes(tmp_path, *modes)
+    found = [at(compared(tmp_path), world_size).strong for world_size in (1, 2, 4)]
+    assert [one and one.speedup for one in found] == pytest.approx([0.5, 1.5, 2.0])
+    assert [one and one.efficiency for one in found] == pytest.approx([0.5, 1.5, 1.0])
+
+
 def test_one_process_on_other_numbers_of_gpus_is_another_setting(tmp_path: Path) -> None:
     """DataParallel with one and with four GPUs: nothing of it is averaged, and it scales."""
     write_modes(tmp_path / "one", ("dp", 1, 1, 1000.0))

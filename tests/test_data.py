@@ -7,7 +7,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.error import URLError
 
@@ -19,6 +19,7 @@ from real_data import real
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from ddp_runner.data import batches as batching
 from ddp_runner.data import files, prepared
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
 from ddp_runner.data.fake_images import FakeImages
@@ -102,6 +103,52 @@ def test_epochs_and_seeds_differ() -> None:
         for seed, epoch in ((0, 0), (0, 1), (7, 0))
     }
     assert len(orders) == 3
+
+
+def test_batches_of_similar_length_are_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is of one pool of the shuffled samples, sorted; and batches come in any order."""
+    monkeypatch.setattr(batching, "POOL_BATCHES", 4)
+    lengths = torch.arange(90) % 45
+    ours = GlobalBatches(numbered(90), 8, 1, share=0, num_shares=1, seed=3, lengths=lengths)
+    shuffled = torch.randperm(90, generator=torch.Generator().manual_seed(derive(3, "order", 1)))
+    pools = [set(pool.tolist()) for pool in shuffled.split(4 * 8)]
+    *whole, last = [samples(step) for step in ours.epoch(1)]
+    assert len(last) == 2
+    found = [next(i for i, pool in enumerate(pools) if pool.issuperset(one)) for one in whole]
+    assert sorted(found) == [0] * 4 + [1] * 4 + [2] * 3
+    assert found != sorted(found)
+    assert all(lengths[one].diff().min() >= 0 for one in whole)
+
+
+def test_random_numbers_are_new_in_each_step() -> None:
+    """Another step, epoch or seed draws others; the same ones are drawn again."""
+
+    def randoms(seed: int, epoch: int) -> list[Tensor | None]:
+        ours = batches(16, rank=0, world_size=1, seed=seed, num_randoms=3)
+        return [batch.randoms for step in ours.epoch(epoch) for batch in step.micro_batches]
+
+    drawn = [*randoms(3, 0), *randoms(3, 1), *randoms(4, 0)]
+    numbers = [tuple(one.flatten().tolist()) for one in drawn if one is not None]
+    assert {len(one) for one in numbers} == {8 * 3}
+    assert len(set(numbers)) == len(drawn) == 6
+    again = randoms(3, 1)[1]
+    assert again is not None
+    assert tuple(again.flatten().tolist()) == numbers[3]
+
+
+def test_a_batch_that_was_left_out_comes_in_anothers_place_as_it_was() -> None:
+    """Of an earlier epoch it has that epoch's order, number and random numbers."""
+    plain = batches(41, rank=0, world_size=1, num_randoms=2)
+    first, second = ([*plain.epoch(epoch)] for epoch in (0, 1))
+    found = [*replace(plain, instead={len(first) + 1: 2}).epoch(1)]
+    for index, step in enumerate(found):
+        expected = first[2] if index == 1 else second[index]
+        assert samples(step) == samples(expected)
+        assert step.number == expected.number
+        randoms, others = step.micro_batches[0].randoms, expected.micro_batches[0].randoms
+        assert randoms is not None
+        assert others is not None
+        assert torch.equal(randoms, others)
 
 
 def test_start_step_goes_on_where_the_epoch_stopped() -> None:

@@ -26,7 +26,7 @@ from ddp_runner.job import Job
 from ddp_runner.parts import make
 from ddp_runner.session import open_session
 from ddp_runner.target_rules import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
-from ddp_runner.targets import find
+from ddp_runner.targets import construct, find
 
 TOY = ("model=toy", "parallelism=single", "dataset.num_samples=8", "train.epochs=1")
 MARK = "pwned"  # the file that hostile code would leave in the run's folder
@@ -166,6 +166,13 @@ def test_a_rank_judges_what_the_object_is(name: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_part_of_ours_is_what_its_module_has_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source is no proof of what the name stands for by now."""
+    monkeypatch.setattr("ddp_runner.models.toy.ToyModel", Path)
+    with pytest.raises(UserError, match=r"is not a class or function that .* itself defines"):
+        find("ddp_runner.models.toy.ToyModel", key="model._target_")
+
+
 FOREIGN = (
     *("os.system", "torch.load", "torch.hub.load", "torch.jit.load", "torch.os.system"),
     *("torch.package.PackageImporter", "torch.ops.load_library", "torch.distributed.run.main"),
@@ -239,8 +246,21 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
         with pytest.raises(UserError) as refused:
             find(name, key="model._target_", allowed=["os", "no_such_package"])
         assert reason in str(refused.value)
+    with pytest.raises(UserError, match="is not a dotted name"):  # nobody's part is named so
+        find("os.environ.__class__", key="model._target_", allowed=["os"])
     with pytest.raises(UserError, match="is a class; name a function"):
         find("test_hostile.Touch", key="model.loss", allowed=["test_hostile"])
+
+
+def test_what_is_allowed_may_be_nested_as_well() -> None:
+    """In a part, in its lists and in its mappings; what is not allowed is refused there, too."""
+    inner = {"_target_": "types.SimpleNamespace", "size": 3}
+    outer = {"_target_": "types.SimpleNamespace", "one": inner, "many": [inner], "by": {"a": inner}}
+    found = construct(outer, key="model", allowed=["types"])
+    assert [one.size for one in (found.one, *found.many, found.by["a"])] == [3, 3, 3]
+    hostile = {**outer, "by": {"a": {"_target_": "os.getcwd"}}}
+    with pytest.raises(UserError, match=r"^model\.by\.a\._target_ \(os\.getcwd\)"):
+        construct(hostile, key="model", allowed=["types"])
 
 
 def test_a_run_does_not_say_where_ranks_meet(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_parts_are_those_of_the_mean_step() -> None:
     figures, parts = pace.lap()
     assert set(parts) == {"data", "forward"}
     assert 10 <= parts["data"] <= figures["perf/step_time_ms"]
+    each_step = figures["perf/samples_per_s"] * figures["perf/step_time_ms"] / 1000
+    assert each_step == pytest.approx(8)
     pace.mark("optimizer")
     pace.add(samples=8)
     assert set(pace.lap()[1]) == {"optimizer"}

@@ -1,6 +1,6 @@
 """Rounding that training makes larger is told from steps that are not those of the reference."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ def verdict(
     theirs: Sequence[float] = LOSSES,
     every: int = 1,
     precision: str = "fp32",
+    record: Mapping[str, Any] | None = None,
 ) -> Parity:
-    """Compare two runs that log each `every`-th of their losses."""
+    """Compare two runs that log each `every`-th of their losses; the second has a run.json."""
     two = {"world_size": 2, "batch.per_rank": 32}
     for name, losses, keys in (("single", theirs, SINGLE), ("ddp", ours, two)):
         lines = lines_of([1.0] * len(losses), losses=losses)
@@ -45,6 +46,7 @@ def verdict(
             folder / name,
             config={**keys, "train.precision": precision},
             lines=lines[every - 1 :: every],
+            record=record if name == "ddp" else None,
         )
     (parity,) = compare(read_runs([folder])).parity
     return parity
@@ -105,11 +107,57 @@ def test_steps_that_differ_from_the_first_one_on_are_no_rounding(
         assert found.verdict == f"differs from the first line on (step {every})"
 
 
+def test_lines_that_are_far_apart_allow_no_more_than_ten_steps(tmp_path: Path) -> None:
+    """Else any difference could have grown from one line to the next."""
+    found = verdict(tmp_path, parted(lambda _: 0.02), every=30)
+    assert found.verdict == "differs from the first line on (step 30)"
+
+
+def test_a_run_of_thousands_of_steps_is_judged(tmp_path: Path) -> None:
+    """Its growth has a limit that a float can hold."""
+    losses = [1.0 - (1e-5 if step < 2000 else 0.011) for step in range(1, 3001)]
+    found = verdict(tmp_path, losses, theirs=[1.0] * 3000, every=1000)
+    assert found.verdict == "ok, rounding grows to 1.1%"
+
+
 def test_a_half_precision_has_larger_rounding(tmp_path: Path) -> None:
     """What breaks float32 at its first line is how bfloat16 rounds."""
     losses = parted(lambda step: 2e-3 * 1.05**step)
     assert verdict(tmp_path / "fp32", losses).first_break == 1
     assert verdict(tmp_path / "bf16", losses, precision="bf16").first_break is None
+
+
+def test_gpus_round_more_than_cpus(tmp_path: Path) -> None:
+    """Unless told otherwise they convolve float32 with fewer digits."""
+    losses = parted(lambda step: min(0.011, 7e-5 * 1.3**step))
+    assert verdict(tmp_path / "cpu", losses).first_break == 1
+    on_gpus = verdict(tmp_path / "cuda", losses, record={"devices": ["cuda:0"]})
+    assert on_gpus.verdict == "ok, rounding grows to 1.1%"
+
+
+def test_a_packed_run_takes_the_same_steps(tmp_path: Path) -> None:
+    """Others on its machine cost time, and change no loss."""
+    assert verdict(tmp_path, LOSSES, record={"packed": True}).verdict == "ok"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1.0, 2.0), (2.0, 1.0), (0.0, 0.5), (-1.0, -0.5)])
+def test_a_difference_is_a_part_of_the_larger_loss(
+    tmp_path: Path, ours: float, theirs: float
+) -> None:
+    """Whichever of the two runs is the reference."""
+    found = verdict(tmp_path, [ours, 0.0], theirs=[theirs, 0.0])
+    assert found.largest == (1.0 if ours == 0 else 0.5)
+    assert found.num_steps == 2
+
+
+def test_the_reference_is_the_plainest_mode_at_the_fewest_ranks(tmp_path: Path) -> None:
+    """One that talks to nobody; not the first by its name."""
+    two = {"world_size": 2, "batch.per_rank": 32}
+    for name, config in {"ddp": {}, "single": SINGLE, "ddp_2": two}.items():
+        write_run(tmp_path / name, config=config, lines=lines_of([1.0] * 3))
+    found = compare(read_runs([tmp_path])).parity
+    assert {one.run.folder.name for one in found} == {"ddp", "ddp_2"}
+    assert {one.reference.folder.name for one in found} == {"single"}
 
 
 def test_verdicts_are_in_the_table_and_in_json(

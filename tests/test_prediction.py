@@ -1,14 +1,23 @@
 """A predicted step: the baseline's computing, and an all-reduce as it was measured."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from generated_runs import lines_of, write_run
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.comparison.analysis import Comparison, compare
+from ddp_runner.comparison.prediction import num_buckets
 from ddp_runner.comparison.runs import read_runs
 from ddp_runner.comparison.tables import as_text
+from ddp_runner.environment import DistEnv
+from ddp_runner.parallelism.ddp import replicate
 
 GRADIENTS = {"gradient_bytes": 4 * 2**20}
 COMPUTED = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}  # ms, of 16 in all
@@ -22,23 +31,42 @@ def write_step(folder: Path, pace: float, parts: dict[str, float], **config: Any
 
 
 def write_benchmark(
-    folder: Path, *, world_size: int, latency_us: float, gb_per_s: float, backend: str = "gloo"
+    folder: Path,
+    *,
+    world_size: int,
+    latency_us: float,
+    gb_per_s: float,
+    backend: str = "gloo",
+    sizes: Sequence[int] = (4096, 65536, 2**20, 2**24),
+    slow: Mapping[int, float] = MappingProxyType({}),
 ) -> None:
-    """Write a benchmark whose all-reduces lie exactly on a line; its other rows must not count."""
-    sizes = (4096, 65536, 2**20, 2**24)
+    """Write a benchmark whose all-reduces lie on a line; its other rows must not count.
+
+    Args:
+        folder: of the run.
+        world_size: of it.
+        latency_us: of the line.
+        gb_per_s: of the line.
+        backend: of the run.
+        sizes: of the messages, in bytes.
+        slow: how many times as long some sizes took.
+    """
     rows = [
         {
             "op": op,
-            "dtype": "float32",
+            "dtype": dtype,
             "reduce_op": reduce_op,
             "bytes": size,
-            "latency_us": {"median": factor * (latency_us + size / gb_per_s / 1e3)},
+            "latency_us": {
+                "median": factor * slow.get(size, 1) * (latency_us + size / gb_per_s / 1e3)
+            },
         }
         for size in sizes
-        for op, reduce_op, factor in (
-            ("all_reduce", "sum", 1),
-            ("all_reduce", "max", 7),
-            ("broadcast", None, 9),
+        for op, reduce_op, dtype, factor in (
+            ("all_reduce", "sum", "float32", 1),
+            ("all_reduce", "sum", "bfloat16", 5),
+            ("all_reduce", "max", "float32", 7),
+            ("broadcast", None, "float32", 9),
         )
     ]
     config = {"task": "collectives", "world_size": world_size, "backend.name": backend}
@@ -67,8 +95,7 @@ def test_a_step_is_predicted_from_its_parts_and_the_link(tmp_path: Path) -> None
     (base, row) = comparison.rows
     assert base.predicted == {}
     one = row.predicted["strong"]
-    # Two buckets, of 1 MiB and the rest: two latencies, and 4 MiB at 2 GB/s.
-    exchange = 2 * 0.1 + 4 * 2**20 / 2e6
+    exchange = 0.1 + 4 * 2**20 / 2e6  # one bucket: one latency, and 4 MiB at 2 GB/s
     assert one.parts_ms == pytest.approx(
         {
             **{"data": 0.5, "forward": 2.0, "backward": 4.0, "optimizer": 2.0},
@@ -79,8 +106,60 @@ def test_a_step_is_predicted_from_its_parts_and_the_link(tmp_path: Path) -> None
     assert one.speedup == pytest.approx(16 / (9.5 + exchange))
     assert sum(one.measured_ms.values()) == pytest.approx(64_000 / 4571)
     text = as_text(comparison)
-    assert "2 ranks (strong): 14.00 ms, predicted 11.80; wait +1, comm +0.703, data +0.5" in text
+    assert "2 ranks (strong): 14.00 ms, predicted 11.70; wait +1, comm +0.803, data +0.5" in text
     assert "gloo, 2 ranks: 100 us + bytes / 2.00 GB/s, from 4 sizes" in text
+
+
+def buckets(env: DistEnv, caps: Sequence[float]) -> list[int]:
+    """Return in how many buckets DDP reduces gradients of 4 MiB under each cap."""
+    found = []
+    for cap in caps:
+        module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
+        model = replicate(module, forward_sync_buffers=False, bucket_cap_mb=cap)
+        assert isinstance(model, DistributedDataParallel)
+        for _ in range(3):  # the first backward tells it the order of the gradients
+            model(torch.ones(1, 256)).sum().backward()
+        found.append(model._get_ddp_logging_data()["num_buckets_reduced"])
+    return found
+
+
+def test_buckets_are_counted_as_ddp_cuts_them() -> None:
+    """One by one, since the latency of each counts."""
+    caps = (25, 4, 2.5, 1, 0.25)
+    expected = [num_buckets(4 * 2**20, cap) for cap in caps]
+    assert expected == [1, 1, 2, 4, 16]
+    assert run_ranks(buckets, 2, caps) == [expected] * 2
+
+
+def test_each_bucket_costs_a_latency(tmp_path: Path) -> None:
+    """A cap of 1 MiB makes four of 4 MiB."""
+    write_step(tmp_path / "one", 4000.0, COMPUTED, parallelism__bucket_cap_mb=1)
+    write_step(
+        *(tmp_path / "two", 4000.0, {**COMPUTED, "comm": 3.0, "wait": 1.0}),
+        **{"world_size": 2, "batch__per_rank": 32, "parallelism__bucket_cap_mb": 1},
+    )
+    write_benchmark(tmp_path / "link", world_size=2, latency_us=100, gb_per_s=2.0)
+    parts = compared(tmp_path).rows[1].predicted["strong"].parts_ms
+    assert parts["comm"] == pytest.approx(4 * 0.1 + 4 * 2**20 / 2e6)
+
+
+def test_each_size_weighs_the_same_in_a_link(tmp_path: Path) -> None:
+    """By its relative error: a slow 1 MiB changes little of what 4 KiB take."""
+    write_benchmark(
+        tmp_path / "link", world_size=2, latency_us=100, gb_per_s=2.0, slow={2**20: 1.3}
+    )
+    (link,) = compared(tmp_path).links
+    assert link.latency_us == pytest.approx(100, rel=0.01)
+    assert link.error == pytest.approx(0.063, abs=0.001)  # the median of 0.1, 2.4, 10 and 16 %
+
+
+def test_a_link_has_no_negative_latency_and_more_sizes_than_one(tmp_path: Path) -> None:
+    """Two runs that measured the same single size make no line."""
+    write_benchmark(tmp_path / "link", world_size=2, latency_us=-2, gb_per_s=2.0)
+    for name in ("first", "second"):
+        write_benchmark(tmp_path / name, world_size=4, latency_us=100, gb_per_s=2.0, sizes=(2**20,))
+    (link,) = compared(tmp_path).links
+    assert (link.world_size, link.latency_us) == (2, 0.0)
 
 
 def test_equal_batches_per_rank_predict_equal_computing(tmp_path: Path) -> None:

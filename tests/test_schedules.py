@@ -60,6 +60,31 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
         expected.step()
 
 
+@pytest.mark.parametrize(
+    ("name", "total_steps", "keys", "factors"),
+    [
+        ("cosine", 6, {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 0.75, 0.25, 0.0, 0.0]),
+        ("cosine", 3, {"min_factor": 0.2}, [1.0, 0.8, 0.4, 0.2, 0.2]),
+        ("cosine", 2, {"warmup_steps": 2}, [1 / 3, 2 / 3, 1.0, 0.0]),
+        ("step", 9, {"every_epochs": 2, "gamma": 0.1}, [*[1.0] * 4, *[0.1] * 4, 0.01]),
+    ],
+)
+def test_our_schedules_follow_their_formula(
+    name: str, total_steps: int, keys: dict[str, Any], factors: list[float]
+) -> None:
+    """Warm-up, peak and end; beyond the end of the run a cosine stays where it was."""
+    given = [f"++scheduler.{key}={value}" for key, value in keys.items()]
+    config = compose_config(*TOY, f"scheduler={name}", *given)
+    optimizer = new_optimizer()
+    schedule = build_schedule(config, optimizer, total_steps=total_steps, steps_per_epoch=2)
+    rates = []
+    for _ in factors:
+        rates.append(optimizer.param_groups[0]["lr"] / 0.05)
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(factors)
+
+
 def refusal(env: DistEnv, config: Config) -> str:
     """Return the sentence with which a config is refused as its objects are built."""
     with pytest.raises(UserError) as refused:
@@ -122,6 +147,25 @@ def test_a_resumed_run_takes_a_new_rate_in_proportion(
     run_ranks(loop, 1, compose_config(*keys), tmp_path, 9)
     (resumed,) = run_ranks(loop, 1, compose_config(*keys, "optimizer.lr=0.025"), tmp_path)
     assert rates(resumed) == pytest.approx([0.0125] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "halved"),
+    [
+        ((f"{TORCHS}CosineAnnealingWarmRestarts", "+scheduler.T_0=5"), "optimizer.lr=0.025"),
+        ((f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.5"), "++scheduler.max_lr=0.25"),
+    ],
+)
+def test_all_rates_that_a_scheduler_remembers_change_in_proportion(
+    tmp_path: Path, scheduler: tuple[str, ...], halved: str
+) -> None:
+    """Those that it goes back to, and between which it goes."""
+    keys = (*TOY, *scheduler, "train.log_every_steps=1")
+    (whole,) = run_ranks(loop, 1, compose_config(*keys), tmp_path / "whole")
+    run_ranks(loop, 1, compose_config(*keys), tmp_path / "cut", 9)
+    (resumed,) = run_ranks(loop, 1, compose_config(*keys, halved), tmp_path / "cut")
+    assert rates(resumed) == pytest.approx([rate / 2 for rate in rates(whole)[9:]])
+    assert len(rates(resumed)) == NUM_STEPS - 9
 
 
 def test_more_steps_than_a_schedule_was_made_for_is_one_line(tmp_path: Path) -> None:

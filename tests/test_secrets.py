@@ -118,6 +118,32 @@ def test_a_sentence_shows_the_variable_in_place_of_its_value() -> None:
     assert "/no/${oc.env:MY_SECRET}" in str(refused.value.__cause__)
 
 
+def test_of_two_values_the_longer_one_is_hidden_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may begin as another does, and hold any sign; short ones and numbers are no secret."""
+    values = {"USER_OF": "abcd", "KEY_OF": "abcd(+efgh", "SHORT": "abc", "PORT": "12345.6e7"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    secrets = find_secrets(OmegaConf.create({name: f"${{oc.env:{name}}}" for name in values}))
+    hidden = "${oc.env:KEY_OF} of ${oc.env:USER_OF}, abc, 12345.6e7"
+    assert secrets.hide("abcd(+efgh of abcd, abc, 12345.6e7") == hidden
+
+
+def test_an_error_amid_another_tells_no_secret_either() -> None:
+    """Nobody had to say that one is the cause of the other: the traceback shows both."""
+    secrets = find_secrets(OmegaConf.create({"name": "${oc.env:MY_SECRET}"}))
+
+    def fail() -> None:
+        with secrets.hidden_in_errors():
+            try:
+                raise ValueError(f"no {SECRET}")
+            except ValueError:
+                raise KeyError("name")  # noqa: B904  # as code does that knows no better
+
+    with pytest.raises(KeyError) as found:
+        fail()
+    assert str(found.value.__context__) == "no ${oc.env:MY_SECRET}"
+
+
 @dataclass(frozen=True)
 class Noted(RandomRegression):
     """A dataset with keys for what a private store wants to know."""

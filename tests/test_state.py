@@ -271,6 +271,68 @@ def test_a_schedule_with_a_memory_keeps_its_step_at_another_batch_size(tmp_path:
     assert run_ranks(schedule_step, 1, config, other, tmp_path) == [4 * STEPS_PER_EPOCH]
 
 
+def test_a_run_of_so_many_steps_keeps_its_schedule_at_another_batch_size(tmp_path: Path) -> None:
+    """Its measure are the steps: those that it has taken count, whatever was in them."""
+    keys = (*TOY, "scheduler=cosine")
+    config = compose_config(*keys, "batch.global_size=8", f"train.max_steps={2 * STEPS_PER_EPOCH}")
+    other = compose_config(*keys, "batch.global_size=16", "train.max_steps=20")
+    assert run_ranks(schedule_step, 1, config, other, tmp_path) == [2 * STEPS_PER_EPOCH]
+
+
+def keys_of_the_group(
+    env: DistEnv, config: Config, other: Config, folder: Path
+) -> dict[str, object]:
+    """Train, resume under another config, and return what is in the optimizer's group."""
+    run_loop(env, config, max_steps=2, folder=folder)
+    trainee = build(env, other)
+    restore(trainee, Position(), other, folder, say=print)
+    return dict(trainee.optimizer.param_groups[0])
+
+
+def test_a_resumed_run_takes_the_optimizers_keys_that_it_is_given(tmp_path: Path) -> None:
+    """Not only its rate, of which the next resume is to know as well."""
+    given = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.25}
+    other = compose_config(*TOY, *(f"optimizer.{key}={value}" for key, value in given.items()))
+    (found,) = run_ranks(keys_of_the_group, 1, compose_config(*TOY), other, tmp_path)
+    assert {**found, **given, "initial_lr": 0.02} == found
+
+
+def made_of_another_model(
+    env: DistEnv, config: Config, models: list[dict[str, Any]], folder: Path
+) -> list[int | None]:
+    """Resume a run with other keys of its model; return the steps that it goes on from."""
+    run_loop(env, config, max_steps=2, folder=folder)
+    return [
+        restore(build(env, config), Position(), replace(config, model=one), folder, say=print)
+        for one in models
+    ]
+
+
+def test_a_model_goes_on_split_or_whole_and_wherever_its_weights_were(tmp_path: Path) -> None:
+    """Neither is part of what its checkpoints are made of."""
+    config = compose_config(*TOY)
+    changes = ({"name": "toy_mp", "num_stages": 3}, {"weights": "elsewhere.safetensors"})
+    models = [{**config.model, **change} for change in changes]
+    assert run_ranks(made_of_another_model, 1, config, models, tmp_path) == [[2, 2]]
+
+
+def scaler_states(env: DistEnv, config: Config, folder: Path) -> list[dict[str, Any]]:
+    """Return how a run leaves its scaler, and how it takes it up again."""
+    first, second = build(env, config), build(env, config)
+    first = replace(first, scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
+    run_loop(env, config, max_steps=2, folder=folder, trainee=first)
+    second = replace(second, scaler=torch.amp.GradScaler("cpu"))
+    restore(second, Position(), config, folder, say=print)
+    return [first.scaler.state_dict(), second.scaler.state_dict()]
+
+
+def test_a_resumed_run_keeps_the_scale_that_it_had_found(tmp_path: Path) -> None:
+    """With the first one its steps would overflow once more."""
+    ((saved, resumed),) = run_ranks(scaler_states, 1, compose_config(*TOY), tmp_path)
+    assert saved["scale"] == 128.0
+    assert resumed == saved
+
+
 def with_a_scaler(env: DistEnv, config: Config, folder: Path) -> int | None:
     """Resume a run that scaled no loss as one that does."""
     run_loop(env, config, max_steps=2, folder=folder)

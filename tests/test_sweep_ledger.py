@@ -4,15 +4,20 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from commands import (
     background,
     ended,
     last_step,
     metrics,
     record,
+    resolved,
     run_command,
     run_dirs,
     wait_for,
@@ -21,7 +26,11 @@ from commands import (
 
 from ddp_runner.comparison.analysis import compare
 from ddp_runner.comparison.runs import read_runs
-from ddp_runner.ledger import LEDGER
+from ddp_runner.config import SweepSettings
+from ddp_runner.folders import locked
+from ddp_runner.job import Job, Outcome
+from ddp_runner.ledger import LEDGER, REFUSED, Entry, Ledger, unfinished_sweep
+from ddp_runner.sweep import recorded, run_jobs, sweep_table
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
 
@@ -43,6 +52,136 @@ def table_row(stdout: str, job: str) -> list[str]:
     """Return the words of a job's line in the table."""
     (line,) = [line for line in stdout.splitlines() if line.startswith(f"{job} ")]
     return line.split()
+
+
+def test_each_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Also where several configs would have the same name; a job keeps the one that it has."""
+    ledger = Ledger(tmp_path)
+    ledger.queue({"one": "a"}, refused=())
+    found = ledger.queue({"two": "a", "three": "a", "one": "b"}, refused=())
+    assert {job_id: entry.folder for job_id, entry in found.items()} == {
+        **{"two": "a-2", "three": "a-3", "one": "a"}
+    }
+
+
+def test_a_start_asks_the_rules_anew_and_leaves_failures_unless_asked(tmp_path: Path) -> None:
+    """What had been refused may fit by now; a job that is queued again has no failure."""
+    ledger, command = Ledger(tmp_path), ["seed=1,2"]
+    broken = Entry("broken", "broken", "failed", REFUSED, "a rule")
+    ledger.queue({"done": "done", "lost": "lost"}, refused=[broken])
+    ledger.note("done", status="done")
+    ledger.note("lost", status="failed", kind="crash", sentence="why")
+    assert ledger.begin(command=command, retry_failed=False) == ["lost"]
+    assert ledger.read().keys() == {"done", "lost"}
+    assert ledger.begin(command=command, retry_failed=True) == []
+    assert ledger.read()["lost"] == Entry("lost", "lost")
+    ledger.note("lost", status="failed", kind="crash", sentence="why")
+    ledger.note("lost", status="running")
+    assert ledger.read()["lost"] == Entry("lost", "lost", "running")
+
+
+def test_the_newest_unfinished_sweep_of_the_command_goes_on(tmp_path: Path) -> None:
+    """Not one that is done, nor another command's; one with failures where they are retried."""
+    statuses = {"older": "queued", "newer": "interrupted", "lost": "failed", "done": "done"}
+    for age, (name, status) in enumerate([*statuses.items(), ("other", "queued")]):
+        (tmp_path / name).mkdir()
+        ledger = Ledger(tmp_path / name)
+        ledger.begin(command=["other" if name == "other" else "mine"], retry_failed=False)
+        ledger.queue({"a": "a"}, refused=())
+        ledger.note("a", status=status)
+        os.utime(tmp_path / name / LEDGER, (age, age))
+    for retry_failed, expected in ((False, "newer"), (True, "lost")):
+        found = unfinished_sweep(tmp_path, command=["mine"], retry_failed=retry_failed)
+        assert found == tmp_path / expected
+    assert unfinished_sweep(tmp_path, command=["new"], retry_failed=True) is None
+
+
+def test_a_ledger_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
+    """Else one would write down again what it had read before the other's change."""
+    ledger = Ledger(tmp_path)
+    ledger.queue({"a": "a"}, refused=())
+    other = threading.Thread(target=ledger.note, args=("a",), kwargs={"status": "done"})
+    with ledger._changing():
+        other.start()
+        other.join(0.5)
+        assert ledger.read()["a"].status == "queued"
+    other.join()
+    assert ledger.read()["a"].status == "done"
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> dict[str, Job]:
+    """Three queued jobs with their folders."""
+    job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
+    Ledger(tmp_path).queue({name: name for name in "abc"}, refused=())
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    return {name: replace(job, run_dir=tmp_path / name) for name in "abc"}
+
+
+def test_a_job_that_is_interrupted_is_the_last_one(tmp_path: Path, jobs: dict[str, Job]) -> None:
+    """The sweep was asked to stop; each job has begun when it was its turn."""
+    began = []
+
+    def execute(job: Job) -> Outcome:
+        began.append(job.started_at)
+        status = "preempted" if len(began) == 2 else "completed"
+        return Outcome(status, 0, job.run_dir)
+
+    ledger = Ledger(tmp_path)
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=execute)
+    assert [one.status for one in outcomes] == ["completed", "preempted"]
+    assert statuses(tmp_path) == {"a": "done", "b": "interrupted", "c": "queued"}
+    assert 0.0 < began[0] <= began[1]
+
+
+def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
+    tmp_path: Path, jobs: dict[str, Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be done between the look into the ledger and the lock of its folder."""
+    ledger = Ledger(tmp_path)
+
+    @contextmanager
+    def locked_late(folder: Path) -> Iterator[None]:
+        ledger.note(folder.name, status="done")
+        yield
+
+    monkeypatch.setattr("ddp_runner.sweep.locked", locked_late)
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=pytest.fail)
+    assert [one.status for one in outcomes] == ["completed"] * 3
+
+
+def test_what_had_failed_before_stops_no_sweep(tmp_path: Path, jobs: dict[str, Job]) -> None:
+    """Under fail_fast the first failure since the start does; a mistake has its exit code."""
+    ledger = Ledger(tmp_path)
+    ledger.note("a", status="failed", kind=REFUSED, sentence="a rule")
+
+    def execute(job: Job) -> Outcome:
+        assert job.run_dir is not None
+        return Outcome.refused(job.run_dir, "broken")
+
+    outcomes = run_jobs(
+        jobs,
+        ledger=ledger,
+        settings=SweepSettings(fail_fast=True),
+        execute=execute,
+        known_failures=["a"],
+    )
+    assert [one.run_dir for one in outcomes] == [tmp_path / "a", tmp_path / "b"]
+    assert statuses(tmp_path) == {"a": "failed", "b": "failed", "c": "queued"}
+    kinds = (REFUSED, "user", "crash", "signal")
+    found = [recorded(Entry("a", "a", "failed", kind, ""), None).exit_code for kind in kinds]
+    assert found == [2, 2, 1, 1]
+
+
+def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
+    tmp_path: Path, jobs: dict[str, Job]
+) -> None:
+    """It runs as long as somebody holds its folder."""
+    Ledger(tmp_path).note("a", status="running")
+    with locked(tmp_path / "a"):
+        assert table_row(sweep_table(tmp_path), "a")[1] == "running"
+    assert table_row(sweep_table(tmp_path), "a")[1] == "interrupted"
 
 
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What launchers leave in the temp folder: cleared by the next one, never under a living one."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.temp_folder import OWNER, clear_abandoned
+from ddp_runner.temp_folder import NOT_YET, OWNER, _made, clear_abandoned, temp_folder
 
 LAUNCHER = """
 import sys, tempfile, time
@@ -71,8 +72,37 @@ def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:
     assert not held.exists()
 
 
-def test_what_is_not_surely_abandoned_stays(tmp_path: Path) -> None:
-    """A folder that has no owner yet, one of another host, a file, a link, another program's."""
+def test_a_started_process_has_the_folder_of_its_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every further call has that of the first one."""
+    folder = tmp_path / "ddp_runner-launcher"
+    folder.mkdir()
+    (folder / OWNER).write_text(f"{socket.gethostname()}\nprocess 1\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert temp_folder() == folder
+
+
+def test_nobody_sees_a_folder_that_is_not_locked_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another launcher that starts just then would take it for abandoned."""
+    seen, flock = [], fcntl.flock
+
+    def noted(descriptor: int, operation: int) -> None:
+        seen.extend(one.name for one in tmp_path.iterdir())
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
+    made = _made(tmp_path)
+    assert seen == [f"{NOT_YET}{made.name}"]
+    assert list(tmp_path.iterdir()) == [made]
+
+
+def test_what_is_not_surely_abandoned_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No owner yet, another host's or user's, a file, a link, another program's."""
     (tmp_path / "new-ddp_runner-young").mkdir()
     (tmp_path / "ddp_runner-bare").mkdir()
     (tmp_path / "ddp_runner-file").touch()
@@ -86,5 +116,9 @@ def test_what_is_not_surely_abandoned_stays(tmp_path: Path) -> None:
     clear_abandoned(tmp_path)
     assert set(tmp_path.rglob("*")) == before
     (elsewhere / OWNER).write_text(f"{socket.gethostname()}\nprocess 1\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: -1)
+        clear_abandoned(tmp_path)
+        assert set(tmp_path.rglob("*")) == before
     clear_abandoned(tmp_path)
     assert not elsewhere.exists()

@@ -2,8 +2,10 @@
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import create_autospec, patch
 
 import pytest
 import torch
@@ -69,9 +71,27 @@ def test_accumulating_one_of_eight_equals_two_of_four() -> None:
         torch.testing.assert_close(found.weights, expected.weights, **TOLERANCES[torch.float32])
 
 
-def first_update(env: DistEnv, config: Config) -> Tensor:
-    """Return by how much the first step changes the weights."""
+def skipped_syncs(env: DistEnv, config: Config) -> int:
+    """Take a step; return how often its mode was asked not to reduce the gradients."""
     trainee = build(env, config)
+    no_sync = create_autospec(type(trainee.mode).no_sync, side_effect=lambda *_: nullcontext())
+    with patch.object(type(trainee.mode), "no_sync", no_sync):
+        train_step(trainee, next(trainee.batches.epoch(0)))
+    return int(no_sync.call_count)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_only_the_last_micro_batch_is_reduced(parts: int) -> None:
+    """The sum would be the same, and cost as many exchanges."""
+    keys = ("parallelism=single", f"train.grad_accum_steps={parts}")
+    assert run_ranks(skipped_syncs, 1, compose_config(*TOY, *keys)) == [parts - 1]
+
+
+def first_update(env: DistEnv, config: Config, scale: float | None = None) -> Tensor:
+    """Return by how much the first step changes the weights; `scale` is that of the loss."""
+    trainee = build(env, config)
+    if scale is not None:
+        trainee = replace(trainee, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
     before = flat_weights(trainee.module)
     train_step(trainee, next(trainee.batches.epoch(0)))
     return flat_weights(trainee.module) - before
@@ -91,6 +111,14 @@ def test_clipping_scales_the_whole_gradient_to_the_norm() -> None:
     clipped = update("train.grad_accum_steps=2", "train.clip_norm=0.01")
     torch.testing.assert_close(clipped, free * (0.01 / free.norm()), rtol=1e-3, atol=1e-6)
     assert torch.equal(update("train.grad_accum_steps=2", "train.clip_norm=1e6"), free)
+
+
+def test_clipping_is_of_the_gradient_as_it_is_without_the_losss_scale() -> None:
+    """Else fp16 would clip what is a thousand times as long, and leave next to nothing."""
+    config = compose_config(*TOY, "optimizer.lr=1.0", "train.clip_norm=0.01")
+    (expected,) = run_ranks(first_update, 1, config)
+    (scaled,) = run_ranks(first_update, 1, config, 1024.0)
+    torch.testing.assert_close(scaled, expected)
 
 
 def test_bf16_stays_near_fp32() -> None:

@@ -16,7 +16,6 @@ from ddp_runner.comparison.run import Run
 if TYPE_CHECKING:
     from ddp_runner.comparison.rows import Row
 
-FIRST_BUCKET_BYTES = 2**20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 PER_SAMPLE, FIXED = ("data", "forward", "backward"), ("optimizer", "rest")
 
 
@@ -75,12 +74,19 @@ def predict(row: "Row", base: "Row", links: Mapping[tuple[str, int], Link]) -> P
         return None
     samples, of_base = (int(one.config["batch.global_size"]) for one in (run, first))
     growth = (samples / row.world_size) / (of_base / base.world_size)
-    num_buckets = 1 + max(0, math.ceil((num_bytes - FIRST_BUCKET_BYTES) / (cap_mb * 2**20)))
     parts = {part: basic[part] * growth for part in PER_SAMPLE}
     parts |= {part: basic[part] for part in FIXED}
-    parts |= {"comm": link.time_ms(num_bytes, num_buckets), "wait": 0.0}
+    parts |= {"comm": link.time_ms(num_bytes, num_buckets(num_bytes, cap_mb)), "wait": 0.0}
     samples_per_s = 1000 * samples / sum(parts.values())
     return Prediction(samples_per_s, samples_per_s / base.samples_per_s.mean, parts, own)
+
+
+def num_buckets(num_bytes: int, cap_mb: float) -> int:
+    """Return in how many messages DDP sends gradients of so many bytes.
+
+    Its first bucket is no smaller than the others: that is so only where no cap is given.
+    """
+    return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
 
 
 def _parts(row: "Row") -> dict[str, float] | None:
