@@ -70,7 +70,13 @@ def test_a_rank_that_died_without_a_word_comes_before_its_peers_complaints(
         assert failure.sentence.startswith(sentence)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("x")),
+        ValueError(str(CLOSED)),  # words alone make no lost peer
+    ],
+)
 def test_an_error_of_its_own_comes_before_the_loss_of_a_peer(
     tmp_path: Path, config: Config, error: BaseException
 ) -> None:

@@ -166,6 +166,13 @@ def test_what_the_user_must_mend_is_not_restarted(stack: ExitStack) -> None:
         claim_run(job(), marks=OURS, stack=stack)
 
 
+def test_what_may_pass_is_restarted(stack: ExitStack) -> None:
+    """A crash, or a rank that was killed, is what restarts are for."""
+    error = {"rank": 0, "kind": "crash", "sentence": "rank 0 raised OSError"}
+    own = attempt(job(), OURS, status="failed", error=error)
+    assert claim_run(job(), marks=OURS, stack=stack).folder == own.folder
+
+
 def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -> None:
     """Between two starts by the scheduler somebody may have mended it."""
     error = {"rank": 0, "kind": "user", "sentence": "the disk is full"}

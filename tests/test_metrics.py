@@ -45,3 +45,29 @@ def test_metrics_are_those_of_scikit_learn(num_outputs: int) -> None:
             **dict(zip(("precision", "recall", "f1"), scores[:3], strict=True)),
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("targets", "predicted"),
+    [
+        ([0, 0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 0, 1, 0]),
+        ([0, 0, 1], [0, 0, 0]),  # the second class is never predicted
+        ([0, 0, 0], [0, 1, 0]),  # or never occurs
+    ],
+)
+def test_of_two_classes_the_second_is_the_positive_one(
+    targets: list[int], predicted: list[int]
+) -> None:
+    """Where there is nothing to divide by, the figure is 0."""
+    outputs = one_hot(torch.tensor(predicted), 2).double()
+    counts = confusion_counts(outputs, torch.tensor(targets), num_classes=2)
+    scores = precision_recall_fscore_support(targets, predicted, average="binary", zero_division=0)
+    expected = dict(zip(("precision", "recall", "f1"), scores[:3], strict=True))
+    found = classification_metrics(counts)
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_classes_that_are_never_predicted_count_as_0() -> None:
+    """They are part of the mean."""
+    found = classification_metrics(counts_of([0, 1], [0, 0], NUM_CLASSES))
+    assert found == pytest.approx({"accuracy": 0.5, "precision": 0.05, "recall": 0.1, "f1": 1 / 15})

@@ -222,6 +222,21 @@ def partly_trained(env: DistEnv, config: Config) -> dict[str, Tensor]:
     return {name: one.detach() for name, one in trainee.module.named_parameters()}
 
 
+def test_batches_that_wait_for_a_trainer_are_outstanding() -> None:
+    """A run that is stopped before it has handed out what was left over leaves it once more."""
+    server = Server(
+        nn.Linear(1, 1),
+        links=[],
+        waits=False,
+        num_steps=4,
+        outstanding=[7, 3],
+        timeout_s=60,
+        ended=set,
+        say=pytest.fail,
+    )
+    assert server.outstanding() == (3, 7)
+
+
 def test_parameters_without_a_gradient_stay_as_they_are() -> None:
     """Neither weight decay nor momentum moves a frozen or an unused one, as in one process."""
     keys = (*TOY, "optimizer.weight_decay=0.5", "optimizer.momentum=0.9")
