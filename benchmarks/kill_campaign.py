@@ -169,7 +169,8 @@ def undisturbed(mode: str, folder: Path) -> Undisturbed:
     """Run a mode without a kill."""
     counted = folder / "calls"
     started = time.monotonic()
-    _run(MODES[mode], folder, Fault(partial(note, str(counted)), Call(None)))
+    if _run(MODES[mode], folder, Fault(partial(note, str(counted)), Call(None))) != 0:
+        raise WrongError(f"the run that nobody disturbed failed: {_said(folder)}")
     return Undisturbed(folder / RUN, time.monotonic() - started, counted.stat().st_size)
 
 
