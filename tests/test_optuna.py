@@ -90,7 +90,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     assert statuses(sweep) == {first: "interrupted", second: "queued"}
 
     packed = (*SEARCH, "sweep.parallel_jobs=2")
-    with background(*packed, folder=tmp_path, environ=slow.environ, twins=2) as process:
+    with background(*packed, folder=tmp_path, environ=slow.environ, fresh=True) as process:
         wait_for(lambda: both_train(process, tmp_path), every_s=POLL_S)
         slot(process.pid).kill()
         slow.let_go()
