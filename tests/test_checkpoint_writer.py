@@ -90,7 +90,7 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, gate: Gate) ->
         assert gate.reached.wait(60)
         optimizer.step()
         position["step"], metrics["train/loss"] = 2, 2.0
-        position["seen"].append(2)  # type: ignore[attr-defined]
+        position["seen"].append(2)
         rng.zero_()
         gate.open.set()
     found = loaded(tmp_path, 1)

@@ -80,7 +80,7 @@ class Counting(torch.optim.SGD):
         for group in self.param_groups:
             group["taken"] = 0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Take a step."""
         for group in self.param_groups:
             group["taken"] += 1

@@ -195,7 +195,8 @@ class Watch:
     def _check_place(self, event: str, path: Any) -> None:
         if not isinstance(path, str | bytes | Path) or self.folder is None:
             return  # a descriptor: of a file that was opened
-        place = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100 (links stay)
+        # Not resolve(): a link itself is what would be changed.
+        place = Path(os.path.normpath(Path(os.fsdecode(path)).absolute()))
         own = (self.folder, Path(os.devnull))
         if not place.is_relative_to(self.folder) and place not in own and place.suffix != ".pyc":
             self.events.append(f"{event} {place}")

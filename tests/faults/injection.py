@@ -153,7 +153,7 @@ def lose_stdout(to: str | None) -> None:
     def lose() -> None:
         if to is None:
             os.close(1)
-            sys.stdout = sys.__stdout__ = None  # type: ignore[assignment]
+            sys.stdout = sys.__stdout__ = None
         else:
             descriptor = os.open(to, os.O_WRONLY)
             os.dup2(descriptor, 1)

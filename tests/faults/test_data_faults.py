@@ -246,7 +246,7 @@ def slow_build() -> None:
         time.sleep(GRACE_S)
         return build(self, data_root)
 
-    FakeImages.build = waited  # type: ignore[method-assign]
+    FakeImages.build = waited
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
