@@ -19,6 +19,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.folders import (
     check_writable,
     claim,
+    freeze_config,
     locked,
     resume_argument,
     run_folder,
@@ -86,6 +87,16 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     write_run_record(folder, status="running", work_hash=work, launches=sorted(known))
     size = _global_size(folder) if earlier and not goes_on else None
     return Claim(folder, size)
+
+
+def freeze(job: Job, run_dir: Path) -> None:
+    """Write down what the run's config is from now on; rank 0 or the launcher.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    written = job.secrets.written(job.config)
+    freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
 
 
 def with_global_size(config: Config, global_size: int | None, ranks: int) -> Config:

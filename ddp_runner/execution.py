@@ -3,9 +3,10 @@
 import sys
 from typing import Any
 
+from ddp_runner.claims import freeze
 from ddp_runner.config import work_hash
 from ddp_runner.environment import dist_env
-from ddp_runner.folders import freeze_config, is_frozen
+from ddp_runner.folders import is_frozen
 from ddp_runner.interrupts import mark_ended
 from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
 from ddp_runner.launch import launch
@@ -18,8 +19,7 @@ def execute(job: Job) -> Outcome:
     run_dir = job.run_dir
     assert run_dir is not None
     if not is_frozen(run_dir):
-        written = job.secrets.written(job.config)
-        freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
+        freeze(job, run_dir)
     before = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
     begin_session(
         run_dir,

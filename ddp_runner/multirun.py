@@ -15,11 +15,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.calibration import calibrations
+from ddp_runner.claims import freeze
 from ddp_runner.compose import opened, sweep_command, to_config
 from ddp_runner.config import SweepSettings, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.execution import complain, execute
-from ddp_runner.folders import InUseError, check_writable, freeze_config, locked
+from ddp_runner.folders import InUseError, check_writable, locked
 from ddp_runner.fork_server import start_fork_server
 from ddp_runner.hardware import Hardware, detect
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
@@ -229,8 +230,7 @@ class Multirun:
 def _freeze(job: Job, run_dir: Path) -> None:
     """Freeze a job's config, unless another launcher has the job: then it freezes the very same."""
     with suppress(InUseError), locked(run_dir):
-        written = job.secrets.written(job.config)
-        freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
+        freeze(job, run_dir)
 
 
 def _announced(job: Job) -> Outcome:

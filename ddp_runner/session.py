@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ddp_runner.claims import claim_run, with_global_size
+from ddp_runner.claims import claim_run, freeze, with_global_size
 from ddp_runner.config import Config, config_hash, digest, flatten, work_hash
 from ddp_runner.cuda import open_devices
 from ddp_runner.distributed import (
@@ -28,7 +28,7 @@ from ddp_runner.distributed import (
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.failures import Failure, cause
-from ddp_runner.folders import freeze_config, is_frozen
+from ddp_runner.folders import is_frozen
 from ddp_runner.hardware import detect
 from ddp_runner.identity import own_marks
 from ddp_runner.job import Job
@@ -108,12 +108,6 @@ def _comparable(job: Job) -> dict[str, Any]:
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     return {**shown, "the hash of what oc.env gives": digest(hidden)}
-
-
-def freeze(job: Job, run_dir: Path) -> None:
-    """Write down what the run's config is from now on. Rank 0 only."""
-    written = job.secrets.written(job.config)
-    freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
 
 
 def note_restart(session: Session, *, step: int) -> None:

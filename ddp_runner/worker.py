@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ddp_runner.build import build_trainee
 from ddp_runner.check import run_check
 from ddp_runner.checkpoint_writer import CheckpointWriter
+from ddp_runner.claims import freeze
 from ddp_runner.collectives import run_collectives
 from ddp_runner.data.prepared import load_dataset
 from ddp_runner.delivery import check_monitor, deliver
@@ -30,7 +31,7 @@ from ddp_runner.parts import make
 from ddp_runner.record import write_run_record
 from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
 from ddp_runner.serving import take_part
-from ddp_runner.session import Session, freeze, note_restart, open_session
+from ddp_runner.session import Session, note_restart, open_session
 from ddp_runner.state import restore, snapshot
 from ddp_runner.stop import StopRequest, die_with_launcher
 from ddp_runner.torch_errors import explained
