@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ddp_runner.config import BackendConfig
-from ddp_runner.distributed import process_group
+from ddp_runner.distributed import process_group, sum_over_ranks
 from ddp_runner.environment import DistEnv
 from ddp_runner.stop import die_with_launcher
 
@@ -115,6 +115,8 @@ def _run_rank(env: DistEnv, call: bytes, pipe: Connection, output: Path) -> None
         with ExitStack() as stack:
             if backend is not None:
                 stack.enter_context(process_group(env, backend=backend, init_method=store))
+                # All are connected then: one that ended sooner would break its peers' connecting.
+                sum_over_ranks([0.0])
             value = function(env, *args)
         answer = pickle.dumps((time.monotonic_ns(), None, value))
     except BaseException:
