@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ddp_runner.checkpoint import retain, save_checkpoint
 from ddp_runner.config import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.saving import marked
+from ddp_runner.staging import Stager
 
 
 class CheckpointWriter:
@@ -46,16 +46,7 @@ class CheckpointWriter:
             "monitor": config.monitor,
             "mode": config.mode,
         }
-        # It keeps the memory of one copy of the state, which the next save uses again. Copies block
-        # until they are made: a stream of its own could still be reading when a step changes them.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pinned,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        self._stager = Stager(pinned=pinned)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
@@ -78,7 +69,6 @@ class CheckpointWriter:
         """
         self.wait()
         copy = self._stager.stage(state)
-        assert isinstance(copy, dict)  # a Future, were it asynchronous
         self._pending = self._thread.submit(self._write, copy, step, dict(metrics))
 
     def wait(self) -> None:
@@ -108,7 +98,6 @@ class CheckpointWriter:
             self._say(f"besides, {failed}")  # what made the run end comes first
         finally:
             self._thread.shutdown()
-            self._stager.close()
 
     @torch.no_grad()
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:

@@ -22,7 +22,7 @@ LAYERS = (
         "cuda",
         "record",
         "failures",
-        "saving",
+        *("saving", "staging"),
         "streams",
         "collective_ops",
         "losses",
