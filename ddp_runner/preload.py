@@ -5,8 +5,22 @@ would pay. Importing starts no thread and touches no GPU.
 """
 
 import importlib
+import os
+import signal
+import sys
 
+from ddp_runner.children import kill_descendants
 from ddp_runner.stop import die_with_parent
+
+SERVER = os.getpid()
+
+
+def end_with_launcher(*_: object) -> None:
+    """Kill the ranks and what they have started, however deep; then end this server."""
+    if os.getpid() == SERVER:  # the ranks, being forked, inherit the handler
+        kill_descendants()
+        os._exit(128 + signal.SIGKILL)
+
 
 die_with_parent()  # at once: by the end of its pipe it would be told after these seconds only
 for name in (
@@ -14,3 +28,7 @@ for name in (
     "ddp_runner.worker",
 ):
     importlib.import_module(name)
+if sys.platform == "linux":
+    # From here on there are ranks. The kernel ends them with this server, but not their children.
+    signal.signal(signal.SIGRTMIN, end_with_launcher)
+    die_with_parent(signal.SIGRTMIN)

@@ -101,7 +101,7 @@ def die_with_launcher() -> None:
             server._forkserver_alive_fd = None
 
 
-def die_with_parent() -> None:
-    """Let the kernel end this process when the one that started it is gone. Linux only."""
+def die_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent is gone. Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
