@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from trainees import TOY, build, compose_config, take_steps
 
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
+from ddp_runner.parallelism.messages import copy_parts, packed
 from ddp_runner.parallelism.ps import ParameterServer
 from ddp_runner.parallelism.server import Server
 
@@ -338,6 +340,103 @@ def test_a_server_that_stands_still_is_noticed() -> None:
     """Its signs of life come from its process: a stopped one sends none."""
     _, told = run_ranks(silent_server, 2)
     assert "imed out" in told
+
+
+def drawn_numbers(env: DistEnv) -> list[float]:
+    """Return what each step of a trainer draws, as its dropout would."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    module, drawn = nn.Linear(3, 1), list[float]()
+    links = mode.connect(env, timeout_s=240)
+    if env.rank == 0:
+        server = serving(mode, module, links, num_steps=2)
+        for step in range(2):
+            server.collect(step=step)
+        server.close("completed")
+        return drawn
+
+    def compute(step: int) -> Tensor:
+        drawn.append(float(torch.rand(())))
+        module(torch.ones(1, 3)).sum().backward()
+        return torch.zeros(())
+
+    assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+    return drawn
+
+
+def test_each_step_of_each_trainer_draws_its_own_dropout() -> None:
+    """With one mask for all, a batch would drop the same units in each of its shares or steps."""
+    _, first, second = run_ranks(drawn_numbers, 3)
+    assert len({*first, *second}) == 4
+
+
+def served_buffers(env: DistEnv) -> list[float]:
+    """Return the statistics of a BatchNorm that each trainer sets to its rank."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    norm = nn.BatchNorm1d(2)
+    links = mode.connect(env, timeout_s=240)
+
+    def compute(step: int) -> Tensor:
+        norm(torch.tensor([[1.0, 2.0], [3.0, 5.0]])).sum().backward()
+        norm.running_mean.fill_(env.rank)
+        return torch.zeros(())
+
+    if env.rank == 0:
+        server = serving(mode, norm, links, num_steps=1)
+        server.collect(step=0)
+        server.close("completed")
+    else:
+        assert mode.follow(norm, links, seed=0, compute=compute) == "completed"
+    return [*norm.running_mean.tolist(), int(norm.num_batches_tracked)]
+
+
+def test_the_server_has_the_buffers_of_the_first_trainer() -> None:
+    """It is the server's model that is evaluated and saved, and it runs no forward itself."""
+    assert run_ranks(served_buffers, 3)[0] == [1.0, 1.0, 1]
+
+
+def test_a_message_is_as_precise_as_the_most_precise_parameter() -> None:
+    """A third in float64 is another number in float32."""
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
+    sent = [nn.init.constant_(one, 1 / 3) for one in module.parameters()]
+    received = [torch.zeros_like(one) for one in sent]
+    copy_parts(packed(module), received)
+    assert all(map(torch.equal, received, sent))
+
+
+def clocked(env: DistEnv) -> list[dict[str, float]]:
+    """Return the server's figures of a step, and of one after an evaluation; clocks are set."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    module, now, figures = nn.Linear(3, 1), [0.0], list[dict[str, float]]()
+    links = mode.connect(env, timeout_s=240)
+
+    def passing() -> float:
+        now[0] += 1  # each look at a trainer's clock takes a second
+        return now[0]
+
+    def compute(step: int) -> Tensor:
+        now[0] += 5
+        module(torch.ones(1, 3)).sum().backward()
+        return torch.zeros(())
+
+    with patch.object(time, "perf_counter", passing if env.rank else lambda: now[0]):
+        if env.rank:
+            assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+            return figures
+        server = serving(mode, module, links, num_steps=2)
+        for step, (begins, ends) in enumerate([(10, 12), (50, 54)]):
+            now[0] = begins
+            server.collect(step=step)
+            now[0] = ends
+            figures.append(server.figures())
+        server.close("completed")
+    return figures
+
+
+def test_figures_are_of_the_steps_alone() -> None:
+    """A trainer's own work is no waiting, and what comes between two steps no time of theirs."""
+    figures, *_ = run_ranks(clocked, 3)
+    assert [one["ps/trainer_wait_ms"] for one in figures] == [1000, 1000]
+    assert [one["ps/pushes_per_s"] for one in figures] == [2 / 2, 2 / 4]
 
 
 @pytest.mark.parametrize(
