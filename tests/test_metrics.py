@@ -67,6 +67,12 @@ def test_of_two_classes_the_second_is_the_positive_one(
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
+def test_large_sets_are_counted_exactly() -> None:
+    """In float32 a sample more than 2**24 would be lost."""
+    counts = torch.tensor([[2**24 + 1, 1, 0], [0, 0, 0]])
+    assert classification_metrics(counts)["accuracy"] == (2**24 + 1) / (2**24 + 2)
+
+
 def test_classes_that_are_never_predicted_count_as_0() -> None:
     """They are part of the mean."""
     found = classification_metrics(counts_of([0, 1], [0, 0], NUM_CLASSES))

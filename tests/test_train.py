@@ -31,7 +31,7 @@ from ddp_runner.environment import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.record import versions
 from ddp_runner.schedules import cosine
-from ddp_runner.step import train_step
+from ddp_runner.step import forward, train_step
 from ddp_runner.train import evaluate
 from ddp_runner.worker import run
 
@@ -178,6 +178,34 @@ def test_evaluation_counts_each_sample_once(keys: tuple[str, ...], world_size: i
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def multiplied(env: DistEnv, config: Config) -> torch.dtype:
+    """Return the dtype of a loss that multiplies the outputs by a matrix in float32."""
+    trainee = build(env, config)
+    trainee = replace(trainee, loss_fn=lambda outputs, _: (outputs @ torch.eye(5)).diagonal())
+    batch = next(trainee.batches.epoch(0)).micro_batches[0]
+    loss: Tensor = forward(trainee, trainee.model, batch)[0]
+    return loss.dtype
+
+
+def test_a_loss_may_compute_as_the_model_does() -> None:
+    """Outside autocast torch would refuse to multiply outputs in bf16 by anything in float32."""
+    config = compose_config(*TOY, "train.precision=bf16")
+    assert run_ranks(multiplied, 1, config) == [torch.bfloat16]
+
+
+def evaluated_loss(env: DistEnv, config: Config, losses: list[float]) -> float:
+    """Return the mean loss of an evaluation whose batches have these losses."""
+    trainee, of_batches = build(env, config), iter(losses)
+    trainee = replace(trainee, loss_fn=lambda *_: torch.tensor(next(of_batches)))
+    return evaluate(trainee)[0]["eval/loss"]
+
+
+def test_the_losses_of_an_evaluation_are_added_in_float64() -> None:
+    """In float32 a large sum stands still: 2**24 + 1 is 2**24."""
+    config = compose_config(*TOY, "dataset.eval_samples=2", "batch.eval_per_rank=1")
+    assert run_ranks(evaluated_loss, 1, config, [2.0**24, 1.0]) == [(2**24 + 1) / 2]
+
+
 @pytest.mark.parametrize(
     ("num_samples", "grad_accum_steps", "world_size"), [(33, 1, 1), (33, 1, 2), (44, 8, 1)]
 )
@@ -283,6 +311,19 @@ def test_logged_rate_is_the_one_the_step_was_taken_with() -> None:
         schedule.step()
     lines = run_ranks(loop, 2, config, num_steps)[0].lines
     assert [line["train/lr"] for line in lines if "train/lr" in line] == pytest.approx(expected)
+
+
+def first_losses(env: DistEnv, config: Config) -> tuple[list[float], list[float]]:
+    """Return what a run of two epochs said that it began with, and each step's loss."""
+    with patch.object(Trace, "began", autospec=True) as began:
+        trace = run_loop(env, config, max_steps=2 * STEPS_PER_EPOCH)
+    return [call.args[1] for call in began.call_args_list], trace.losses
+
+
+def test_a_run_begins_once_with_the_loss_over_all_ranks() -> None:
+    """The last loss is compared with it: one of a later epoch would hide that the run diverged."""
+    for began, losses in run_ranks(first_losses, 2, compose_config(*TOY, EACH_STEP, world_size=2)):
+        assert began == losses[:1]
 
 
 def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
