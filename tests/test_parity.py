@@ -10,7 +10,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from trainees import (
     MNIST_NET,
     NO_DROPOUT,
@@ -27,6 +28,7 @@ from trainees import (
 from ddp_runner.compose import CONFIG_DIR
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
+from ddp_runner.parallelism.ddp import DDP
 from ddp_runner.step import forward
 
 MODES = {
@@ -95,6 +97,43 @@ def test_weights_of_rank_zero_reach_all_ranks(mode: str) -> None:
     (expected,) = run_ranks(initial_weights, 1, compose_config(*overrides("single", "toy")))
     for found in run_ranks(initial_weights, 2, config):
         assert torch.equal(found, expected)
+
+
+def ddp_settings(env: DistEnv, configs: list[Config]) -> list[dict[str, int]]:
+    """Return what DDP says that it was given for each config."""
+    told = []
+    for config in configs:
+        model = build(env, config).model
+        assert isinstance(model, DistributedDataParallel)
+        told.append(model._get_ddp_logging_data())
+    return told
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ddp_mp"])
+def test_each_setting_of_a_mode_reaches_ddp(mode: str) -> None:
+    """None of them shows in the losses."""
+    changes = {
+        "bucket_cap_mb=3": ("bucket_cap_bytes", 3 * 2**20),
+        "find_unused_parameters=true": ("find_unused_parameters", 1),
+        "forward_sync_buffers=true": ("broadcast_buffers", 1),
+        "static_graph=true": ("static_graph", 1),
+    }
+    keys = [(), *((f"parallelism.{change}",) for change in changes)]
+    configs = [compose_config(*overrides(mode, "toy"), *key) for key in keys]
+    ((plain, *changed),) = run_ranks(ddp_settings, 1, configs)
+    names = [name for name, _ in changes.values()]
+    for told, expected in zip(changed, changes.values(), strict=True):
+        assert [(name, told[name]) for name in names if told.get(name) != plain.get(name)] == [
+            expected
+        ]
+
+
+def test_batchnorm_is_converted_where_its_statistics_are_synchronized() -> None:
+    """It then counts over the samples of all ranks; only CUDA computes that."""
+    for is_synced, kind in ((False, nn.BatchNorm1d), (True, nn.SyncBatchNorm)):
+        keys = {key: value for key, value in MODES["ddp"].items() if key != "_target_"}
+        mode = DDP(**{**keys, "sync_batchnorm": is_synced})
+        assert type(mode.place(lambda: nn.BatchNorm1d(2), (torch.device("cpu"),))) is kind
 
 
 def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
