@@ -5,7 +5,9 @@ import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from ddp_runner.distributed import (
     broadcast_buffers,
     broadcast_object,
     check_agreement,
+    check_own_devices,
     from_rank_zero,
     gather_objects,
     process_group,
@@ -134,6 +137,25 @@ def test_a_rank_that_greeted_and_died_is_not_taken_for_the_one_that_comes() -> N
     stale.set("answer/dead", "group-dead")
     found = run_ranks(agents_store, 2, server.port, backend=None)
     assert found == [([b"0", b"1"], True)] * 2
+
+
+def own_devices(env: DistEnv, gpus: list[str], backend: str) -> str:
+    """Compare the ranks' GPUs, as if each had the one that is named."""
+    found = SimpleNamespace(uuid=gpus[env.rank])
+    try:
+        with patch.object(torch.cuda, "get_device_properties", return_value=found):
+            check_own_devices([torch.device("cuda", 0)], backend=backend)
+    except UserError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_that_share_a_gpu_are_named_under_nccl() -> None:
+    """It would end in an error of NCCL's own; gloo lets them share."""
+    for told in run_ranks(own_devices, 3, ["a", "b", "a"], "nccl"):
+        assert told.startswith("ranks 0 and 2 both have GPU a, which backend=nccl cannot do")
+    assert run_ranks(own_devices, 3, ["a", "b", "c"], "nccl") == ["agreed"] * 3
+    assert run_ranks(own_devices, 3, ["a", "b", "a"], "gloo") == ["agreed"] * 3
 
 
 def stop_steps(env: DistEnv, wishes: dict[int, int]) -> int:
