@@ -85,6 +85,31 @@ def test_steps_equal_those_of_one_process(
             assert torch.equal(found.weights, ranks[0][dtype].weights)
 
 
+def plain_steps(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
+    """Take the reference's steps in a loop as anyone writes it; return losses and weights."""
+    torch.set_default_dtype(torch.float64)
+    trainee, losses = build(env, config), list[float]()
+    model, split = trainee.module, trainee.batches.split
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer["lr"], momentum=0.9)
+    epochs = [trainee.batches.order(epoch).split(8) for epoch in range(3)]
+    chosen = [indices for epoch in epochs for indices in epoch]
+    for indices in chosen[:NUM_STEPS]:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(split.inputs[indices]), split.targets[indices])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, flat_weights(model)
+
+
+def test_the_steps_of_one_process_are_those_of_a_plain_loop() -> None:
+    """All else is compared with them: what they get wrong, every mode would get wrong alike."""
+    ((losses, weights),) = run_ranks(plain_steps, 1, compose_config(*overrides("single", "toy")))
+    found = reference("toy")[torch.float64]
+    torch.testing.assert_close(found.losses, losses, **TOLERANCES[torch.float64])
+    torch.testing.assert_close(found.weights, weights, **TOLERANCES[torch.float64])
+
+
 def initial_weights(env: DistEnv, config: Config) -> Tensor:
     """Build with a seed of the rank's own."""
     return flat_weights(build(env, replace(config, seed=config.seed + env.rank)).module)
