@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from broken_models import (
     no_sync,
     other_data,
@@ -17,7 +18,7 @@ from commands import Ended, record, refusal, run_command
 from ranks import run_ranks
 from trainees import MNIST_NET, build, compose_config
 
-from ddp_runner.agreement import Finding
+from ddp_runner.agreement import Finding, differences
 from ddp_runner.check import findings_of
 from ddp_runner.check_gradients import waiting
 from ddp_runner.environment import DistEnv
@@ -164,6 +165,27 @@ def test_the_sum_is_told_from_the_mean(checked: dict[str, list[Finding]]) -> Non
         words = found.detail.replace(",", "").split()
         distance = {what: float(words[words.index(what) - 3]) for what in ("mean", "sum")}
         assert distance[near] < 1e-5 < 1e-3 < distance[far]
+
+
+def unlike(env: DistEnv) -> list[str]:
+    """Compare zeros of which there are others on each rank, or none."""
+    tensors = {
+        "kind": torch.zeros(2, dtype=(torch.float32, torch.int32)[env.rank]),
+        "size": torch.zeros(2 + env.rank),
+        "lack": torch.zeros(1) if env.rank == 0 else None,
+        "same": torch.zeros(3),
+    }
+    return [str(one) for one in differences(tensors)]
+
+
+def test_tensors_of_another_kind_or_size_differ_whatever_they_hold() -> None:
+    """Zeros have the same bytes in every type, so that no digest tells them apart."""
+    expected = [
+        "kind on rank 1 is not rank 0's (by rank: (2,) of float32; (2,) of int32)",
+        "size on rank 1 is not rank 0's (by rank: (2,) of float32; (3,) of float32)",
+        "lack on rank 1 is not rank 0's (by rank: (1,) of float32; none)",
+    ]
+    assert run_ranks(unlike, 2) == [expected] * 2
 
 
 def unsynced_wait(env: DistEnv) -> Finding:

@@ -213,11 +213,14 @@ def test_what_is_left_over_makes_no_micro_batch_of_one_sample(
             world_size=world_size,
             global_size=global_size,
             grad_accum_steps=grad_accum_steps,
+            num_randoms=3,
         )
         last = list(ours.epoch(0))[-1]
         found = [len(batch.inputs) for batch in last.micro_batches]
         assert all(one <= most for one, most in zip(found, sizes, strict=False))
         assert ours.micro_size == 1 or min(found) > 1
+        shapes = [None if one.randoms is None else one.randoms.shape for one in last.micro_batches]
+        assert shapes == [(count, 3) for count in found]  # each copy has its numbers
         if rank == 0:
             assert found == sizes[: len(found)]
         assert len(samples(last)) == len(range(rank, last.global_count, world_size))

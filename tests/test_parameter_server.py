@@ -403,6 +403,30 @@ def test_a_message_is_as_precise_as_the_most_precise_parameter() -> None:
     assert all(map(torch.equal, received, sent))
 
 
+def wide_loss(env: DistEnv) -> float:
+    """Return the loss of a third that a trainer of a model in float64 pushes."""
+    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    module, loss = nn.Linear(3, 1).double(), torch.zeros(())
+    links = mode.connect(env, timeout_s=240)
+
+    def compute(step: int) -> Tensor:
+        module(torch.ones(1, 3).double()).sum().backward()
+        return torch.tensor(1 / 3, dtype=torch.float64)
+
+    if env.rank == 0:
+        server = serving(mode, module, links, num_steps=1)
+        loss = server.collect(step=0)
+        server.close("completed")
+    else:
+        assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+    return float(loss)
+
+
+def test_the_loss_of_a_model_in_float64_arrives_as_it_was() -> None:
+    """A trainer's facts are numbers of their own, and not of the default type."""
+    assert run_ranks(wide_loss, 2)[0] == 1 / 3
+
+
 def clocked(env: DistEnv) -> list[dict[str, float]]:
     """Return the server's figures of a step, and of one after an evaluation; clocks are set."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
