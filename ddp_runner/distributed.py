@@ -225,7 +225,6 @@ class StopVote:
         if self._pending is not None:
             self._pending.wait()
             if self._flag.item():
-                self._pending = None
                 return True
         self._flag.fill_(want_stop)
         self._pending = dist.all_reduce(

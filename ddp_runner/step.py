@@ -109,8 +109,7 @@ def rehearse(trainee: Trainee) -> None:
     few = few.clamp(max=len(split) - 1)
     batch = MicroBatch(split.inputs.index_select(0, few), split.targets.index_select(0, few))
     loss, _ = forward(trainee, trainee.model, batch)
-    loss.backward()
-    trainee.optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # the next step drops these gradients, as it does those of any step
 
 
 def forward(trainee: Trainee, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:

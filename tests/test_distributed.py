@@ -21,6 +21,7 @@ from ddp_runner.distributed import (
     StopVote,
     broadcast_buffers,
     broadcast_object,
+    broadcast_state,
     check_agreement,
     check_own_devices,
     from_rank_zero,
@@ -200,6 +201,21 @@ def buffers(env: DistEnv) -> list[float]:
 def test_buffers_become_those_of_rank_zero() -> None:
     """Floating-point statistics and integer counts alike."""
     assert run_ranks(buffers, 2) == [[1.0, 1.0, 7]] * 2
+
+
+def channels_last_state(env: DistEnv) -> torch.Tensor:
+    """Return a weight whose memory is in another order than its shape, after the broadcast."""
+    module = nn.Conv2d(2, 3, kernel_size=2).to(memory_format=torch.channels_last)
+    nn.init.constant_(module.weight, env.rank)
+    broadcast_state(module)
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
+    return module.weight.detach()
+
+
+def test_a_channels_last_weight_becomes_that_of_rank_zero() -> None:
+    """The collective takes contiguous tensors alone, and would fill a copy."""
+    for found in run_ranks(channels_last_state, 2):
+        assert not found.any()
 
 
 def group_life(env: DistEnv, store: str, fails: bool) -> tuple[bool, bool]:

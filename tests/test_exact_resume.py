@@ -40,7 +40,7 @@ from ddp_runner.config import Config
 from ddp_runner.data.batches import GlobalBatches, StepBatch
 from ddp_runner.data.source import Split
 from ddp_runner.environment import DistEnv
-from ddp_runner.step import Trainee
+from ddp_runner.step import Trainee, rehearse
 
 
 class Tiny(nn.Module):
@@ -300,6 +300,23 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one(gang: str, case: str
         assert [key for key in state if not equal(state[key], whole_state[key])] == [], step
     if case == "scaled loss":
         assert 0 < found.states[0]["scheduler"]["last_epoch"] < NUM_STEPS, "all steps were taken"
+
+
+def rehearsed(env: DistEnv, config: Config) -> list[tuple[int, bool]]:
+    """Rehearse a model that was built for evaluation; return its forwards' samples and mode."""
+    trainee, found = build(env, config), list[tuple[int, bool]]()
+    trainee.module.eval()
+    trainee.module.register_forward_hook(
+        lambda module, inputs, _: found.append((len(inputs[0]), module.training))
+    )
+    rehearse(trainee)
+    return found
+
+
+def test_what_is_rehearsed_is_a_whole_micro_batch_in_training() -> None:
+    """Also where there are fewer samples: a compiled model and BatchNorm are made for no other."""
+    keys = ("model=toy", "dataset.num_samples=4", "batch.global_size=30")
+    assert run_ranks(rehearsed, 3, compose_config(*keys, world_size=3)) == [[(10, True)]] * 3
 
 
 # Three steps an epoch, of 6, 6 and 4 samples; six can be cut in one, two and three.
