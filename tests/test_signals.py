@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,12 +22,22 @@ from commands import (
     steps,
     wait_for,
 )
+from ranks import run_ranks
 from test_launch import LONG, is_training
+
+from ddp_runner import stop
+from ddp_runner.environment import DistEnv
+from ddp_runner.interrupts import Interrupts, mark_ended
+from ddp_runner.job import STOP
+from ddp_runner.record import write_run_record
+from ddp_runner.signals import STOP_SIGNALS
+from ddp_runner.stop import StopRequest
 
 # A launcher without torch, in the middle of something: it has asked for the lock of run.json.
 LAUNCHER = """
-import fcntl, os, sys, time
+import fcntl, os, signal, subprocess, sys, time
 from pathlib import Path
+from ddp_runner import interrupts as module
 from ddp_runner.interrupts import Interrupts
 from ddp_runner.job import STOP
 from ddp_runner.record import write_run_record
@@ -34,8 +45,8 @@ from ddp_runner.saving import SAVING
 
 run, folder = Path("run"), Path("scratch")
 write_run_record(run, status="running")
-timeout_s = float(sys.argv[1])
-with Interrupts(folder, timeout_s=timeout_s, running=lambda: [run]) as interrupts:
+runs, timeout_s = [run], float(sys.argv[1])
+with Interrupts(folder, timeout_s=timeout_s, running=lambda: runs) as interrupts:
     exec(sys.argv[2])
     Path("ready").touch()
     while not (folder / STOP).exists():
@@ -75,6 +86,16 @@ def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> No
     out, _ = process.communicate(timeout=60)
     assert f"{name}: finishing the step and saving a checkpoint" in out
     assert out.endswith(f"the end of the block {signal.Signals[name].value}\n")
+    assert process.returncode == 0
+
+
+def test_what_comes_with_a_signal_is_one_request_and_the_first_is_told(tmp_path: Path) -> None:
+    """As systemd sends SIGHUP right after SIGTERM: the exit code is that of SIGTERM."""
+    hang_up = "module.ONE_REQUEST_S = 3600; os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.1)"
+    process = launcher(tmp_path, "pass", hang_up)
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert out.endswith("the end of the block 15\n")
     assert process.returncode == 0
 
 
@@ -120,6 +141,87 @@ def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: P
     hanging.send_signal(signal.SIGUSR1)
     assert hanging.wait(60) == 138
     assert record(tmp_path / "run")["error"]["sentence"] == "ended without a checkpoint"
+
+
+def test_a_save_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """The mark of a rank that was killed in a save stays; a run that is hung ends all the same."""
+    process = launcher(
+        tmp_path, "pass", "(folder / SAVING).touch(); time.sleep(600)", timeout_s=0.1
+    )
+    process.terminate()
+    assert process.wait(60) == 143
+    assert record(tmp_path / "run")["status"] == "preempted"
+
+
+# A child with a child of its own, in a session of theirs, and a second run that cannot be marked.
+FAMILY = """
+runs.insert(0, Path("damaged"))
+runs[0].mkdir()
+(runs[0] / "run.json").write_text("{")
+child = ["bash", "-c", "sleep 600 & touch grandchild; wait"]
+Path("child").write_text(str(subprocess.Popen(child, start_new_session=True).pid))
+while not Path("grandchild").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_an_end_at_once_leaves_no_process_and_marks_each_run_that_it_can(tmp_path: Path) -> None:
+    """Children of children end as well; one run whose record is damaged keeps no other from it."""
+    process = launcher(tmp_path, FAMILY, "time.sleep(600)", timeout_s=0.1)
+    family = int((tmp_path / "child").read_text())
+    assert len(session_pids(family)) == 2
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "Traceback" not in out
+    wait_for(lambda: not session_pids(family))
+    assert record(tmp_path / "run")["status"] == "preempted"
+
+
+def test_a_run_that_has_ended_is_not_marked(tmp_path: Path) -> None:
+    """A signal may come between its end and that of its launcher."""
+    write_run_record(tmp_path, status="completed")
+    before = record(tmp_path)
+    mark_ended(tmp_path)
+    assert record(tmp_path) == before
+
+
+def test_signals_are_answered_as_before_once_the_ranks_are_gone(tmp_path: Path) -> None:
+    """The next job of a sweep has not started its ranks yet, and a signal ends the command."""
+    before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    with Interrupts(tmp_path, timeout_s=60.0, running=list):
+        assert [signal.getsignal(signum) for signum in STOP_SIGNALS] != before
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
+
+
+def asked_twice(env: DistEnv) -> int | None:
+    """Answer two signals as a rank of another launcher does."""
+    request = StopRequest(None, rank=env.rank, attempt=0)
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(os.getpid(), signum)
+    assert request()
+    return request.received
+
+
+def test_a_rank_tells_the_first_signal_that_asked_it() -> None:
+    """Slurm's notice, then its SIGTERM: the exit code is that of the notice."""
+    assert run_ranks(asked_twice, 1, backend=None) == [signal.SIGUSR1]
+
+
+def asked_with_its_group(env: DistEnv, folder: str) -> bool:
+    """Get SIGTERM while the launcher asks for a checkpoint; see the grace go by."""
+    stop.FAILED_GROUP_GRACE_S = 0.0
+    request = StopRequest(Path(folder), rank=env.rank, attempt=0)
+    (watch,) = [one for one in threading.enumerate() if one.name == "sigterm-watch"]
+    (Path(folder) / STOP).touch()
+    os.kill(os.getpid(), signal.SIGTERM)
+    watch.join()
+    return request()
+
+
+def test_a_rank_that_is_to_save_does_not_end_by_a_sigterm_to_all(tmp_path: Path) -> None:
+    """As one to a whole container: a step may take longer than a failed group's grace."""
+    assert run_ranks(asked_with_its_group, 1, str(tmp_path), backend=None) == [True]
 
 
 def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
