@@ -5,13 +5,14 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from commands import resolved
 
 from ddp_runner.blame import Ends, explain
 from ddp_runner.config import Config
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.failures import Failure, note_cause, record_failure
+from ddp_runner.failures import Failure, note_cause, record_failure, record_stack
 from ddp_runner.job import Job
 from ddp_runner.parallelism.single import Single
 from ddp_runner.session import Session, note_restart
@@ -108,6 +109,37 @@ def test_of_two_errors_of_their_own_the_earlier_one_is_told(tmp_path: Path, conf
     fail(tmp_path, 2, ZeroDivisionError("first"))
     fail(tmp_path, 0, ZeroDivisionError("second"))
     assert blamed(tmp_path, config, {0: 1, 2: 1}).sentence.endswith("first")
+
+
+def test_what_an_earlier_attempt_failed_of_is_not_told_again(
+    tmp_path: Path, config: Config
+) -> None:
+    """Its files lie beside those of this one, and are older."""
+    fail(tmp_path, 1, ZeroDivisionError("of attempt 0"))
+    record_failure(tmp_path, rank=2, attempt=1, error=ZeroDivisionError("of attempt 1"))
+    ends = Ends(ranks=range(3), exit_codes={2: 1})
+    failure = explain(ends, tmp_path, config, attempt=1)
+    assert failure.sentence == "rank 2 raised ZeroDivisionError: of attempt 1"
+
+
+def test_what_torch_says_of_a_peer_makes_no_cause_whatever_its_words(tmp_path: Path) -> None:
+    """By the class of the error; the sentence holds its first line alone."""
+    error = dist.DistBackendError("nobody came\nException raised from wait at Socket.cpp:7")
+    failure = record_failure(tmp_path, rank=1, attempt=0, error=error)
+    assert (failure.kind, failure.sentence) == (
+        "peer",
+        "rank 1 raised DistBackendError: nobody came",
+    )
+
+
+def test_a_rank_ends_whether_or_not_its_scratch_folder_is_there(tmp_path: Path) -> None:
+    """A cleaner of temporary files may take it: it is made anew, and where it cannot be, not."""
+    record_failure(tmp_path / "gone", rank=1, attempt=0, error=ZeroDivisionError())
+    assert (tmp_path / "gone" / "failure-0-1.json").exists()
+    (tmp_path / "file").touch()
+    failure = record_failure(tmp_path / "file", rank=1, attempt=0, error=ZeroDivisionError())
+    assert failure.sentence == "rank 1 raised ZeroDivisionError"
+    record_stack(tmp_path / "file", rank=1, attempt=0)
 
 
 def test_of_several_late_ranks_the_lowest_is_told_with_the_innermost_line(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -31,6 +32,7 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.loopback_store import HOST, loopback_store
 
 
 def reductions(env: DistEnv) -> dict[str, Any]:
@@ -271,6 +273,45 @@ def test_single_machine_gang_listens_on_loopback_only() -> None:
     for hosts in run_ranks(listening_hosts, 2):
         assert hosts
         assert {host.removeprefix("::ffff:") for host in hosts} <= {"127.0.0.1", "::1"}
+
+
+def meet(env: DistEnv, port: int) -> float:
+    """Meet at a port; return how long this rank would wait for the others."""
+    where, timeout = f"tcp://{HOST}:{port}", timedelta(seconds=77)
+    store = loopback_store(env, init_method=where, timeout=timeout)
+    store.set(f"rank-{env.rank}", "here")
+    store.wait(["rank-0", "rank-1"])
+    waits: timedelta = store.timeout
+    return waits.total_seconds()
+
+
+def test_ranks_meet_again_at_the_port_of_a_group_that_was_killed() -> None:
+    """Its connections linger in the kernel; each rank waits for as long as it was told to."""
+    with socket.socket() as listener, socket.socket() as peer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as that group had it
+        listener.bind((HOST, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        peer.connect((HOST, port))
+        accepted, _ = listener.accept()
+        accepted.close()  # first, and so the port is the one that lingers
+        assert peer.recv(1) == b""
+    assert run_ranks(meet, 2, port, backend=None) == [77.0, 77.0]
+
+
+@pytest.mark.parametrize(
+    ("init_method", "port"),
+    [("env://", None), ("env://", "many"), ("tcp://localhost:many", "1"), ("file:///store", "1")],
+)
+def test_where_no_port_is_named_torch_has_the_last_word(
+    init_method: str, port: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what is wrong with the address, or needs none."""
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
+    env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    assert loopback_store(env, init_method=init_method, timeout=timedelta(seconds=1)) is None
 
 
 def misbehave(env: DistEnv, how: str) -> None:
