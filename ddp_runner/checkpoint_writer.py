@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from ddp_runner.checkpoint import retain, save_checkpoint
 from ddp_runner.config import CheckpointConfig
 from ddp_runner.errors import UserError
@@ -99,7 +97,6 @@ class CheckpointWriter:
         finally:
             self._thread.shutdown()
 
-    @torch.no_grad()
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
         with marked(self._scratch):
             return save_checkpoint(

@@ -142,6 +142,18 @@ def test_the_end_of_the_block_waits_and_the_mark_lasts_as_long(tmp_path: Path, g
     assert loaded(tmp_path, 1)["model"].tolist() == [0.0]
 
 
+def test_a_mark_that_a_cleaner_of_temporary_files_took_is_not_missed(
+    tmp_path: Path, gate: Gate
+) -> None:
+    """The checkpoint is what counts."""
+    with writer(tmp_path) as opened:
+        opened.save({"model": torch.zeros(1)}, step=1, metrics={})
+        assert gate.reached.wait(60)
+        shutil.rmtree(tmp_path / "scratch")
+        gate.open.set()
+    assert loaded(tmp_path, 1)["model"].tolist() == [0.0]
+
+
 def test_an_end_that_is_interrupted_waits_all_the_same(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +229,20 @@ def test_what_ends_a_run_comes_before_a_failed_save(
     with pytest.raises(ZeroDivisionError):
         fail()
     assert [one for one in said if "besides, checkpoint" in one and "could not be saved" in one]
+
+
+def test_what_ends_a_run_comes_before_what_cannot_be_saved_safely(tmp_path: Path) -> None:
+    """An object in the state is the lesser trouble."""
+    said: list[str] = []
+
+    def fail() -> None:
+        with writer(tmp_path, said) as opened:
+            opened.save({"model": Path("an object")}, step=1, metrics={})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [one for one in said if "besides, " in one and "cannot be loaded safely" in one]
 
 
 def test_an_error_of_any_kind_reaches_the_loop(tmp_path: Path) -> None:
