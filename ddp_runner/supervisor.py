@@ -242,8 +242,9 @@ def _run_rank(
 ) -> None:
     os.environ.update(environ)
     assert job.scratch is not None
+    exit_code = 0
     try:
-        result = numa_bound(work, int(environ["LOCAL_RANK"]), options)(job)
+        sender.send(numa_bound(work, int(environ["LOCAL_RANK"]), options)(job))
     except BaseException as error:  # sys.exit in a model ends a rank as much as any error
         attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
         failure = record_failure(
@@ -251,9 +252,8 @@ def _run_rank(
         )
         if failure.kind == "peer":
             time.sleep(PEER_GRACE_S)
-        os._exit(1)
+        exit_code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    sender.send(result)
     # Not by way of the interpreter's own end: threads may still talk to a lost rank.
-    os._exit(0)
+    os._exit(exit_code)

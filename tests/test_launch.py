@@ -1,15 +1,21 @@
 """Gangs in real processes: what happens when one of them, or their launcher, is hit."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
+import pytest
 from commands import (
     TIME_LIMIT_S,
+    Ended,
     assert_same_state,
     background,
     ended,
@@ -18,13 +24,21 @@ from commands import (
     last_step,
     numbers,
     record,
+    resolved,
     run_dirs,
     session_pids,
     steps,
     wait_for,
 )
+from faults.injection import together
 
+from ddp_runner import execution, supervisor, worker
+from ddp_runner.environment import dist_env
+from ddp_runner.execution import execute
 from ddp_runner.interrupts import ONE_REQUEST_S
+from ddp_runner.job import READY, Job
+from ddp_runner.saving import SAVING
+from ddp_runner.signals import STOP_SIGNALS
 
 # Long enough to be hit in its midst; a step takes some milliseconds.
 LONG = (
@@ -188,6 +202,138 @@ def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
     assert re.search(r"resumed from .*step-000000[1-9]0", log)
     assert numbers(restarted) == numbers(undisturbed)
     assert_same_state(restarted, undisturbed)
+
+
+Work = Callable[[Job], Any]
+
+
+def do_instead(work: Work) -> None:
+    """Let the ranks of a command do something else than train; to prepare it with."""
+    worker.work = work
+
+
+def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> Ended:
+    """Run two ranks that do this, and once again if they fail."""
+    with background(
+        *("model=toy", "world_size=2", "launch.max_restarts=1"),
+        folder=folder,
+        twins=2,
+        prepare=partial(together, partial(do_instead, work), *prepare),
+    ) as process:
+        end = ended(process, folder)
+        wait_for(lambda: is_gone(process.pid))
+    return end
+
+
+def rank_and_attempt() -> tuple[int, int]:
+    """Return who a rank is."""
+    env = dist_env()
+    assert env is not None
+    return env.rank, env.restart_count
+
+
+def leave_behind(job: Job) -> dict[str, Any]:
+    """Fail twice: rank 1 first, after the end of rank 0; then rank 0, which tells what it finds."""
+    rank, attempt = rank_and_attempt()
+    assert job.scratch is not None
+    if (rank, attempt) == (1, 0):
+        wait_for(lambda: Path("rank-0").exists() and Path("rank-0").read_text())
+        wait_for(lambda: not psutil.pid_exists(int(Path("rank-0").read_text())))
+        os._exit(7)
+    if (rank, attempt) == (0, 0):
+        for name in (READY, SAVING, "ended-1", "failure-1-0.json", "stack-1-0.txt"):
+            (job.scratch / name).touch()
+        Path("server").write_text(str(os.getppid()))
+        Path("rank-0").write_text(str(os.getpid()))
+    if (rank, attempt) == (0, 1):
+        names = sorted(path.name for path in job.scratch.iterdir())
+        is_same = Path("server").read_text() == str(os.getppid())
+        Path("found").write_text(json.dumps({"names": names, "same server": is_same}))
+        os._exit(8)
+    return {"status": "completed", "run_dir": str(Path.cwd())}
+
+
+def test_a_restart_knows_nothing_of_the_ranks_before_but_why_they_ended(tmp_path: Path) -> None:
+    """Neither marks nor results, which would hide the loss of rank 0; its server goes on."""
+    end = supervised(tmp_path, leave_behind)
+    assert end.exit_code == 1
+    assert end.stderr.startswith("error: rank 0 ended with exit code 8, without an exception")
+    found = json.loads((tmp_path / "found").read_text())
+    assert found == {"names": ["cause-0.json"], "same server": True}
+
+
+def lose_the_server(job: Job) -> dict[str, Any]:
+    """Kill the server once; then answer as rank 0 alone, if signals are ignored as they were."""
+    rank, attempt = rank_and_attempt()
+    ignored = {signal.getsignal(signum) for signum in STOP_SIGNALS} == {signal.SIG_IGN}
+    if attempt == 0:
+        Path(f"rank-{rank}").touch()
+        wait_for(lambda: Path("rank-0").exists() and Path("rank-1").exists())
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    status = "completed" if rank == 0 and ignored else "preempted"
+    return {"status": status, "run_dir": str(Path.cwd())}
+
+
+def test_a_restart_has_a_server_like_the_one_that_was_killed(tmp_path: Path) -> None:
+    """A signal to all processes asks the launcher alone; how the run ended is for rank 0 to say."""
+    end = supervised(tmp_path, lose_the_server)
+    assert (end.exit_code, end.stderr) == (0, "")
+
+
+def collect_slowly() -> None:
+    """Let each rank end after the look for its result, before whatever follows that."""
+    collect = supervisor.Supervisor._collect
+
+    def collect_and_wait(self: supervisor.Supervisor) -> None:
+        collect(self)
+        Path("collected").touch()
+        for one in self._ranks:
+            one.process.join()
+
+    supervisor.Supervisor._collect = collect_and_wait  # type: ignore[method-assign]
+
+
+def return_once_looked_for(job: Job) -> dict[str, Any]:
+    """Print without a flush, and return while the launcher looks at its ranks."""
+    print("last words")
+    wait_for(Path("collected").exists)
+    return {"status": "completed", "run_dir": str(Path.cwd())}
+
+
+def test_a_rank_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> None:
+    """Its result comes before its end, and is looked for after that; so does what it prints."""
+    end = supervised(tmp_path, return_once_looked_for, collect_slowly)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert end.stdout.count("last words") == 2
+
+
+def print_and_raise(job: Job) -> NoReturn:
+    """Print without a flush, and fail."""
+    print("last words")
+    raise ZeroDivisionError("cursed")
+
+
+def test_what_a_rank_has_printed_before_it_raises_is_shown(tmp_path: Path) -> None:
+    """Into a file or a pipe, too, where it is written late: it may tell why."""
+    end = supervised(tmp_path, print_and_raise)
+    assert end.exit_code == 1
+    assert "last words" in end.stdout
+
+
+def test_a_signal_before_the_launcher_answers_them_marks_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run seems to run for ever that a signal ended while its config was being frozen."""
+
+    def leave(_: Job) -> NoReturn:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(execution, "launch", leave)
+    config, _ = resolved("model=toy")
+    with pytest.raises(SystemExit):
+        execute(Job(config=config, started_at=1.0, code={}, run_dir=tmp_path))
+    assert record(tmp_path)["status"] == "preempted"
 
 
 def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
