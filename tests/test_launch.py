@@ -319,6 +319,22 @@ def test_what_a_rank_has_printed_before_it_raises_is_shown(tmp_path: Path) -> No
     end = supervised(tmp_path, print_and_raise)
     assert end.exit_code == 1
     assert "last words" in end.stdout
+    assert record(end.run_dir)["started_at"] < record(end.run_dir)["finished_at"]
+
+
+def damage_and_raise(job: Job) -> NoReturn:
+    """Leave a run.json that cannot be read, and fail."""
+    assert job.run_dir is not None
+    (job.run_dir / "run.json").write_text("{")
+    raise ZeroDivisionError("cursed")
+
+
+def test_why_a_run_failed_comes_before_why_that_is_not_recorded(tmp_path: Path) -> None:
+    """A full disk is often both; the user needs the first."""
+    end = supervised(tmp_path, damage_and_raise)
+    assert end.exit_code == 1
+    sentence = r"error: rank [01] raised ZeroDivisionError: cursed; besides, .*run\.json"
+    assert re.match(sentence, end.stderr)
 
 
 def test_a_signal_before_the_launcher_answers_them_marks_the_run(
