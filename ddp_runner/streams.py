@@ -35,7 +35,7 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
             io.BufferedWriter(_Kept(name, number, on_loss)),
             encoding=stream.encoding if stream else "utf-8",
             errors="backslashreplace",
-            line_buffering=name == "stderr" or os.isatty(number),
+            line_buffering=True,  # a process that is killed has said what it printed
         )
         setattr(sys, name, kept)
         setattr(sys, f"__{name}__", kept)

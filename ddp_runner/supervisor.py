@@ -242,7 +242,7 @@ def _run_rank(
 ) -> None:
     os.environ.update(environ)
     assert job.scratch is not None
-    exit_code = 0
+    failure = None
     try:
         sender.send(numa_bound(work, int(environ["LOCAL_RANK"]), options)(job))
     except BaseException as error:  # sys.exit in a model ends a rank as much as any error
@@ -250,10 +250,9 @@ def _run_rank(
         failure = record_failure(
             job.scratch, rank=int(environ["RANK"]), attempt=attempt, error=error
         )
-        if failure.kind == "peer":
-            time.sleep(PEER_GRACE_S)
-        exit_code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    if failure is not None and failure.kind == "peer":
+        time.sleep(PEER_GRACE_S)
     # Not by way of the interpreter's own end: threads may still talk to a lost rank.
-    os._exit(exit_code)
+    os._exit(0 if failure is None else 1)

@@ -266,12 +266,16 @@ def lose_the_server(job: Job) -> dict[str, Any]:
     """Kill the server once; then answer as rank 0 alone, if signals are ignored as they were."""
     rank, attempt = rank_and_attempt()
     ignored = {signal.getsignal(signum) for signum in STOP_SIGNALS} == {signal.SIG_IGN}
+    server = os.getppid()
     if attempt == 0:
-        Path(f"rank-{rank}").touch()
-        wait_for(lambda: Path("rank-0").exists() and Path("rank-1").exists())
-        os.kill(os.getppid(), signal.SIGKILL)
+        Path(f"server-{rank}").write_text(str(server))
+        wait_for(lambda: Path("server-0").exists() and Path("server-1").exists())
+        if rank == 0:  # the other one's parent may be the launcher by then
+            os.kill(server, signal.SIGKILL)
+        wait_for(lambda: os.getppid() != server)
         os._exit(0)
-    status = "completed" if rank == 0 and ignored else "preempted"
+    is_new = str(server) != Path("server-0").read_text()
+    status = "completed" if rank == 0 and ignored and is_new else "preempted"
     return {"status": status, "run_dir": str(Path.cwd())}
 
 
@@ -291,7 +295,7 @@ def collect_slowly() -> None:
         for one in self._ranks:
             one.process.join()
 
-    supervisor.Supervisor._collect = collect_and_wait  # type: ignore[method-assign]
+    supervisor.Supervisor._collect = collect_and_wait
 
 
 def return_once_looked_for(job: Job) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A process whose stdout or stderr is closed, full, or a pipe without a reader goes on."""
 
 import logging
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,20 @@ def test_what_cannot_be_written_is_dropped(
     assert [one[: len(start)] for one, start in zip(told, lost, strict=True)] == lost
     assert b"Traceback" not in done.stderr
     assert (tmp_path / "first").read_text() == ""
+
+
+def test_what_a_killed_process_has_printed_is_shown(tmp_path: Path) -> None:
+    """Into a file or a pipe, too, where Python would write it later: it may tell why."""
+    (tmp_path / "killed.py").write_text(
+        "import os, signal\n"
+        "from ddp_runner.streams import keep_streams\n"
+        "keep_streams()\n"
+        "print('last words')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "killed.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"last words\n")
 
 
 def test_a_log_on_a_full_disk_is_told_of_once(
