@@ -394,13 +394,35 @@ def test_the_server_has_the_buffers_of_the_first_trainer() -> None:
     assert run_ranks(served_buffers, 3)[0] == [1.0, 1.0, 1]
 
 
-def test_a_message_is_as_precise_as_the_most_precise_parameter() -> None:
-    """A third in float64 is another number in float32."""
-    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
-    sent = [nn.init.constant_(one, 1 / 3) for one in module.parameters()]
-    received = [torch.zeros_like(one) for one in sent]
+@pytest.mark.parametrize("wide", ["parameter", "buffer", "count"])
+def test_a_message_rounds_no_number_of_the_model(wide: str) -> None:
+    """A third in float64 is another number in float32, and so is a large count."""
+    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    if wide == "parameter":
+        module.append(nn.Linear(1, 1).double())
+    if wide == "buffer":
+        module.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+    if wide == "count":
+        module.register_buffer("seen", torch.tensor(2**24 + 1))
+    sent = [*module.parameters(), *module.buffers()]
+    for one in sent:
+        if one.is_floating_point():
+            nn.init.constant_(one, 1 / 3)
+    for one in module.parameters():
+        one.grad = one.detach().clone()
+    message = packed(module, gradients=True)
+    assert message.dtype == torch.float64
+    received = [torch.zeros_like(one) for one in module.buffers()]
+    copy_parts(message[-sum(one.numel() for one in received) :], received)
+    assert all(map(torch.equal, received, module.buffers()))
+    received = [torch.zeros_like(one) for one in module.parameters()]
     copy_parts(packed(module), received)
-    assert all(map(torch.equal, received, sent))
+    assert all(map(torch.equal, received, module.parameters()))
+
+
+def test_a_batchnorm_alone_makes_no_message_longer() -> None:
+    """Its count of batches is an int64, and small."""
+    assert packed(nn.BatchNorm1d(1)).dtype == torch.float32
 
 
 def wide_loss(env: DistEnv) -> float:

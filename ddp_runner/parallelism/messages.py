@@ -8,9 +8,21 @@ ALIVE = -3  # what a trainer is sent while there is no batch for it, this often 
 ALIVE_PER_TIMEOUT = 4
 
 
+EXACT_IN_FLOAT32 = {
+    *(torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+
+
 def message_dtype(module: nn.Module) -> torch.dtype:
-    """Return the type of a message: float64 where a parameter has it, else float32."""
-    wide = any(parameter.dtype == torch.float64 for parameter in module.parameters())
+    """Return the type of a message: float32, or float64 where that would round what is sent."""
+    sent = (*module.named_parameters(), *module.named_buffers())
+    wide = any(
+        one.dtype not in EXACT_IN_FLOAT32
+        # BatchNorm's count of batches is exact up to 2**24 of them.
+        and not name.endswith("num_batches_tracked")
+        for name, one in sent
+    )
     return torch.float64 if wide else torch.float32
 
 
