@@ -144,10 +144,18 @@ def session_pids(launcher_pid: int) -> list[int]:
     return found
 
 
+def command_line(process: psutil.Process) -> str:
+    """Return a process's command line; none of one that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def fork_server(launcher_pid: int) -> psutil.Process:
     """Return the process that a launcher's workers are forked from."""
     children = psutil.Process(launcher_pid).children()
-    (server,) = [one for one in children if "multiprocessing.forkserver" in " ".join(one.cmdline())]
+    (server,) = [one for one in children if "multiprocessing.forkserver" in command_line(one)]
     return server
 
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from commands import (
     background,
+    command_line,
     compose_raw,
     ended,
     last_step,
@@ -116,4 +117,4 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
 def slot(launcher_pid: int) -> psutil.Process:
     """Return one of the processes that run the jobs of a packed sweep."""
     children = psutil.Process(launcher_pid).children()
-    return next(one for one in children if "spawn_main" in " ".join(one.cmdline()))
+    return next(one for one in children if "spawn_main" in command_line(one))

@@ -64,11 +64,13 @@ def both_train(
 
 def num_importing(launcher_pid: int) -> int:
     """Return how many fork servers of slots have begun to import torch."""
-    return sum(
-        "multiprocessing.forkserver" in " ".join(process.cmdline())
-        and any("libtorch" in one.path for one in process.memory_maps())
-        for process in psutil.Process(launcher_pid).children(recursive=True)
-    )
+    count = 0
+    for process in psutil.Process(launcher_pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            count += "multiprocessing.forkserver" in " ".join(process.cmdline()) and any(
+                "libtorch" in one.path for one in process.memory_maps()
+            )
+    return count
 
 
 def test_cores_and_gpus_are_dealt_out_evenly(

@@ -70,8 +70,8 @@ def test_torchrun_restarts_a_run_in_its_own_folder_while_an_equal_one_lives(
         other = stack.enter_context(
             background(*command, folder=place(tmp_path, "other"), program=alone)
         )
-        (theirs,) = wait_for(lambda: run_dirs(tmp_path), timeout_s=200)
-        stopped = wait_for(lambda: ranks_of(other.pid), timeout_s=200)[0]
+        (theirs,) = wait_for(lambda: run_dirs(tmp_path))
+        stopped = wait_for(lambda: ranks_of(other.pid))[0]
         stopped.suspend()  # so it lives for as long as the one that loses a rank
         killed = stack.enter_context(
             background(
@@ -80,8 +80,8 @@ def test_torchrun_restarts_a_run_in_its_own_folder_while_an_equal_one_lives(
                 program=(*TORCHRUN, "--max-restarts=2"),
             )
         )
-        ours = wait_for(lambda: set(run_dirs(tmp_path)) - {theirs}, timeout_s=200).pop()
-        wait_for(lambda: steps(ours) and 1 in ranks_of(killed.pid), timeout_s=200)
+        ours = wait_for(lambda: set(run_dirs(tmp_path)) - {theirs}).pop()
+        wait_for(lambda: steps(ours) and 1 in ranks_of(killed.pid))
         ranks_of(killed.pid)[1].kill()
         assert ended(killed, tmp_path / "killed").exit_code == 0
         stopped.resume()
@@ -110,7 +110,7 @@ def two_launchers(folder: Path, *overrides: str, loses_a_rank: bool = False) -> 
     with ExitStack() as stack:
         processes = [stack.enter_context(background(*command, folder=one)) for one in places]
         if loses_a_rank:
-            wait_for(lambda: any(steps(run) for run in run_dirs(folder)), timeout_s=200)
+            wait_for(lambda: any(steps(run) for run in run_dirs(folder)))
 
             def last_rank() -> psutil.Process | None:
                 found = [ranks_of(process.pid).get(1) for process in processes]
@@ -169,7 +169,7 @@ def srun(
             for rank, one in enumerate(places)
         ]
         if stops is not None:
-            wait_for(stops, timeout_s=200)
+            wait_for(stops)
             for process in processes:
                 process.send_signal(signal.SIGTERM)
         ends = zip(processes, places, strict=True)
@@ -188,7 +188,7 @@ def test_a_job_that_is_queued_again_goes_on_with_resume_auto_beside_an_equal_one
     with ThreadPoolExecutor(1) as pool:
         equal = pool.submit(srun, tmp_path, *command, job=8, prepare=held)
         try:
-            (theirs,) = wait_for(lambda: run_dirs(tmp_path), timeout_s=200)
+            (theirs,) = wait_for(lambda: run_dirs(tmp_path))
 
             def ours() -> list[Path]:
                 return [run for run in run_dirs(tmp_path) if run != theirs]

@@ -83,7 +83,7 @@ def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> No
     process = launcher(tmp_path, "pass", "time.sleep(0.1)")
     for _ in range(2):
         process.send_signal(signal.Signals[name])
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=TIME_LIMIT_S)
     assert f"{name}: finishing the step and saving a checkpoint" in out
     assert out.endswith(f"the end of the block {signal.Signals[name].value}\n")
     assert process.returncode == 0
@@ -94,7 +94,7 @@ def test_what_comes_with_a_signal_is_one_request_and_the_first_is_told(tmp_path:
     hang_up = "module.ONE_REQUEST_S = 3600; os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.1)"
     process = launcher(tmp_path, "pass", hang_up)
     process.terminate()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=TIME_LIMIT_S)
     assert out.endswith("the end of the block 15\n")
     assert process.returncode == 0
 
@@ -105,7 +105,7 @@ def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
     process = launcher(tmp_path, "pass", "pass", ignored=ignored)
     for signum in (*ignored, signal.SIGTERM):
         process.send_signal(signum)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=TIME_LIMIT_S)
     assert out.strip().endswith("the end of the block 15")
     assert out.count("finishing the step") == 1
 
@@ -132,14 +132,14 @@ def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: P
     save = "(folder / SAVING).touch(); time.sleep(5); (folder / SAVING).unlink(); time.sleep(1)"
     patient = launcher(tmp_path, "pass", save, timeout_s=2.0)
     patient.send_signal(signal.SIGUSR1)
-    out, _ = patient.communicate(timeout=60)
+    out, _ = patient.communicate(timeout=TIME_LIMIT_S)
     assert "the end of the block 10" in out
     assert record(tmp_path / "run")["status"] == "running"
     (tmp_path / "ready").unlink()
     (tmp_path / "scratch" / "stop").unlink()
     hanging = launcher(tmp_path, "pass", "time.sleep(600)", timeout_s=0.5)
     hanging.send_signal(signal.SIGUSR1)
-    assert hanging.wait(60) == 138
+    assert hanging.wait(TIME_LIMIT_S) == 138
     assert record(tmp_path / "run")["error"]["sentence"] == "ended without a checkpoint"
 
 
@@ -171,7 +171,7 @@ def test_an_end_at_once_leaves_no_process_and_marks_each_run_that_it_can(tmp_pat
     family = int((tmp_path / "child").read_text())
     assert len(session_pids(family)) == 2
     process.terminate()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=TIME_LIMIT_S)
     assert process.returncode == 143
     assert "Traceback" not in out
     wait_for(lambda: not session_pids(family))
@@ -282,7 +282,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
         program=["bash"],
         environ=environ,
     ) as shell:
-        wait_for(lambda: is_training(shell, tmp_path), timeout_s=TIME_LIMIT_S)
+        wait_for(lambda: is_training(shell, tmp_path))
         launcher_pid = int((tmp_path / "pid").read_text())
         for signum in (signal.SIGHUP, signal.SIGINT):
             os.kill(launcher_pid, signum)
@@ -294,14 +294,14 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
             path.unlink()
         scratch.rmdir()
         (run_dir,) = run_dirs(tmp_path)
-        wait_for(lambda: is_training(shell, tmp_path, step=20), timeout_s=TIME_LIMIT_S)
+        wait_for(lambda: is_training(shell, tmp_path, step=20))
         assert all(one.is_running() for one in children)
         group = {psutil.Process(launcher_pid), *psutil.Process(launcher_pid).children(True)}
         assert len(group) >= 6  # the launcher, its fork server, two ranks and their children
         for one in group - set(children):
             one.send_signal(signal.SIGUSR1)
         end = ended(shell, tmp_path)
-        wait_for(lambda: not session_pids(shell.pid), timeout_s=5)
+        wait_for(lambda: not session_pids(shell.pid))
         assert not any(one.is_running() for one in children)
     assert (end.exit_code, end.stderr) == (138, "")
     fields = record(run_dir)
@@ -322,7 +322,7 @@ def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> Non
     with background(
         "-c", command, folder=tmp_path, program=["bash"], environ=facts | where
     ) as process:
-        wait_for(lambda: is_training(process, tmp_path), timeout_s=TIME_LIMIT_S)
+        wait_for(lambda: is_training(process, tmp_path))
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGUSR1)
         end = ended(process, tmp_path)

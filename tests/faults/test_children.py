@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import psutil
-from commands import TIME_LIMIT_S, background, ended, record, session_pids, wait_for
+from commands import background, ended, record, session_pids, wait_for
 from ranks import run_ranks
 from test_launch import LONG, is_training
 from test_signals import MOTHER
@@ -23,8 +23,8 @@ def test_the_children_of_ranks_end_with_a_run_that_completes(tmp_path: Path) -> 
     with background(*LONG, *keys, folder=tmp_path, environ=here) as process:
         end = ended(process, tmp_path)
         pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
-        wait_for(lambda: not any(map(psutil.pid_exists, pids)), timeout_s=TIME_LIMIT_S)
-        wait_for(lambda: not session_pids(process.pid), timeout_s=TIME_LIMIT_S)
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+        wait_for(lambda: not session_pids(process.pid))
     assert (end.exit_code, end.stderr) == (0, "")
     assert record(end.run_dir)["status"] == "completed"
 
@@ -35,12 +35,12 @@ def test_the_children_of_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path
     keys = ("model._target_=mother.Mother", "allowed_targets=[mother]")
     here = {"PYTHONPATH": str(tmp_path)}
     with background(*LONG, *keys, folder=tmp_path, environ=here) as process:
-        wait_for(lambda: is_training(process, tmp_path), timeout_s=TIME_LIMIT_S)
+        wait_for(lambda: is_training(process, tmp_path))
         pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
         assert all(map(psutil.pid_exists, pids))
         process.send_signal(signal.SIGKILL)
-        wait_for(lambda: not any(map(psutil.pid_exists, pids)), timeout_s=TIME_LIMIT_S)
-        wait_for(lambda: not session_pids(process.pid), timeout_s=TIME_LIMIT_S)
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+        wait_for(lambda: not session_pids(process.pid))
 
 
 def end_a_family(env: DistEnv, program: str) -> dict[str, bool]:

@@ -2,7 +2,7 @@
 
 import ast
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -19,9 +19,10 @@ def listening(pid: int) -> dict[int, str]:
     """Return the addresses on which a command's processes listen, by their ports."""
     found = {}
     for one in session_pids(pid):
-        for link in psutil.Process(one).net_connections("inet"):
-            if link.status == psutil.CONN_LISTEN:
-                found[link.laddr.port] = link.laddr.ip
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            for link in psutil.Process(one).net_connections("inet"):
+                if link.status == psutil.CONN_LISTEN:
+                    found[link.laddr.port] = link.laddr.ip
     return found
 
 
