@@ -44,7 +44,11 @@ needs_two_cores = pytest.mark.skipif(hardware.detect().num_cores < 2, reason="ne
 
 def workers(launcher_pid: int) -> Iterator[tuple[Path, psutil.Process]]:
     """Yield the workers of all slots: each with its run's folder, where its log is open."""
-    for process in psutil.Process(launcher_pid).children(recursive=True):
+    try:
+        descendants = psutil.Process(launcher_pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return  # the command has ended meanwhile
+    for process in descendants:
         with suppress(psutil.Error):
             for file in process.open_files():
                 if Path(file.path).name.startswith("rank-"):
