@@ -315,11 +315,14 @@ def same_second() -> None:
 @pytest.mark.parametrize("is_sweep", [False, True], ids=["runs", "sweeps"])
 def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_path: Path) -> None:
     """Two processes at once, whose folders would have one name: one gets a number."""
-    command = ("-m", "seed=1,2", *FEW, "world_size=1") if is_sweep else (*FEW, "world_size=1")
+    # Of one sweep the second launcher would share the jobs, if the first one has begun it.
+    chosen = (["-m", "seed=1,2"], ["-m", "seed=3,4"]) if is_sweep else (["seed=1"], ["seed=1"])
     with ExitStack() as stack:
         both = [
-            stack.enter_context(background(*command, folder=tmp_path, prepare=same_second))
-            for _ in range(2)
+            stack.enter_context(
+                background(*one, *FEW, "world_size=1", folder=tmp_path, prepare=same_second)
+            )
+            for one in chosen
         ]
         assert [process.wait(TIME_LIMIT_S) for process in both] == [0, 0]
     runs = run_dirs(tmp_path)
