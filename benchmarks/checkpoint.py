@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.checkpoint import save_checkpoint
-from ddp_runner.checkpoint_writer import CheckpointWriter
-from ddp_runner.config import CheckpointConfig
+from ddp_runner.checkpoint.store import save_checkpoint
+from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.config.schema import CheckpointConfig
 
 WIDTH, DEPTH = 2500, 16  # 16 layers of 2500 x 2500: 100 million parameters
 STEPS = 40

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ddp_runner.collective_calls import prepare
-from ddp_runner.collective_ops import Variant
-from ddp_runner.collective_timing import check, summary, time_calls
+from ddp_runner.collectives.messages import prepare
+from ddp_runner.collectives.operations import Variant
+from ddp_runner.collectives.timing import check, summary, time_calls
 from ddp_runner.distributed import gather_objects
 
 

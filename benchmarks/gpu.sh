@@ -74,7 +74,7 @@ import torch
 print(f"Python {platform.python_version()}, torch {torch.__version__} for CUDA {torch.version.cuda}, {os.cpu_count()} cores")
 count = torch.cuda.device_count()
 print(f"{count} CUDA devices:", ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "none")
-from ddp_runner.hardware import detect
+from ddp_runner.host.hardware import detect
 print("the runner sees", detect())
 PYTHON
 say '```' && say ""

@@ -36,10 +36,10 @@ from commands import background, last_step, numbers, record, session_pids, steps
 from faults.injection import At, Call, Fault, kill_tree, note, prepared, send, send_launcher
 from warm import start_server
 
-from ddp_runner.checkpoint import load_checkpoint, newest_first
+from ddp_runner.checkpoint.manifest import verify
+from ddp_runner.checkpoint.store import load_checkpoint, newest_first
 from ddp_runner.errors import UserError
-from ddp_runner.manifest import verify
-from ddp_runner.record import versions
+from ddp_runner.tracking.run_record import versions
 
 NUM_STEPS = 18  # six epochs of three
 RUN = "run"  # a chain's folder

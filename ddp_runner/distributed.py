@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.agent_store import fresh_store, serves_ranks
-from ddp_runner.config import BackendConfig
-from ddp_runner.environment import FROM_ENVIRONMENT, DistEnv, check_rendezvous
+from ddp_runner.config.schema import BackendConfig
+from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, check_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.loopback_store import loopback_store
+from ddp_runner.rank.agent_store import fresh_store, serves_ranks
+from ddp_runner.rank.loopback_store import loopback_store
 
 T = TypeVar("T")
 

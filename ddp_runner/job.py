@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config import Config
-from ddp_runner.failures import Failure
-from ddp_runner.secret_values import Secrets
+from ddp_runner.config.schema import Config
+from ddp_runner.config.secrets import Secrets
+from ddp_runner.rank.failures import Failure
 
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2

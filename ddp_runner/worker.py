@@ -16,27 +16,27 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_runner.build import build_trainee
-from ddp_runner.check import run_check
-from ddp_runner.checkpoint_writer import CheckpointWriter
-from ddp_runner.claims import freeze
-from ddp_runner.collectives import run_collectives
-from ddp_runner.data.prepared import load_dataset
-from ddp_runner.delivery import check_monitor, deliver
-from ddp_runner.environment import DistEnv, dist_env
-from ddp_runner.failures import ended_ranks
-from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
+from ddp_runner.check.task import run_check
+from ddp_runner.checkpoint.weights import starting_weights
+from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.collectives.task import run_collectives
+from ddp_runner.config.instantiate import make
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.dist_env import DistEnv, dist_env
 from ddp_runner.job import EXIT_COMPLETED, READY, Job
-from ddp_runner.parts import make
-from ddp_runner.record import write_run_record
-from ddp_runner.report import NullReporter, Reporter, keep_files, sizes, start_block
-from ddp_runner.serving import take_part
-from ddp_runner.session import Session, note_restart, open_session
-from ddp_runner.state import restore, snapshot
-from ddp_runner.stop import StopRequest, die_with_launcher
-from ddp_runner.torch_errors import explained
-from ddp_runner.train import Control, Position, train
-from ddp_runner.weights import starting_weights
+from ddp_runner.rank.failures import ended_ranks
+from ddp_runner.rank.session import Session, note_restart, open_session
+from ddp_runner.rank.stop import StopRequest, die_with_launcher
+from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.run_logger import NullReporter, Reporter, keep_files, sizes, start_block
+from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.train.build import build_trainee
+from ddp_runner.train.export import check_monitor, deliver
+from ddp_runner.train.first_batch import refuse_mean, try_first_batch, warnings_of
+from ddp_runner.train.loop import Control, Position, train
+from ddp_runner.train.roles import take_part
+from ddp_runner.train.snapshot import restore, snapshot
+from ddp_runner.train.torch_errors import explained
 
 
 def work(job: Job) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.environment import DistEnv
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.step import Trainee
+from ddp_runner.train.step import Trainee
 
 
 class Wandering(ToyModel):

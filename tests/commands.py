@@ -18,13 +18,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from warm import MODULES, WarmCommand
 
-from ddp_runner.compose import CONFIG_DIR, register, to_config
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
-from ddp_runner.explain import user_error
-from ddp_runner.hardware import Hardware
-from ddp_runner.resuming import chosen_keys, with_resumed
-from ddp_runner.rules import resolve
+from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
+from ddp_runner.cli.resume import chosen_keys, with_resumed
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.hardware import Hardware
 
 TIME_LIMIT_S = 600.0  # far above the usual: a busy machine is no failure
 LAPTOP = Hardware(num_gpus=0, num_cores=4)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ddp_runner.config import BackendConfig
+from ddp_runner.config.schema import BackendConfig
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import process_group, sum_over_ranks
-from ddp_runner.environment import DistEnv
-from ddp_runner.stop import die_with_launcher
+from ddp_runner.rank.stop import die_with_launcher
 
 GLOO = BackendConfig(name="gloo", device="cpu", timeout_s=240)
 

@@ -19,13 +19,13 @@ from trainees import (
     take_steps,
 )
 
-from ddp_runner.config import Config
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import Config
 from ddp_runner.data.augmentation import FlipAndCrop
-from ddp_runner.data.prepared import load_dataset
-from ddp_runner.environment import DistEnv
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.parts import make
-from ddp_runner.train import evaluate
+from ddp_runner.train.loop import evaluate
 
 ON = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=3")
 IMAGES = (*MNIST_NET, *NO_DROPOUT, "dataset.channels=2", "dataset.width=30")

@@ -18,11 +18,11 @@ from commands import Ended, record, refusal, run_command
 from ranks import run_ranks
 from trainees import MNIST_NET, build, compose_config
 
-from ddp_runner.agreement import Finding, differences
-from ddp_runner.check import findings_of
-from ddp_runner.check_gradients import waiting
-from ddp_runner.environment import DistEnv
-from ddp_runner.step import Trainee
+from ddp_runner.check.compare_ranks import Finding, differences
+from ddp_runner.check.gradients import waiting
+from ddp_runner.check.task import findings_of
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.step import Trainee
 
 WORLD_SIZE = 3
 SMALL = ("batch.global_size=6", "dataset.num_samples=27")
@@ -236,7 +236,7 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
         "# @package _global_\n"
         "defaults: [{override /dataset: random}]\n"
         "model: {name: wandering, _target_: broken_models.Wandering, num_stages: 1,\n"
-        "        loss: ddp_runner.losses.mse}\n"
+        "        loss: ddp_runner.train.losses.mse}\n"
     )
     end = run_command(
         *("--config-dir", "conf", "model=wandering", "task=check"),

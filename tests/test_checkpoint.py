@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_runner.checkpoint import (
+from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
+from ddp_runner.checkpoint.store import (
     best_checkpoints,
     first_whole,
     latest_checkpoint,
@@ -23,7 +24,6 @@ from ddp_runner.checkpoint import (
     save_checkpoint,
 )
 from ddp_runner.errors import UserError
-from ddp_runner.manifest import MANIFEST, STATE, read_manifest
 
 
 def state_of(step: int, *, run: int = 0) -> dict[str, Any]:

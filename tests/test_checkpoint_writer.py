@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner import checkpoint_writer
-from ddp_runner.checkpoint import load_checkpoint, save_checkpoint
-from ddp_runner.checkpoint_writer import CheckpointWriter
-from ddp_runner.config import CheckpointConfig
+from ddp_runner.checkpoint import writer as checkpoint_writer
+from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
+from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.saving import SAVING
+from ddp_runner.rank.saving import SAVING
 
 NO_SPACE = OSError(28, "No space left on device")
 

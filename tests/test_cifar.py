@@ -14,9 +14,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from ddp_runner.compose import CONFIG_DIR
-from ddp_runner.data.cifar import Cifar, read_batch
-from ddp_runner.data.prepared import load_dataset
+from ddp_runner.cli.resolvers import CONFIG_DIR
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.sources.cifar import Cifar, read_batch
 from ddp_runner.errors import UserError
 
 BATCHES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]

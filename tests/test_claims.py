@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from commands import record, resolved
 
-from ddp_runner.claims import Claim, claim_run, with_global_size
-from ddp_runner.config import Config, work_hash
-from ddp_runner.environment import DistEnv
+from ddp_runner.config.schema import Config, work_hash
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.folders import freeze_config, locked
-from ddp_runner.identity import find_unfinished_run, own_marks
 from ddp_runner.job import Job
-from ddp_runner.record import write_run_record
+from ddp_runner.tracking.claims import Claim, claim_run, with_global_size
+from ddp_runner.tracking.launch_marks import find_unfinished_run, own_marks
+from ddp_runner.tracking.run_dir import freeze_config, locked
+from ddp_runner.tracking.run_record import write_run_record
 
 OURS, THEIRS = ["agent here 1"], ["agent here 2"]
 

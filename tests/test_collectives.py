@@ -9,14 +9,14 @@ from commands import refusal as refused
 from commands import resolved
 from ranks import run_ranks
 
-from ddp_runner.collective_calls import prepare, refusal
-from ddp_runner.collective_ops import OPERATIONS, REDUCE_OPS, Variant
-from ddp_runner.collective_timing import WrongResultError, check, summary, time_calls
-from ddp_runner.collectives import check_reduce_ops, variants
-from ddp_runner.collectives_config import DTYPES, OPS, message_sizes
-from ddp_runner.collectives_config import REDUCE_OPS as REDUCE_OP_NAMES
-from ddp_runner.config import BackendConfig, CollectivesConfig
-from ddp_runner.environment import DistEnv
+from ddp_runner.collectives.messages import prepare, refusal
+from ddp_runner.collectives.operations import OPERATIONS, REDUCE_OPS, Variant
+from ddp_runner.collectives.task import check_reduce_ops, variants
+from ddp_runner.collectives.timing import WrongResultError, check, summary, time_calls
+from ddp_runner.config.collectives import DTYPES, OPS, message_sizes
+from ddp_runner.config.collectives import REDUCE_OPS as REDUCE_OP_NAMES
+from ddp_runner.config.schema import BackendConfig, CollectivesConfig
+from ddp_runner.dist_env import DistEnv
 
 EVERYTHING = CollectivesConfig(reduce_ops=list(REDUCE_OP_NAMES), dtypes=list(DTYPES))
 CPU = torch.device("cpu")

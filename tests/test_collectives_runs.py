@@ -20,8 +20,8 @@ from commands import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_runner.collective_ops import OPERATIONS
-from ddp_runner.collectives_config import OPS
+from ddp_runner.collectives.operations import OPERATIONS
+from ddp_runner.config.collectives import OPS
 
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
 TINY = (
@@ -32,7 +32,7 @@ TINY = (
 LOSING_A_BROADCAST = """
 import os, runpy
 from dataclasses import replace
-from ddp_runner import collective_ops
+from ddp_runner.collectives import operations as collective_ops
 if os.environ["RANK"] == "1":
     right = collective_ops.OPERATIONS["broadcast"]
     bind = lambda source, target, op: right.bind(source.clone(), target, op)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from generated_runs import SINGLE, lines_of, write_run
 
-from ddp_runner.comparison.analysis import Comparison, Row, compare
-from ddp_runner.comparison.figures import Stat, Target
-from ddp_runner.comparison.plots import figures
-from ddp_runner.comparison.runs import read_runs
-from ddp_runner.comparison.tables import as_text
+from ddp_runner.compare.analysis import Comparison, Row, compare
+from ddp_runner.compare.render.plots import figures
+from ddp_runner.compare.render.tables import as_text
+from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.stats import Stat, Target
 from ddp_runner.errors import UserError
 
 STRONG = {1: (64, 64), 2: (64, 32), 4: (64, 16)}  # global batch, batch per rank

@@ -17,10 +17,10 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.text import Text
 from PIL import Image
 
-from ddp_runner.compare import main, run
-from ddp_runner.comparison.analysis import compare
-from ddp_runner.comparison.plots import figures
-from ddp_runner.comparison.runs import read_runs
+from ddp_runner.compare.__main__ import main, run
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.render.plots import figures
+from ddp_runner.compare.runs import read_runs
 
 COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
 PARTS = {"perf__forward_ms": [1.0, 4.0], "perf__backward_ms": [1.0, 8.0]}
@@ -228,7 +228,7 @@ def test_what_is_mistyped_is_answered_in_one_line(
 def test_nothing_slow_is_imported_for_a_table(outputs: Path) -> None:
     """No torch, torchvision, Hydra or matplotlib; with the plots no torch and no pyplot."""
     program = (
-        "import sys; from ddp_runner.compare import run; run(sys.argv[1:]); "
+        "import sys; from ddp_runner.compare.__main__ import run; run(sys.argv[1:]); "
         "print(*sorted(sys.modules), file=sys.stderr)"
     )
     slow = {"torch", "torchvision", "hydra", "omegaconf", "sklearn", "tensorboard"}
@@ -239,7 +239,7 @@ def test_nothing_slow_is_imported_for_a_table(outputs: Path) -> None:
         command = [sys.executable, "-c", program, outputs, *more]
         end = subprocess.run(command, capture_output=True, text=True, check=True)
         modules = set(end.stderr.split())
-        assert "ddp_runner.comparison.analysis" in modules
+        assert "ddp_runner.compare.analysis" in modules
         assert not modules & unwanted
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from generated_runs import lines_of, write_run
 
-from ddp_runner.comparison.analysis import compare
-from ddp_runner.comparison.runs import read_runs
-from ddp_runner.comparison.tables import FORMATS
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.render.tables import FORMATS
+from ddp_runner.compare.runs import read_runs
 from ddp_runner.errors import UserError
 
 ERROR = {"rank": 1, "kind": "crash", "sentence": "rank 1 raised RuntimeError: no"}

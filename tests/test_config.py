@@ -12,14 +12,14 @@ from commands import CONFIG_DIR, refusal, resolved, run_command
 from real_data import real
 from texts import write_reviews
 
-from ddp_runner.build import MODEL_KEYS, build_schedule
-from ddp_runner.config import config_hash
-from ddp_runner.data.prepared import load_dataset
-from ddp_runner.environment import DistEnv
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import config_hash
+from ddp_runner.config.targets import find
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.hardware import Hardware
-from ddp_runner.parts import make
-from ddp_runner.targets import find
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.train.build import MODEL_KEYS, build_schedule
 
 OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")
 # The runner inside a program that tells afterwards whether torch has been imported.
@@ -136,7 +136,7 @@ def test_a_damaged_config_of_a_run_is_named(text: str, tmp_path: Path) -> None:
     assert len(answer.splitlines()) == 1
 
 
-@pytest.mark.parametrize("target", ["torch.os.system", "ddp_runner.launch.os.system"])
+@pytest.mark.parametrize("target", ["torch.os.system", "ddp_runner.launch.launcher.os.system"])
 def test_an_allowed_package_is_no_way_to_a_foreign_one(target: str, tmp_path: Path) -> None:
     """A module that an allowed one imports is reached by its dots, and is still foreign."""
     trace = tmp_path / "trace"

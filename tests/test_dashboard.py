@@ -14,11 +14,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
 
-from ddp_runner.dashboard import CHARTS, METRICS, header, hyperparameters, run_card
-from ddp_runner.report import Reporter
-from ddp_runner.times import begin_session
-from ddp_runner.tracking import Tracker
-from ddp_runner.train import Position
+from ddp_runner.tracking.run_logger import Reporter
+from ddp_runner.tracking.tensorboard import CHARTS, METRICS, header, hyperparameters, run_card
+from ddp_runner.tracking.times import begin_session
+from ddp_runner.tracking.tracker import Tracker
+from ddp_runner.train.loop import Position
 
 STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
 CONFIG: dict[str, Any] = {

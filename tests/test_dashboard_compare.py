@@ -10,10 +10,10 @@ from generated_runs import SINGLE, lines_of, write_run
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_runner.compare import run
-from ddp_runner.comparison.analysis import compare
-from ddp_runner.comparison.runs import read_runs
-from ddp_runner.comparison.tensorboard import write_board
+from ddp_runner.compare.__main__ import run
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.render.tensorboard import write_board
+from ddp_runner.compare.runs import read_runs
 
 STRONG = {"scaling, strong/speedup", "scaling, strong/efficiency"}
 KINDS = ("strong", "weak")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.checks import KEYS
-from ddp_runner.data.prepared import load_dataset
-from ddp_runner.data.source import Dataset, splits
+from ddp_runner.data.dataset import Dataset, splits
 from ddp_runner.errors import UserError
 
 GOOD = {

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainees import TOY, Trace, build, compose_config, flat_weights
 
-from ddp_runner.checkpoint import save_checkpoint
-from ddp_runner.config import Config
-from ddp_runner.delivery import deliver
-from ddp_runner.environment import DistEnv
-from ddp_runner.manifest import STATE
-from ddp_runner.state import snapshot
-from ddp_runner.train import Position
+from ddp_runner.checkpoint.manifest import STATE
+from ddp_runner.checkpoint.store import save_checkpoint
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.export import deliver
+from ddp_runner.train.loop import Position
+from ddp_runner.train.snapshot import snapshot
 
 LOSSES = {1: 0.2, 2: 0.1, 3: 0.3, 4: 0.4}  # of each checkpoint: step 2 is the best, 4 the last
 

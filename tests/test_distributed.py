@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import GLOO, RankFailedError, run_ranks
 from torch import nn
 
-from ddp_runner.agent_store import fresh_store
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     StopVote,
     broadcast_buffers,
@@ -30,9 +30,9 @@ from ddp_runner.distributed import (
     process_group,
     sum_over_ranks,
 )
-from ddp_runner.environment import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.loopback_store import HOST, loopback_store
+from ddp_runner.rank.agent_store import fresh_store
+from ddp_runner.rank.loopback_store import HOST, loopback_store
 
 
 def reductions(env: DistEnv) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_runner.environment import DistEnv, check_rendezvous, dist_env
+from ddp_runner.dist_env import DistEnv, check_rendezvous, dist_env
 from ddp_runner.errors import UserError
 
 BATCH_STEP = str(0xFFFFFFFB)

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop
 
-from ddp_runner.checkpoint import load_checkpoint, newest_first
-from ddp_runner.compose import CONFIG_DIR
-from ddp_runner.config import Config
+from ddp_runner.checkpoint.store import load_checkpoint, newest_first
+from ddp_runner.cli.resolvers import CONFIG_DIR
+from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import GlobalBatches, StepBatch
-from ddp_runner.data.source import Split
-from ddp_runner.environment import DistEnv
-from ddp_runner.step import Trainee, rehearse
+from ddp_runner.data.dataset import Split
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.step import Trainee, rehearse
 
 
 class Tiny(nn.Module):

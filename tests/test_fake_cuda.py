@@ -15,20 +15,20 @@ from commands import resolved
 from fake_cuda import FakeGpus, fake_gpus
 from trainees import Trace
 
-from ddp_runner import build as building
-from ddp_runner.build import build_trainee
-from ddp_runner.checkpoint import save_checkpoint
-from ddp_runner.config import Config
-from ddp_runner.cuda import peak_memory_gib, rng_states, set_rng_states
-from ddp_runner.data.source import Dataset, Split
-from ddp_runner.delivery import deliver
-from ddp_runner.environment import DistEnv
-from ddp_runner.hardware import Hardware
-from ddp_runner.pace import MOST_EVENTS, Pace
-from ddp_runner.parts import make
-from ddp_runner.state import restore, snapshot
-from ddp_runner.step import Trainee, train_step
-from ddp_runner.train import Position, evaluate
+from ddp_runner.checkpoint.store import save_checkpoint
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import Config
+from ddp_runner.data.dataset import Dataset, Split
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
+from ddp_runner.train import build as building
+from ddp_runner.train.build import build_trainee
+from ddp_runner.train.export import deliver
+from ddp_runner.train.loop import Position, evaluate
+from ddp_runner.train.snapshot import restore, snapshot
+from ddp_runner.train.step import Trainee, train_step
+from ddp_runner.train.step_timer import MOST_EVENTS, Pace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = ("dataset=fake_images", "dataset.num_samples=27", "batch.global_size=8")
@@ -225,7 +225,7 @@ def test_checkpoints_with_one_state_of_random_numbers_still_load(tmp_path: Path)
     config, real = case.config(), real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks) as gpus, pytest.MonkeyPatch.context() as patch:
         trainee = build(case, config, real)
-        patch.setattr("ddp_runner.state.rng_states", lambda first: torch.zeros(5).byte())
+        patch.setattr("ddp_runner.train.snapshot.rng_states", lambda first: torch.zeros(5).byte())
         save(trainee, config, tmp_path, step=4, epoch=1)
         restore(trainee, Position(), config, tmp_path, say=print)
         assert {index: state.numel() for index, state in gpus.rng.items()} == {
@@ -249,7 +249,7 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
     """At the end of a run nothing but the model's own tensors goes to a GPU."""
     keys = ("checkpoint.monitor=eval/loss", "checkpoint.mode=min", "checkpoint.load_best=true")
     config, real, loaded_onto = case.config(*keys), real_dataset(), spy_on_loads(monkeypatch)
-    monkeypatch.setattr("ddp_runner.delivery.export_weights", lambda *_, **__: None)  # numbers
+    monkeypatch.setattr("ddp_runner.train.export.export_weights", lambda *_, **__: None)  # numbers
     trace = Trace()
     with fake_gpus(case.gpus, ranks=case.ranks):
         trainee = build(case, config, real)

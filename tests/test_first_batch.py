@@ -10,12 +10,12 @@ import torch
 from ranks import run_ranks
 from trainees import MNIST_NET, TOY, build, compose_config
 
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.first_batch import refuse_mean, try_first_batch, warnings_of
 from ddp_runner.job import Job
-from ddp_runner.record import versions
+from ddp_runner.tracking.run_record import versions
+from ddp_runner.train.first_batch import refuse_mean, try_first_batch, warnings_of
 from ddp_runner.worker import run
 
 CONVNET = ("model=convnet", "dataset=fake_images", "dataset.num_samples=40", "batch.per_rank=20")
@@ -37,9 +37,12 @@ F = "torch.nn.functional"
 REFUSED: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "mean": (
         loss(f"{F}.cross_entropy"),
-        ["a mean over the samples", "write model.loss=ddp_runner.losses.cross_entropy"],
+        ["a mean over the samples", "write model.loss=ddp_runner.train.losses.cross_entropy"],
     ),
-    "mean of squares": (loss(f"{F}.mse_loss", *TOY), ["write model.loss=ddp_runner.losses.mse"]),
+    "mean of squares": (
+        loss(f"{F}.mse_loss", *TOY),
+        ["write model.loss=ddp_runner.train.losses.mse"],
+    ),
     "mean in bf16": (loss(f"{F}.cross_entropy", *CONVNET, "train.precision=bf16"), ["a mean"]),
     "mean of equal samples": (
         # All logits are zero: each sample's loss is log(10), and so is every mean of them.
@@ -62,7 +65,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ["model=toy cannot take dataset=fake_images", "(2, 1, 28, 28) of uint8: RuntimeError: "],
     ),
     "foreign targets": (
-        loss("ddp_runner.losses.cross_entropy", *TOY, "dataset.target_size=3"),
+        loss("ddp_runner.train.losses.cross_entropy", *TOY, "dataset.target_size=3"),
         ["the outputs of model=toy, (2, 5) of float32, with the targets of dataset=random"],
     ),
     "loss with its own words": (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from ddp_runner.config import Config
+from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
-from ddp_runner.folders import freeze_config, resume_argument, safe_name
+from ddp_runner.tracking.run_dir import freeze_config, resume_argument, safe_name
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from commands import background, ended, metrics, record, run_command, run_dirs, 
 from ranks import run_ranks
 from trainees import MNIST_NET, NO_DROPOUT, compose_config, take_steps
 
-from ddp_runner.build import build_trainee
-from ddp_runner.config import Config
-from ddp_runner.data.prepared import load_dataset
-from ddp_runner.environment import DistEnv
-from ddp_runner.parts import make
-from ddp_runner.step import global_loss, train_step
-from ddp_runner.train import evaluate
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import Config
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.build import build_trainee
+from ddp_runner.train.loop import evaluate
+from ddp_runner.train.step import global_loss, train_step
 
 NUM_GPUS = torch.cuda.device_count()
 NUM_STEPS = 6

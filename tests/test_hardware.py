@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_runner import hardware
-from ddp_runner.cuda import open_devices
 from ddp_runner.errors import UserError
-from ddp_runner.hardware import binds_gpus, detect, quota_cores, torch_build, why_unusable
+from ddp_runner.host import hardware
+from ddp_runner.host.hardware import binds_gpus, detect, quota_cores, torch_build, why_unusable
+from ddp_runner.rank.cuda import open_devices
 
 NUM_CORES = 64
 GPU = (torch.device("cuda", 0),)
@@ -68,7 +68,7 @@ def test_a_machine_without_cgroups_has_its_cores(cgroups: Path) -> None:
 def test_the_build_of_torch_is_known_without_importing_it() -> None:
     """As torch itself says it, in a process that has not loaded it."""
     code = (
-        "import sys; from ddp_runner.hardware import torch_build; "
+        "import sys; from ddp_runner.host.hardware import torch_build; "
         "print(torch_build()); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

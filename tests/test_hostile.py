@@ -17,16 +17,16 @@ import yaml
 from commands import refusal, resolved, run_command
 from omegaconf import OmegaConf
 
-from ddp_runner.compose import to_config
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
+from ddp_runner.cli.resolvers import to_config
+from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import Config
+from ddp_runner.config.targets import construct, find
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.folders import locked
 from ddp_runner.job import Job
-from ddp_runner.parts import make
-from ddp_runner.session import open_session
-from ddp_runner.target_rules import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
-from ddp_runner.targets import construct, find
+from ddp_runner.rank.session import open_session
+from ddp_runner.tracking.run_dir import locked
 
 TOY = ("model=toy", "parallelism=single", "dataset.num_samples=8", "train.epochs=1")
 MARK = "pwned"  # the file that hostile code would leave in the run's folder
@@ -54,7 +54,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "nested": {"model.x": {"_target_": "torch.utils.collect_env.run", "command": "touch MARK"}},
     "in lists": {"model.x": [1, [{"_target_": "os.system", "command": "touch MARK"}]]},
     "a module's alias": {
-        "model.x": {"_target_": "ddp_runner.record.subprocess.run", "args": ["touch", "MARK"]}
+        "model.x": {
+            "_target_": "ddp_runner.tracking.run_record.subprocess.run",
+            "args": ["touch", "MARK"],
+        }
     },
     "torch's alias": {"model.x": {"_target_": "torch.os.system", "command": "touch MARK"}},
     "what a part's module imports": {
@@ -75,7 +78,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
         "allowed_targets": ["os"],
         "model.x": {"_target_": "os.system", "command": "touch MARK"},
     },
-    "the loss": {"model.loss": "ddp_runner.record.os._exit"},
+    "the loss": {"model.loss": "ddp_runner.tracking.run_record.os._exit"},
     "an interpolation": {"model.x": f"${TOUCH}"},
     "an escaped interpolation": {"model.x": f"\\${TOUCH}"},
     "an escaped one in a list": {"dataset.x": [[f"\\${TOUCH}"]]},
@@ -179,12 +182,20 @@ FOREIGN = (
     *("torch.utils.cpp_extension.load_inline", "torch.nn.modules.module.torch.load"),
     *("torch.nn.os.system", "torch.optim._multi_tensor", "torch.nn.__builtins__.eval"),
     *("torch.nn.Module.__init__", "transformers.pipeline", "torchvision.models.resnet18"),
-    *("ddp_runner.launch.launch", "ddp_runner.record.os._exit", "ddp_runner.record.replace_file"),
-    *("ddp_runner.record.subprocess.run", "ddp_runner.data.files.fetch_missing"),
-    *("ddp_runner.data.files.sys.exit", "ddp_runner.data.prepared.FileLock"),
+    *(
+        "ddp_runner.launch.launcher.launch",
+        "ddp_runner.tracking.run_record.os._exit",
+        "ddp_runner.tracking.run_record.replace_file",
+    ),
+    *("ddp_runner.tracking.run_record.subprocess.run", "ddp_runner.data.downloads.fetch_missing"),
+    *("ddp_runner.data.downloads.sys.exit", "ddp_runner.data.cache.FileLock"),
     *("ddp_runner.models.bert.import_module", "ddp_runner.models.bert._pretrained"),
-    *("ddp_runner.models.vision.Mapping", "ddp_runner.parallelism.ps.os", "ddp_runner.models"),
-    *("ddp_runner.losses.math.prod", "ddp_runner.models..convnet.ConvNet", "models.bert"),
+    *(
+        "ddp_runner.models.torchvision_models.Mapping",
+        "ddp_runner.parallelism.parameter_server.mode.os",
+        "ddp_runner.models",
+    ),
+    *("ddp_runner.train.losses.math.prod", "ddp_runner.models..convnet.ConvNet", "models.bert"),
     *("ddp_runner.models.convnet.ConvNet ", "ddp_runner.models.../../evil.m", "", "."),
     *("builtins.eval", "__main__.main"),
 )

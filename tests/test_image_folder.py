@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_runner.data.image_folder import ImageFolder
-from ddp_runner.data.prepared import load_dataset
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.sources.image_folder import ImageFolder
 from ddp_runner.errors import UserError
 
 ODD = "a b=1,c='d' {é} 猫"

@@ -32,13 +32,15 @@ from commands import (
 )
 from faults.injection import together
 
-from ddp_runner import execution, supervisor, worker
-from ddp_runner.environment import dist_env
-from ddp_runner.execution import execute
-from ddp_runner.interrupts import ONE_REQUEST_S
+from ddp_runner import worker
+from ddp_runner.dist_env import dist_env
+from ddp_runner.host.signals import STOP_SIGNALS
 from ddp_runner.job import READY, Job
-from ddp_runner.saving import SAVING
-from ddp_runner.signals import STOP_SIGNALS
+from ddp_runner.launch import execute as execution
+from ddp_runner.launch import supervisor
+from ddp_runner.launch.execute import execute
+from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.rank.saving import SAVING
 
 # Long enough to be hit in its midst; a step takes some milliseconds.
 LONG = (

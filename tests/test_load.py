@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner import hardware, load
-from ddp_runner.load import Load, load_record, measure_load, oom_kills
+from ddp_runner.host import hardware, load
+from ddp_runner.host.load import Load, load_record, measure_load, oom_kills
 
 
 def write_proc(folder: Path, cores: dict[int, list[int]], processes: dict[int, list[int]]) -> None:

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ddp_runner.__main__
-import ddp_runner.multirun
-from ddp_runner.compose import register
-from ddp_runner.config import Config, leaves
-from ddp_runner.explain import user_error
-from ddp_runner.hardware import Hardware
-from ddp_runner.rules import resolve
-from ddp_runner.text_files import check_text_files
+import ddp_runner.sweep.multirun
+from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.resolvers import register
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config, leaves
+from ddp_runner.data.tokenizer_files import check_text_files
+from ddp_runner.host.hardware import Hardware
 
 OWN = {
     "optimizer/rmsprop": "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\nalpha: 0.9\n",
@@ -129,7 +129,7 @@ def say(
     def started(*args: object) -> None:
         raise AssertionError("it was not refused")
 
-    for module in (ddp_runner.__main__, ddp_runner.multirun):
+    for module in (ddp_runner.__main__, ddp_runner.sweep.multirun):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "execute", started)
     monkeypatch.chdir(tmp_path)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from trainees import compose_config
 
-from ddp_runner.environment import DistEnv
-from ddp_runner.parts import make
+from ddp_runner.config.instantiate import make
+from ddp_runner.dist_env import DistEnv
 
 
 @pytest.mark.parametrize(

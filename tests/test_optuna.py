@@ -22,11 +22,11 @@ from slowed import CONVNET, brake
 from test_packing import POLL_S, both_train, needs_two_cores
 from test_sweep_ledger import statuses, table_row, the_sweep
 
-from ddp_runner.compose import register, to_config
+from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.resolvers import register, to_config
 from ddp_runner.errors import UserError
-from ddp_runner.explain import user_error
-from ddp_runner.hardware import Hardware
-from ddp_runner.sweep_rules import check_sweep
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.sweep.validate import check_sweep
 
 # Seed 18 of the sampler tries 0.1 and 0.01, both with seed 1, then 1e30, which diverges, and 0.1
 # with seed 1 once more.

@@ -7,9 +7,9 @@ import torch
 from ranks import run_ranks
 from trainees import TOY, Trace, build, compose_config, run_loop
 
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
-from ddp_runner.pace import Pace, part_figures
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.step_timer import Pace, part_figures
 
 NAP_S = 0.1
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}

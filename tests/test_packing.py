@@ -29,12 +29,12 @@ from slowed import TOY as SLOWED_TOY
 from slowed import brake
 from test_sweep_ledger import statuses, the_sweep
 
-from ddp_runner import hardware
-from ddp_runner.compose import register, to_config
+from ddp_runner.cli.resolvers import register, to_config
 from ddp_runner.errors import UserError
-from ddp_runner.hardware import Hardware, core_shares, gpu_shares
-from ddp_runner.interrupts import ONE_REQUEST_S
-from ddp_runner.sweep_rules import check_sweep
+from ddp_runner.host import hardware
+from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
+from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.sweep.validate import check_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
 POLL_S = 0.2  # asked more often, the tests would take the cores for themselves

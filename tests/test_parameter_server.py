@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from trainees import TOY, build, compose_config, take_steps
 
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism.messages import copy_parts, packed
-from ddp_runner.parallelism.ps import ParameterServer
-from ddp_runner.parallelism.server import Server
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.parameter_server.messages import copy_parts, packed
+from ddp_runner.parallelism.parameter_server.mode import ParameterServer
+from ddp_runner.parallelism.parameter_server.server import Server
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.

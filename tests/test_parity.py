@@ -25,11 +25,11 @@ from trainees import (
     take_steps,
 )
 
-from ddp_runner.compose import CONFIG_DIR
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
+from ddp_runner.cli.resolvers import CONFIG_DIR
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import DDP
-from ddp_runner.step import forward
+from ddp_runner.train.step import forward
 
 MODES = {
     path.stem: DictConfig(OmegaConf.load(path))

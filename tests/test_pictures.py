@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ddp_runner.pictures import MARGIN, MOST_CLASSES, confusion_picture
+from ddp_runner.tracking.confusion import MARGIN, MOST_CLASSES, confusion_picture
 
 
 def corner(picture: np.ndarray, row: int, column: int, num_classes: int) -> list[int]:

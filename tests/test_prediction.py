@@ -12,11 +12,11 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.comparison.analysis import Comparison, compare
-from ddp_runner.comparison.prediction import num_buckets
-from ddp_runner.comparison.runs import read_runs
-from ddp_runner.comparison.tables import as_text
-from ddp_runner.environment import DistEnv
+from ddp_runner.compare.analysis import Comparison, compare
+from ddp_runner.compare.prediction import num_buckets
+from ddp_runner.compare.render.tables import as_text
+from ddp_runner.compare.runs import read_runs
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import replicate
 
 GRADIENTS = {"gradient_bytes": 4 * 2**20}

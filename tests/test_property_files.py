@@ -22,25 +22,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import check_sentence, damaged, examples, faulty
 
-from ddp_runner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from ddp_runner.comparison.analysis import compare
-from ddp_runner.comparison.runs import read_runs
-from ddp_runner.comparison.tables import FORMATS
-from ddp_runner.compose import to_config
-from ddp_runner.config import Config
-from ddp_runner.data.csv_rows import read_rows
-from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
-from ddp_runner.data.prepared import NOTE, load_dataset
+from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
+from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
+from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.resolvers import to_config
+from ddp_runner.cli.resume import resumed_command, with_resumed
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.render.tables import FORMATS
+from ddp_runner.compare.runs import read_runs
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config
+from ddp_runner.data.cache import NOTE, load_dataset
+from ddp_runner.data.sources.csv_rows import read_rows
+from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
 from ddp_runner.errors import UserError
-from ddp_runner.explain import user_error
-from ddp_runner.folders import freeze_config
-from ddp_runner.identity import find_unfinished_run
-from ddp_runner.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
-from ddp_runner.manifest import MANIFEST, STATE, read_manifest
-from ddp_runner.record import read_run_record, write_run_record
-from ddp_runner.resuming import resumed_command, with_resumed
-from ddp_runner.rules import resolve
-from ddp_runner.sweep import sweep_table
+from ddp_runner.sweep.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
+from ddp_runner.sweep.table import sweep_table
+from ddp_runner.tracking.launch_marks import find_unfinished_run
+from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 
 @contextmanager

@@ -30,19 +30,19 @@ from omegaconf import OmegaConf
 from properties import check_sentence, examples
 
 import ddp_runner.__main__
-import ddp_runner.compose
-import ddp_runner.execution
-import ddp_runner.multirun
-from ddp_runner.compose import CONFIG_DIR, register, to_config
-from ddp_runner.config import Config, leaves
-from ddp_runner.explain import user_error
-from ddp_runner.hardware import Hardware
+import ddp_runner.cli.resolvers
+import ddp_runner.launch.execute
+import ddp_runner.sweep.multirun
+from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.known_keys import _keys
+from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config, leaves
+from ddp_runner.data.tokenizer_files import check_text_files
+from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
-from ddp_runner.known_keys import _keys
-from ddp_runner.rules import resolve
-from ddp_runner.slots import Batch
-from ddp_runner.sweep import run_jobs
-from ddp_runner.text_files import check_text_files
+from ddp_runner.sweep.jobs import run_jobs
+from ddp_runner.sweep.slots import Batch
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
 EXIT_CODES = (0, 2)
@@ -237,16 +237,16 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
                 ledger=batch.ledger,
                 settings=batch.settings,
                 known_failures=batch.known_failures,
-                execute=ddp_runner.execution.execute,
+                execute=ddp_runner.launch.execute.execute,
             )
 
-    for module in (ddp_runner.__main__, ddp_runner.multirun):
+    for module in (ddp_runner.__main__, ddp_runner.sweep.multirun):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda: LAPTOP)
-    monkeypatch.setattr(ddp_runner.compose, "detect", lambda: LAPTOP)
-    monkeypatch.setattr(ddp_runner.multirun, "Slots", InTurn)
+    monkeypatch.setattr(ddp_runner.cli.resolvers, "detect", lambda: LAPTOP)
+    monkeypatch.setattr(ddp_runner.sweep.multirun, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.__main__, "launch", launched)
-    monkeypatch.setattr(ddp_runner.execution, "launch", launched)
+    monkeypatch.setattr(ddp_runner.launch.execute, "launch", launched)
     monkeypatch.setattr(ddp_runner.__main__, "git_revision", lambda: None)
 
 

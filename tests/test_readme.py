@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from commands import CONFIG_DIR, resolved
 
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
-from ddp_runner.folders import freeze_config
-from ddp_runner.hardware import Hardware
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.tracking.run_dir import freeze_config
 
 ROOT = Path(__file__).resolve().parent.parent
 BIG = Hardware(num_gpus=8, num_cores=64)  # has what any of the commands asks for

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch.numa import binding as numa
 
-from ddp_runner.rendezvous import numa_bound
+from ddp_runner.launch.elastic import numa_bound
 
 OPTIONS = numa.NumaOptions(affinity_mode=numa.AffinityMode.NODE)
 

@@ -8,16 +8,16 @@ import pytest
 import yaml
 from commands import LAPTOP, compose_raw, record, refusal, resolved, run_command, steps
 
-from ddp_runner.compose import CONFIG_DIR, register, to_config
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
+from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
+from ddp_runner.cli.resume import chosen_keys, resumed_command, with_resumed
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.folders import freeze_config
 from ddp_runner.job import Job
-from ddp_runner.record import write_run_record
-from ddp_runner.resuming import chosen_keys, resumed_command, with_resumed
-from ddp_runner.rules import resolve
-from ddp_runner.session import _init_method
+from ddp_runner.rank.session import _init_method
+from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_record import write_run_record
 
 CHOICES = {"model": "toy", "dataset": "random", "optimizer": "adam", "scheduler": "cosine"}
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from commands import refusal, resolved
 
-from ddp_runner import losses
-from ddp_runner.environment import DistEnv
-from ddp_runner.folders import freeze_config
-from ddp_runner.hardware import Hardware
-from ddp_runner.target_rules import OWN, TORCH
+from ddp_runner.config.allowed_targets import OWN, TORCH
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.train import losses
 
 PARTS = f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}"
 LOSSES = " or ".join(
-    f"ddp_runner.losses.{name}"
+    f"ddp_runner.train.losses.{name}"
     for name, value in sorted(vars(losses).items())
     if inspect.isfunction(value) and value.__module__ == losses.__name__ and name[0] != "_"
 )
@@ -161,10 +161,10 @@ REFUSED = [
     ("model.loss=mine.loss",
      f"model.loss (mine.loss) is not a loss function that a config may name; write {LOSSES}; if it "
      "is your own, add allowed_targets=[mine]"),
-    ("model.loss=mse", "model.loss (mse) is not a dotted name; write ddp_runner.losses.mse"),
+    ("model.loss=mse", "model.loss (mse) is not a dotted name; write ddp_runner.train.losses.mse"),
     ("model.loss=torch.nn.CrossEntropyLoss",
      "model.loss (torch.nn.CrossEntropyLoss) is not a loss function that a config may name; write "
-     "ddp_runner.losses.cross_entropy"),
+     "ddp_runner.train.losses.cross_entropy"),
     ("model.loss=torch.nn.functional.nope",
      "model.loss (torch.nn.functional.nope) is not a loss function that a config may name; write "
      f"{LOSSES}"),

@@ -28,7 +28,7 @@ from commands import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_reviews
 
-from ddp_runner.folders import claim, resume_argument
+from ddp_runner.tracking.run_dir import claim, resume_argument
 
 FIELDS = (
     *("status", "config_hash", "git_revision", "versions", "world_size", "parallelism"),

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 from trainees import TOY, Trace, build, compose_config, run_loop
 
-from ddp_runner.build import build_schedule
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.train.build import build_schedule
 
 NUM_STEPS = 12
 TORCHS = "scheduler._target_=torch.optim.lr_scheduler."

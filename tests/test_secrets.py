@@ -12,16 +12,16 @@ from commands import LAPTOP, compose_raw, record, resolved
 from omegaconf import OmegaConf
 from ranks import run_ranks
 
-from ddp_runner.compose import register, to_config
-from ddp_runner.data.random import RandomRegression
-from ddp_runner.environment import DistEnv
+from ddp_runner.cli.resolvers import register, to_config
+from ddp_runner.cli.resume import chosen_keys, with_resumed
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.secrets import find_secrets
+from ddp_runner.data.sources.random import RandomRegression
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.folders import freeze_config
 from ddp_runner.job import Job
-from ddp_runner.record import versions
-from ddp_runner.resuming import chosen_keys, with_resumed
-from ddp_runner.rules import resolve
-from ddp_runner.secret_values import find_secrets
+from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_record import versions
 from ddp_runner.worker import run
 
 SECRET = "hunter2-of-mine"

@@ -25,23 +25,23 @@ from commands import (
 from ranks import run_ranks
 from test_launch import LONG, is_training
 
-from ddp_runner import stop
-from ddp_runner.environment import DistEnv
-from ddp_runner.interrupts import Interrupts, mark_ended
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.signals import STOP_SIGNALS
 from ddp_runner.job import STOP
-from ddp_runner.record import write_run_record
-from ddp_runner.signals import STOP_SIGNALS
-from ddp_runner.stop import StopRequest
+from ddp_runner.launch.signals import Interrupts, mark_ended
+from ddp_runner.rank import stop
+from ddp_runner.rank.stop import StopRequest
+from ddp_runner.tracking.run_record import write_run_record
 
 # A launcher without torch, in the middle of something: it has asked for the lock of run.json.
 LAUNCHER = """
 import fcntl, os, signal, subprocess, sys, time
 from pathlib import Path
-from ddp_runner import interrupts as module
-from ddp_runner.interrupts import Interrupts
+from ddp_runner.launch import signals as module
+from ddp_runner.launch.signals import Interrupts
 from ddp_runner.job import STOP
-from ddp_runner.record import write_run_record
-from ddp_runner.saving import SAVING
+from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.rank.saving import SAVING
 
 run, folder = Path("run"), Path("scratch")
 write_run_record(run, status="running")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ddp_runner.staging import Stager
+from ddp_runner.checkpoint.staging import Stager
 
 
 def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:

@@ -27,15 +27,15 @@ from trainees import (
     run_loop,
 )
 
-from ddp_runner.checkpoint import load_checkpoint, save_checkpoint
-from ddp_runner.config import Config
-from ddp_runner.data.source import Split
-from ddp_runner.environment import DistEnv
+from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
+from ddp_runner.config.schema import Config
+from ddp_runner.data.dataset import Split
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.serving import take_part
-from ddp_runner.state import restore, snapshot
-from ddp_runner.step import Trainee
-from ddp_runner.train import Position
+from ddp_runner.train.loop import Position
+from ddp_runner.train.roles import take_part
+from ddp_runner.train.snapshot import restore, snapshot
+from ddp_runner.train.step import Trainee
 
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 MID_EPOCH, EPOCH_END = STEPS_PER_EPOCH + 2, STEPS_PER_EPOCH

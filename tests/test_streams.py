@@ -10,12 +10,12 @@ import pytest
 from commands import RUNNER, TIME_LIMIT_S
 from terminals import terminal
 
-from ddp_runner.environment import DistEnv
-from ddp_runner.logs import RankLog
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.rank.rank_log import RankLog
 
 CHATTY = """
 import os, sys
-from ddp_runner.streams import keep_streams
+from ddp_runner.host.streams import keep_streams
 told = []
 keep_streams(told.append)
 with open("first", "w") as file:  # must not take the place of a closed descriptor
@@ -56,7 +56,7 @@ def test_what_a_killed_process_has_printed_is_shown(tmp_path: Path) -> None:
     """Into a file or a pipe, too, where Python would write it later: it may tell why."""
     (tmp_path / "killed.py").write_text(
         "import os, signal\n"
-        "from ddp_runner.streams import keep_streams\n"
+        "from ddp_runner.host.streams import keep_streams\n"
         "keep_streams()\n"
         "print('last words')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from commands import resolved
 
-from ddp_runner import sweep
-from ddp_runner.config import SweepSettings
+from ddp_runner.config.schema import SweepSettings
 from ddp_runner.errors import UserError
-from ddp_runner.folders import locked
 from ddp_runner.job import Job, Outcome
-from ddp_runner.ledger import LEDGER, Ledger
-from ddp_runner.multirun import _freeze
-from ddp_runner.record import read_run_record
-from ddp_runner.sweep import run_jobs, sweep_table
+from ddp_runner.sweep import __main__ as sweep
+from ddp_runner.sweep.jobs import run_jobs
+from ddp_runner.sweep.ledger import LEDGER, Ledger
+from ddp_runner.sweep.multirun import _freeze
+from ddp_runner.sweep.table import sweep_table
+from ddp_runner.tracking.run_dir import locked
+from ddp_runner.tracking.run_record import read_run_record
 
 
 @pytest.fixture

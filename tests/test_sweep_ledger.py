@@ -24,13 +24,14 @@ from commands import (
     write_experiment,
 )
 
-from ddp_runner.comparison.analysis import compare
-from ddp_runner.comparison.runs import read_runs
-from ddp_runner.config import SweepSettings
-from ddp_runner.folders import locked
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.runs import read_runs
+from ddp_runner.config.schema import SweepSettings
 from ddp_runner.job import Job, Outcome
-from ddp_runner.ledger import LEDGER, REFUSED, Entry, Ledger, unfinished_sweep
-from ddp_runner.sweep import recorded, run_jobs, sweep_table
+from ddp_runner.sweep.jobs import recorded, run_jobs
+from ddp_runner.sweep.ledger import LEDGER, REFUSED, Entry, Ledger, unfinished_sweep
+from ddp_runner.sweep.table import sweep_table
+from ddp_runner.tracking.run_dir import locked
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
 
@@ -146,7 +147,7 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
         ledger.note(folder.name, status="done")
         yield
 
-    monkeypatch.setattr("ddp_runner.sweep.locked", locked_late)
+    monkeypatch.setattr("ddp_runner.sweep.jobs.locked", locked_late)
     outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=pytest.fail)
     assert [one.status for one in outcomes] == ["completed"] * 3
 

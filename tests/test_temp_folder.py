@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.temp_folder import NOT_YET, OWNER, _made, clear_abandoned, temp_folder
+from ddp_runner.host.temp_folder import NOT_YET, OWNER, _made, clear_abandoned, temp_folder
 
 LAUNCHER = """
 import sys, tempfile, time
-from ddp_runner.temp_folder import temp_folder
+from ddp_runner.host.temp_folder import temp_folder
 folder = temp_folder()
 open(tempfile.mkdtemp(prefix="pymp-", dir=folder) + "/listener", "w").close()
 print(folder, flush=True)

@@ -11,14 +11,14 @@ from ranks import run_ranks
 from texts import BAD, GOOD, csv_text, load, refused, write_reviews
 
 from ddp_runner.data.batches import GlobalBatches
-from ddp_runner.data.prepared import load_dataset
-from ddp_runner.data.source import Dataset
-from ddp_runner.data.vocabulary import SPECIAL_TOKENS, build_tokenizer, encode, load_tokenizer
-from ddp_runner.environment import DistEnv
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.tokenizer import SPECIAL_TOKENS, build_tokenizer, encode, load_tokenizer
+from ddp_runner.data.tokenizer_files import token_ids
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.bert import Bert
-from ddp_runner.report import keep_files
-from ddp_runner.text_files import token_ids
+from ddp_runner.tracking.run_logger import keep_files
 
 CORPUS = ["The hotel is good", "the room is BAD, bad", "酒店很好", "好好好"] * 3
 SMALL = {"num_classes": 2, "vocab_size": 50, "max_length": 32, "width": 16, "feedforward": 32}

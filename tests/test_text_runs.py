@@ -19,11 +19,11 @@ from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_reviews, write_rows
 
-from ddp_runner.build import MODEL_KEYS
-from ddp_runner.data.prepared import load_dataset
+from ddp_runner.config.instantiate import make
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.tokenizer_files import check_text_files
 from ddp_runner.errors import UserError
-from ddp_runner.parts import make
-from ddp_runner.text_files import check_text_files
+from ddp_runner.train.build import MODEL_KEYS
 
 SMALL = (
     *("model=bert", "model.num_layers=1", "model.width=32", "model.feedforward=64"),

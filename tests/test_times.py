@@ -12,13 +12,13 @@ from commands import record
 from ranks import run_ranks
 from trainees import TOY, compose_config
 
-from ddp_runner.comparison.analysis import compare
-from ddp_runner.comparison.runs import read_runs
-from ddp_runner.config import Config
-from ddp_runner.environment import DistEnv
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.runs import read_runs
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.record import versions, write_run_record
-from ddp_runner.times import begin_anew, begin_session, end_session, note_startup
+from ddp_runner.tracking.run_record import versions, write_run_record
+from ddp_runner.tracking.times import begin_anew, begin_session, end_session, note_startup
 from ddp_runner.worker import run
 
 AN_HOUR_AGO = time.time() - 3600

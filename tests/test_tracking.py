@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from terminals import terminal
 from torch.utils.tensorboard import FileWriter
 
-from ddp_runner import record
 from ddp_runner.errors import UserError
-from ddp_runner.record import git_revision, read_run_record, versions, write_run_record
-from ddp_runner.tracking import METRICS_FILE, NullProgress, NullTracker, Progress, Tracker
+from ddp_runner.tracking import run_record as record
+from ddp_runner.tracking.run_record import git_revision, read_run_record, versions, write_run_record
+from ddp_runner.tracking.tracker import METRICS_FILE, NullProgress, NullTracker, Progress, Tracker
 
 CONFIG = "model:\n  name: convnet\n"
 
@@ -316,5 +316,8 @@ def test_versions_name_each_package() -> None:
 
 def test_the_record_needs_no_torch() -> None:
     """The launcher reads and writes run.json before torch is imported."""
-    code = "import sys, ddp_runner.record as r; r.versions(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, ddp_runner.tracking.run_record as r; r.versions();"
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

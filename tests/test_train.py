@@ -25,14 +25,14 @@ from trainees import (
     take_steps,
 )
 
-from ddp_runner.config import Config
-from ddp_runner.data.source import Split
-from ddp_runner.environment import DistEnv
+from ddp_runner.config.schema import Config
+from ddp_runner.data.dataset import Split
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.record import versions
-from ddp_runner.schedules import cosine
-from ddp_runner.step import forward, train_step
-from ddp_runner.train import evaluate
+from ddp_runner.tracking.run_record import versions
+from ddp_runner.train.loop import evaluate
+from ddp_runner.train.schedules import cosine
+from ddp_runner.train.step import forward, train_step
 from ddp_runner.worker import run
 
 EACH_STEP = "train.log_every_steps=1"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from commands import refusal, resolved
 
+from ddp_runner.config.instantiate import make
 from ddp_runner.errors import UserError
-from ddp_runner.models.vision import classifier
-from ddp_runner.parts import make
+from ddp_runner.models.torchvision_models import classifier
 
 # architecture, its keys, the side of an image in pixels: one of each family
 FAMILIES = [

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from commands import CONFIG_DIR
 
-from ddp_runner.data.source import Dataset
+from ddp_runner.config.instantiate import make
+from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
-from ddp_runner.parts import make
 
 HEADER = ("label", "review")
 LETTERS = "的一是不了在人有我他这中大来上个国到说们"

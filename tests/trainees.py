@@ -9,21 +9,21 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
-from ddp_runner.build import build_trainee
-from ddp_runner.checkpoint import save_checkpoint
-from ddp_runner.compose import CONFIG_DIR, register, to_config
-from ddp_runner.config import Config
-from ddp_runner.data.prepared import load_dataset
-from ddp_runner.data.source import Dataset, Split
-from ddp_runner.environment import DistEnv
-from ddp_runner.hardware import Hardware
-from ddp_runner.parts import make
-from ddp_runner.resuming import chosen_keys
-from ddp_runner.rules import resolve
-from ddp_runner.serving import take_part
-from ddp_runner.state import restore, snapshot
-from ddp_runner.step import Trainee, global_loss, train_step
-from ddp_runner.train import Control, Position, train
+from ddp_runner.checkpoint.store import save_checkpoint
+from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
+from ddp_runner.cli.resume import chosen_keys
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.dataset import Dataset, Split
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.train.build import build_trainee
+from ddp_runner.train.loop import Control, Position, train
+from ddp_runner.train.roles import take_part
+from ddp_runner.train.snapshot import restore, snapshot
+from ddp_runner.train.step import Trainee, global_loss, train_step
 
 MACHINE = Hardware(num_gpus=0, num_cores=4)  # the same on every machine that runs the tests
 # 27 samples: with 8 a step an epoch has three whole batches and one of three samples.

@@ -31,7 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 MODULES = ("ddp_runner", "ddp_runner.compare")  # what can be started so, as `python -m MODULE`
-PRELOAD = ("ddp_runner.preload", "ddp_runner.__main__", "ddp_runner.compare", "warm")
+PRELOAD = ("ddp_runner.launch.preload", "ddp_runner.cli.app", "ddp_runner.compare.__main__", "warm")
 TESTS = str(Path(__file__).parent)
 FIRST_FREE = 200  # descriptors from here on are nobody's
 MESSAGE_BYTES = 1 << 20
@@ -160,7 +160,7 @@ def _forget_the_server() -> None:
     forkserver._forkserver.__init__()
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
     tempfile.tempdir = None  # TMPDIR is asked anew
-    sys.modules.pop("ddp_runner.preload", None)  # what it does is done when it is imported
+    sys.modules.pop("ddp_runner.launch.preload", None)  # what it does is done when it is imported
     for name in ("__mp_main__", "pytest", "_pytest"):
         sys.modules.pop(name, None)
     sys.path[:] = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import Split
+from ddp_runner.data.dataset import Split
 from ddp_runner.seeds import derive
 
 # Of the order of samples: a run stopped amid an epoch of another order cannot finish the epoch.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ddp_runner.data.source import Dataset
+from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
 
 METHODS = ("fingerprint", "build", "dataset")
@@ -23,7 +23,7 @@ def check_source(source: object) -> None:
         kind = f"{type(source).__module__}.{type(source).__qualname__}"
         raise UserError(
             f"dataset._target_ ({kind}) is no source of data: it has no {', '.join(missing)}; "
-            "write a class with the methods of ddp_runner.data.source.Source, whose build returns "
+            "write a class with the methods of ddp_runner.data.dataset.Source, whose build returns "
             "all samples as tensors"
         )
 
@@ -61,7 +61,7 @@ def check_dataset(name: str, dataset: object) -> None:
     if not isinstance(dataset, Dataset):
         raise UserError(
             f"dataset={name} made a {type(dataset).__name__} of its tensors; its method dataset "
-            "must return a ddp_runner.data.source.Dataset"
+            "must return a ddp_runner.data.dataset.Dataset"
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
         for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):

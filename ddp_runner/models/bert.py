@@ -49,8 +49,8 @@ class Bert(nn.Module):
         pretrained: str | None = None,
         tokenizer: str | None = None,
     ) -> None:
+        from ddp_runner.data.tokenizer_files import padding_id, token_ids
         from ddp_runner.errors import UserError
-        from ddp_runner.text_files import padding_id, token_ids
 
         super().__init__()
         transformers = _transformers()
@@ -106,8 +106,8 @@ class Bert(nn.Module):
 
 def _transformers() -> Any:
     """Return the library, which takes seconds to import, and which not every user has."""
+    from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA
     from ddp_runner.errors import UserError
-    from ddp_runner.text_files import NEEDS_TEXT_EXTRA
 
     try:
         return import_module("transformers")

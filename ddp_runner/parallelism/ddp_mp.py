@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import Role, alike, count_devices, rank_devices
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import replicate
+from ddp_runner.parallelism.mode import Role, alike, count_devices, rank_devices
 
 
 @dataclass(frozen=True)

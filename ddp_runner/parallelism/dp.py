@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.environment import DistEnv
-from ddp_runner.parallelism import Role, alike, rank_devices
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.mode import Role, alike, rank_devices
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from faults.injection import flip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ddp_runner.checkpoint import load_checkpoint, save_checkpoint
-from ddp_runner.manifest import read_manifest
+from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from kill_campaign import MODES, WrongError, campaign, check_equal, check_what_is_left, undisturbed

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from test_launch import LONG, is_training
 from test_signals import MOTHER
 
-from ddp_runner.children import adopt_orphans, children, end_adopted
-from ddp_runner.environment import DistEnv
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.children import adopt_orphans, children, end_adopted
 
 
 def test_the_children_of_ranks_end_with_a_run_that_completes(tmp_path: Path) -> None:

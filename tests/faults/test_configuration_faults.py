@@ -307,7 +307,7 @@ def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
 
 def same_second() -> None:
     """Stop the clock that names run folders."""
-    from ddp_runner import folders
+    from ddp_runner.tracking import run_dir as folders
 
     folders.timestamp = lambda: "2026-01-01_00-00-00"
 
@@ -342,14 +342,14 @@ def free_port() -> int:
 
 def revision_by_rank() -> None:
     """Let the code of this rank be of a commit of its own."""
-    from ddp_runner import record
+    from ddp_runner.tracking import run_record as record
 
     record.git_revision = lambda: f"commit-{os.environ['RANK']}"
 
 
 def torch_by_rank() -> None:
     """Let this rank have a torch of its own."""
-    from ddp_runner import record
+    from ddp_runner.tracking import run_record as record
 
     record.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
 

@@ -17,8 +17,8 @@ from real_data import real
 from test_data import idx_folder
 from texts import HEADER, write_reviews, write_rows
 
-from ddp_runner.data.mnist import IMAGES_MAGIC, LABELS_MAGIC, PUBLISHED
-from ddp_runner.data.prepared import FORMAT_VERSION
+from ddp_runner.data.cache import FORMAT_VERSION
+from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, PUBLISHED
 
 IMAGES = ("model=mnist_net", "train.num_threads=1", "train.max_steps=1", "batch.global_size=2")
 IDX = (*IMAGES, "dataset=mnist", "dataset.name=tiny", "data_root=data", "world_size=2")
@@ -235,7 +235,7 @@ def test_a_damaged_or_old_cache_is_rebuilt_and_that_is_said(tmp_path: Path) -> N
 
 def slow_build() -> None:
     """Let the preparation of made-up pictures last until another command asks for them, too."""
-    from ddp_runner.data.fake_images import FakeImages
+    from ddp_runner.data.sources.fake_images import FakeImages
 
     build = FakeImages.build
 

@@ -59,8 +59,8 @@ from faults.trainings import (
 from test_restarts import LONG as EQUAL
 from test_restarts import assert_went_on, place
 
-from ddp_runner.hardware import own_groups
-from ddp_runner.interrupts import ONE_REQUEST_S
+from ddp_runner.host.hardware import own_groups
+from ddp_runner.launch.signals import ONE_REQUEST_S
 
 MIDDLE = 11  # a step in the midst of the training, and of an epoch
 PATIENCE = 6  # how much longer than promised an end may take on a busy machine

@@ -19,8 +19,8 @@ from commands import (
 from faults.injection import Fault, prepared
 from safetensors.torch import load_file
 
-from ddp_runner.checkpoint import newest_first
-from ddp_runner.manifest import verify
+from ddp_runner.checkpoint.manifest import verify
+from ddp_runner.checkpoint.store import newest_first
 
 NUM_STEPS = 18
 RUN = "run"

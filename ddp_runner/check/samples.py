@@ -1,0 +1,77 @@
+"""Whether the data are split over ranks without loss or overlap; called by ``check``.
+
+Collective: every rank must call each check, and gets the same finding.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_runner.check.compare_ranks import Finding, differences, told
+from ddp_runner.data.batches import eval_batches
+from ddp_runner.data.dataset import Split
+from ddp_runner.train.step import Trainee
+
+MOST_BYTES = 16 * 2**20  # of a split that are compared over ranks
+
+
+def same_data(trainee: Trainee) -> Finding:
+    """Compare the samples that the ranks hold, or evenly spaced ones of many."""
+    tensors = dict[str, Tensor | None]()
+    for name, split in (("train", trainee.batches.split), ("eval", trainee.dataset.eval)):
+        every = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
+        tensors |= {f"{name} inputs": split.inputs[::every], f"{name} targets": split.targets}
+    found = differences(tensors)
+    sizes = f"{len(trainee.batches.split)} train and {len(trainee.dataset.eval)} eval samples"
+    return Finding("all ranks hold the same data", not found, told(found) or sizes)
+
+
+def train_samples(trainee: Trainee) -> Finding:
+    """Count how often an epoch's micro-batches hold each training sample, over all ranks."""
+    batches = replace(trainee.batches, split=_numbered(trainee.batches.split))
+    counts = torch.zeros(len(batches.split), dtype=torch.float64)
+    most = 0
+    for step in batches.epoch(0):
+        most = max(most, len(step.micro_batches))
+        for piece in step.micro_batches:
+            weights = torch.full((len(piece.targets),), piece.weight, dtype=counts.dtype)
+            counts.index_add_(0, piece.targets, weights)
+    how = f"in {batches.steps_per_epoch} steps x {batches.num_shares} ranks x {most} micro-batches"
+    return _tally("each training sample is used once an epoch", counts, how)
+
+
+def eval_samples(trainee: Trainee) -> Finding:
+    """Count how often an evaluation's batches hold each sample, over all ranks."""
+    numbered = _numbered(trainee.dataset.eval)
+    counts = torch.zeros(len(numbered), dtype=torch.int64)
+    for batch in eval_batches(
+        numbered,
+        batch_size=trainee.eval_batch_size,
+        rank=trainee.env.rank,
+        world_size=trainee.env.world_size,
+    ):
+        counts.index_add_(0, batch.targets, torch.ones_like(batch.targets))
+    how = f"in batches of up to {trainee.eval_batch_size} on {trainee.env.world_size} ranks"
+    return _tally("each evaluation sample counts once", counts, how)
+
+
+def _numbered(split: Split) -> Split:
+    """Return a split of as many samples, each of which is its own number."""
+    numbers = torch.arange(len(split))
+    return Split(numbers, numbers)
+
+
+def _tally(name: str, counts: Tensor, how: str) -> Finding:
+    dist.all_reduce(counts)
+    missed, repeated = (counts == 0).nonzero().flatten(), (counts > 1).nonzero().flatten()
+    faults = [
+        f"{len(found)} are {what} (the first is sample {int(found[0])})"
+        for found, what in ((missed, "in no batch"), (repeated, "in several"))
+        if len(found)
+    ]
+    if faults:
+        return Finding(name, False, f"of {len(counts)} samples {' and '.join(faults)}, {how}")
+    return Finding(name, True, f"{len(counts)} {how}")

@@ -1,0 +1,126 @@
+"""``task=check``: asserts on the user's own model and data what data parallelism guarantees.
+
+Called by ``worker``. How it is checked is in ``check_samples``, ``check_gradients`` and
+``check_state``.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from ddp_runner.check.compare_ranks import Finding
+from ddp_runner.check.gradients import (
+    equal_gradients,
+    mean_gradients,
+    own_gradients,
+    synced_gradients,
+    waiting,
+)
+from ddp_runner.check.samples import eval_samples, same_data, train_samples
+from ddp_runner.check.state import equal_buffers, equal_outputs, equal_parameters, equal_start
+from ddp_runner.checkpoint.weights import starting_weights
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import Config
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import UserError
+from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.times import begin_anew, end_session
+from ddp_runner.train.build import build_trainee
+from ddp_runner.train.first_batch import try_first_batch
+from ddp_runner.train.step import Trainee
+
+
+def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
+    """Check everything and report it; return completed or preempted. Collective: every rank.
+
+    Raises:
+        UserError: a check failed; on every rank, after the report.
+    """
+    config, env, say = session.config, session.env, session.say
+    note_restart(session, step=0)
+    if env.is_rank_zero:
+        begin_anew(session.run_dir)
+    trainee = _build(session)
+    for warning in session.job.warnings:
+        say(f"warning: {warning}")
+    say(
+        f"model={config.model.get('name')} dataset={config.dataset.get('name')} "
+        f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "
+        f"{trainee.devices[0].type}, run {session.run_dir}"
+    )
+    status, findings = "completed", list[Finding]()
+    for finding in findings_of(trainee, config, env):
+        findings.append(finding)
+        say(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
+        if any(gather_objects(stop_requested())):
+            status = "preempted"
+            break
+    failed = [finding for finding in findings if not finding.ok]
+    if env.is_rank_zero:
+        checks = [asdict(finding) for finding in findings]
+        write_run_record(session.run_dir, checks=checks)
+    if failed:
+        raise UserError(
+            f"task=check ({len(failed)} of {len(findings)} failed): {failed[0].name}: "
+            f"{failed[0].detail}; mend what is named, then check again"
+        )
+    wall_s = time.time() - session.job.started_at
+    say(f"{status} in {wall_s:.1f} s, {len(findings)} checks ok")
+    if env.is_rank_zero:
+        end_session(session.run_dir, status=status)
+    return status
+
+
+def findings_of(trainee: Trainee, config: Config, env: DistEnv) -> Iterator[Finding]:
+    """Yield what each check finds, in an order in which a fault is named by what it breaks first.
+
+    Collective: every rank must call, and exhaust it.
+
+    Raises:
+        UserError: model, loss and data do not fit together.
+    """
+    yield train_samples(trainee)
+    yield eval_samples(trainee)
+    trials = gather_objects(try_first_batch(trainee, config))
+    trial = next((one for one in trials if one.kind != "sum"), trials[0])
+    yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
+    if env.world_size == 1:
+        yield Finding("what ranks have in common", True, "nothing to compare: one rank")
+        return
+    yield same_data(trainee)
+    yield equal_start(trainee)
+    batch = next(trainee.batches.epoch(0))
+    own = own_gradients(trainee, batch)
+    synced = synced_gradients(trainee, batch)
+    of_gradients = equal_gradients(synced), mean_gradients(trainee, own, synced)
+    yield from of_gradients
+    if not all(finding.ok for finding in of_gradients):
+        return  # DDP refuses to go on after a backward that it could not finish
+    del own, synced
+    yield waiting(trainee, batch, num_nodes=env.num_nodes)
+    yield equal_parameters(trainee)
+    yield equal_buffers(trainee, config)
+    yield equal_outputs(trainee)
+
+
+def _build(session: Session) -> Trainee:
+    config, env, run_dir, say = session.config, session.env, session.run_dir, session.say
+    if config.train.compile:
+        say("train.compile=true is left out: its random numbers are not the bare model's")
+        config = replace(config, train=replace(config.train, compile=False))
+    source = make("dataset", config.dataset, allowed=config.allowed_targets)
+    dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
+    weights = None
+    if env.is_rank_zero:
+        weights = starting_weights(config, run_dir / "checkpoints", say=say)
+    trainee = build_trainee(
+        config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
+    )
+    # A scaled loss may overflow at first; what is checked does not depend on its scale.
+    return replace(trainee, scaler=torch.amp.GradScaler("cuda", enabled=False))

@@ -1,0 +1,260 @@
+"""Saves the state of a run so that no kill can lose it, and loads only what is whole.
+
+A checkpoint is a folder, ``checkpoints/step-00000600``, with ``state.pt`` and ``manifest.json``
+(step, metrics, size and SHA-256 of the state). It is written under a temporary name and appears by
+a rename, so a folder with a checkpoint's name was once whole; the checksum tells whether it still
+is. train.py calls this module: rank 0 saves, every rank loads.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_runner.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    manifest_text,
+    measure,
+    read_manifest,
+    verify,
+)
+from ddp_runner.checkpoint.plain_data import load_plain_data, refuse_sharded
+from ddp_runner.errors import UserError
+from ddp_runner.tracking.run_record import json_safe, replace_file
+
+TEMP_PREFIX = ".tmp-"
+REPLACED_SUFFIX = ".replaced"
+
+
+def save_checkpoint(
+    folder: Path,
+    state: dict[str, Any],
+    *,
+    step: int,
+    metrics: Mapping[str, float],
+    keep: int,
+    monitor: str | None,
+    mode: str,
+    say: Callable[[str], None],
+) -> Path:
+    """Saves the state as this step's checkpoint, then deletes those no longer kept. Rank 0 only.
+
+    Args:
+        folder: The run's checkpoints folder.
+        state: Tensors, numbers, strings, and lists and dicts of them.
+        step: Optimizer steps taken.
+        metrics: The values that `monitor` chooses from.
+        keep: How many of the newest checkpoints stay (at least 1); the best one stays besides.
+        monitor: The metric that tells which one is best, or None.
+        mode: ``max`` or ``min``: which value of `monitor` is best.
+        say: Takes a sentence for the user where an old checkpoint cannot be deleted.
+
+    Returns:
+        The new checkpoint's folder.
+
+    Raises:
+        UserError: It could not be written, and the checkpoints before it are untouched; or it
+            holds a rank's part of a tensor.
+        TypeError: The state holds an object that a weights-only load would refuse.
+    """
+    assert keep >= 1
+    refuse_sharded(state)
+    final = folder / f"step-{step:08d}"
+    temp = folder / (TEMP_PREFIX + final.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(folder, say=say)
+        temp.mkdir(exist_ok=True)
+        _write_files(temp, state, step=step, metrics=metrics)
+        replaced = _put_in_place(temp, final)
+    except OSError as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise UserError(
+            f"checkpoint {final} could not be saved ({error.strerror or error}); free space or "
+            "make the folder writable, then resume: the checkpoints before it are intact"
+        ) from error
+    if replaced:
+        _delete(replaced, say=say)
+    retain(folder, step=step, keep=keep, monitor=monitor, mode=mode, say=say)
+    return final
+
+
+def retain(
+    folder: Path,
+    *,
+    step: int,
+    keep: int,
+    monitor: str | None,
+    mode: str,
+    say: Callable[[str], None],
+) -> None:
+    """Deletes the checkpoints up to `step` that are no longer kept, and what killed saves left.
+
+    Rank 0 only, after a save and after a resume; the arguments are those of `save_checkpoint`.
+    """
+    for path in folder.glob(TEMP_PREFIX + "*"):
+        _delete(path, say=say)
+    ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
+    # Later ones than this are left alone: they are those that this run could not resume from.
+    up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
+    for path in up_to_now[:-keep]:
+        if path not in ranking[:1]:
+            _delete(path, say=say)
+
+
+def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | None:
+    """Returns the newest checkpoint whose state matches its checksum, None where there is none.
+
+    Args:
+        folder: The run's checkpoints folder; it need not exist.
+        say: Takes a sentence for each damaged checkpoint, and for the one used in its place.
+
+    Raises:
+        UserError: There are checkpoints and all of them are damaged.
+    """
+    paths = newest_first(folder)
+    found = first_whole(paths, say=say)
+    if found is None and paths:
+        raise UserError(
+            f"nothing is left to resume from: every checkpoint in {folder} is damaged "
+            f"({len(paths)} of {len(paths)}); put back a copy of one, or start a new run"
+        )
+    return found
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Returns all that a run has saved and still has, whole or damaged by now."""
+    return list(reversed(_checkpoints(folder).values()))
+
+
+def first_whole(paths: Iterable[Path], *, say: Callable[[str], None]) -> Path | None:
+    """Returns the first checkpoint that matches its checksum; says which were passed over."""
+    damaged = False
+    for path in paths:
+        try:
+            verify(path)
+        except UserError as error:
+            say(f"{error}; it is skipped")
+            damaged = True
+            continue
+        if damaged:
+            say(f"{path} is used in its place")
+        return path
+    return None
+
+
+def best_checkpoints(folder: Path, *, monitor: str, mode: str) -> list[Path]:
+    """Returns the checkpoints with a finite value of a metric, best first, by their manifests.
+
+    Among equals the earliest comes first. `mode` is ``max`` or ``min``.
+    """
+    scores = {}
+    for path in _checkpoints(folder).values():
+        try:
+            score = read_manifest(path).metrics.get(monitor)
+        except UserError:
+            continue  # damaged: cannot be the best of what loads
+        if score is not None:
+            scores[path] = score
+    sign = {"max": -1, "min": 1}[mode]
+    return sorted(scores, key=lambda path: sign * scores[path])
+
+
+def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str, Any]:
+    """Returns the state that `save_checkpoint` was given, its tensors on `map_location`.
+
+    Raises:
+        UserError: The checkpoint is damaged, or holds anything but plain data: such a file is
+            refused, and none of its code runs.
+    """
+    try:
+        verify(path)
+    except UserError as error:
+        raise UserError(f"{error}; use another checkpoint") from error
+    state: dict[str, Any] = load_plain_data(
+        path / STATE,
+        named=f"checkpoint {path}",
+        map_location=map_location,
+        fix="use a checkpoint that this program wrote",
+    )
+    return state
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Returns each step's checkpoint by its name alone, oldest first.
+
+    Where a kill came between the two renames of a replacement, the old one, set aside, counts.
+    """
+    found = {}
+    for path in sorted(folder.glob("step-*"), reverse=True):  # a step's own folder after its aside
+        if match := re.fullmatch(rf"step-(\d+)({re.escape(REPLACED_SUFFIX)})?", path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def _write_files(
+    folder: Path, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]
+) -> None:
+    with (folder / STATE).open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # torch's zip writer answers a failed write with an error that hides the reason.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(folder / STATE)
+    if unsafe:
+        raise TypeError(f"the state holds what cannot be loaded safely again: {', '.join(unsafe)}")
+    size, sha256 = measure(folder / STATE)
+    text = manifest_text(step=step, metrics=json_safe(metrics), size=size, sha256=sha256)
+    replace_file(folder / MANIFEST, text)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the names in a folder last: fsync of a file does not cover its entry."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(temp: Path, final: Path) -> Path | None:
+    """Gives a whole checkpoint its name; returns where an earlier one of the same step went."""
+    replaced = None
+    if final.exists():
+        # No rename replaces a full folder. Between these two the old one counts: _checkpoints.
+        replaced = final.rename(final.with_name(final.name + REPLACED_SUFFIX))
+    temp.rename(final)
+    _sync_folder(final.parent)
+    return replaced
+
+
+def _clear_leftovers(folder: Path, *, say: Callable[[str], None]) -> None:
+    """Deletes what killed saves left, and completes or undoes a replacement cut short."""
+    for path in folder.glob(TEMP_PREFIX + "*"):
+        _delete(path, say=say)
+    for path in folder.glob("step-*" + REPLACED_SUFFIX):
+        original = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
+        if original.exists():
+            _delete(path, say=say)
+        else:
+            path.rename(original)
+
+
+def _delete(path: Path, *, say: Callable[[str], None]) -> None:
+    """Deletes a folder, renamed first: a kill midway must not leave a half-deleted checkpoint."""
+    temp = path.with_name(TEMP_PREFIX + path.name.removeprefix(TEMP_PREFIX))
+    try:
+        shutil.rmtree(path.rename(temp))
+    except OSError as error:
+        say(f"{path} could not be deleted ({error.strerror or error}); the run goes on")

@@ -1,0 +1,1 @@
+"""task=collectives: how fast and how right each collective is."""

@@ -1,0 +1,1 @@
+"""A comparison as a table, as plots, in TensorBoard."""

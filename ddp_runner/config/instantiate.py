@@ -1,0 +1,128 @@
+"""Builds what one group of the config names, and says in a sentence why it cannot."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_runner.config.targets import construct
+from ddp_runner.data.dataset import Source
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism.mode import Mode
+from ddp_runner.train.schedules import Scheduler
+
+# What each group's `_target_` must give; a protocol is told by its methods.
+KINDS: Mapping[str, type] = {
+    "model": nn.Module,
+    "dataset": Source,
+    "parallelism": Mode,
+    "optimizer": Optimizer,
+    "scheduler": Scheduler,
+}
+ANY = "**"  # stands for whatever keyword a function takes
+
+
+def make(
+    group: str,
+    settings: Mapping[str, Any],
+    *,
+    allowed: Collection[str] = (),
+    partial: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Build what a group's ``_target_`` names from the group's keys.
+
+    Args:
+        group: of the config.
+        settings: its keys.
+        allowed: the packages of the user's own that it may name, ``allowed_targets``.
+        partial: return a functools.partial, for what takes more arguments later.
+        arguments: objects that are passed on as they are.
+
+    Raises:
+        UserError: the keys do not fit it, it cannot be imported, or may not be, or what it gives
+            is none of the group's.
+    """
+    needs_name = group in ("parallelism", "dataset")
+    keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
+    named = f"{group}={settings.get('name')}"
+    if "_target_" not in keys:
+        raise UserError(f"{named} has no _target_; name the class or function that builds it")
+    hint = f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
+    with _building(named, keys["_target_"], hint):
+        built = construct(keys, key=group, allowed=allowed, partial=partial, arguments=arguments)
+    return built if partial else _of_kind(built, group, settings)
+
+
+def complete(
+    group: str,
+    settings: Mapping[str, Any],
+    factory: Callable[..., Any],
+    *arguments: Any,
+    **offered: Any,
+) -> Any:
+    """Call what ``make`` returned with `partial`.
+
+    Args:
+        group: of the config, which names it.
+        settings: the group's keys.
+        factory: what takes more arguments.
+        arguments: these, in their order.
+        offered: passed as far as it takes them, such as the steps of the whole run.
+
+    Raises:
+        UserError: a key of the group is not a keyword of it, it refuses a value, or what it gives
+            is none of the group's.
+    """
+    target = settings.get("_target_")
+    known = keywords(factory)
+    for key in [one for one in settings if one != "name" and one[0] != "_"]:
+        if key not in known and ANY not in known:
+            named = sorted(known - offered.keys())
+            meant = difflib.get_close_matches(key, named, n=1)
+            hint = f"did you mean {group}.{meant[0]}?" if meant else f"it has {', '.join(named)}"
+            raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
+    taken = {key: value for key, value in offered.items() if key in known or ANY in known}
+    hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
+    with _building(f"{group}={settings.get('name')}", target, hint):
+        built = factory(*arguments, **taken)
+    return _of_kind(built, group, settings)
+
+
+@contextmanager
+def _building(named: str, target: object, hint: str) -> Iterator[None]:
+    """Turn whatever the call of a target raises into a sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{named} ({target}) cannot be built: {reason}; {hint}") from error
+
+
+def _of_kind(built: Any, group: str, settings: Mapping[str, Any]) -> Any:
+    if isinstance(built, KINDS[group]):
+        return built
+    is_partial = isinstance(built, functools.partial)
+    fix = "leave out its _partial_" if is_partial else "name another in its _target_"
+    raise UserError(
+        f"{group}={settings.get('name')} ({settings['_target_']}) builds an object of type "
+        f"{type(built).__name__}, not {KINDS[group].__name__}; {fix}"
+    )
+
+
+def keywords(factory: Callable[..., Any]) -> set[str]:
+    """Return what a class or function takes by keyword; ANY among them if it takes any."""
+    try:
+        parameters = list(inspect.signature(getattr(factory, "func", factory)).parameters.values())
+    except ValueError:  # written in C
+        return {ANY}
+    names = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    return names | ({ANY} if takes_any else set())

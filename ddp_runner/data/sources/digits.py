@@ -1,0 +1,68 @@
+"""Handwritten digits that come with scikit-learn: real data without a download."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.errors import UserError
+
+TRAIN_SAMPLES = 1437  # of 1797: four fifths
+IMAGE_SIZE = 28  # pixels, as MNIST
+SPLIT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Scans of 8x8 pixels (the UCI set, 1797 samples) scaled to MNIST's 28x28."""
+
+    name: str
+    mean: float  # of the train split's pixels, scaled to 0..1
+    std: float
+    num_classes: int = 10
+    channels: int = 1  # more: the grey pixels repeated
+    augmentation: Augmentation | None = None
+
+    def fingerprint(self, data_root: Path) -> dict[str, object]:
+        """The constants of this file, and the fields that count."""
+        return {
+            "train_samples": TRAIN_SAMPLES,
+            "size": IMAGE_SIZE,
+            "split_seed": SPLIT_SEED,
+            "channels": self.channels,
+            "num_classes": self.num_classes,
+        }
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Scale and split the scans, uint8 ``(n, channels, 28, 28)``; always into the same split.
+
+        Raises:
+            UserError: there shall be less than one channel, or fewer classes than digits.
+        """
+        require_positive(self, "channels")
+        if self.num_classes < 10:
+            raise UserError(f"dataset.num_classes ({self.num_classes}) must be at least 10")
+        from sklearn.datasets import load_digits  # slow to import, and needed only here
+
+        scans = load_digits()
+        images = torch.from_numpy(scans.images).float().unsqueeze(1) * (255 / 16)  # from 0..16
+        images = interpolate(images, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear")
+        images = images.round_().to(torch.uint8).expand(-1, self.channels, -1, -1)
+        targets = torch.from_numpy(scans.target).long()
+        generator = torch.Generator().manual_seed(SPLIT_SEED)
+        order = torch.randperm(len(images), generator=generator)
+        train, rest = order[:TRAIN_SAMPLES], order[TRAIN_SAMPLES:]
+        return {
+            "train_inputs": images[train],
+            "train_targets": targets[train],
+            "eval_inputs": images[rest],
+            "eval_targets": targets[rest],
+        }
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Images to be normalised."""
+        return image_dataset(self, tensors)

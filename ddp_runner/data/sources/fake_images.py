@@ -1,0 +1,60 @@
+"""Images of any shape that a model can learn, for tests and speed measurements."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+
+
+@dataclass(frozen=True)
+class FakeImages:
+    """Each image is its class's fixed random pattern plus noise of the same strength."""
+
+    name: str
+    num_samples: int
+    eval_samples: int
+    channels: int
+    height: int  # pixels
+    width: int  # pixels
+    num_classes: int
+    seed: int  # of the data, not of the run
+    augmentation: Augmentation | None = None
+    # A pixel is the sum of two uniform integers in 0..127.
+    mean: ClassVar[float] = 127 / 255
+    std: ClassVar[float] = math.sqrt(2 * (128**2 - 1) / 12) / 255
+
+    def fingerprint(self, data_root: Path) -> dict[str, object]:
+        """The fields that the images depend on."""
+        return {key: value for key, value in asdict(self).items() if key != "augmentation"}
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Draw both splits, uint8 ``(n, channels, height, width)``.
+
+        Raises:
+            UserError: a size is below 1.
+        """
+        sizes = ("num_samples", "eval_samples", "channels", "height", "width", "num_classes")
+        require_positive(self, *sizes)
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def half_range(count: int) -> Tensor:
+            shape = (count, self.channels, self.height, self.width)
+            return torch.randint(128, shape, dtype=torch.uint8, generator=generator)
+
+        patterns = half_range(self.num_classes)
+        tensors = {}
+        for split, num_samples in (("train", self.num_samples), ("eval", self.eval_samples)):
+            targets = torch.randint(self.num_classes, (num_samples,), generator=generator)
+            tensors[f"{split}_inputs"] = patterns[targets].add_(half_range(num_samples))
+            tensors[f"{split}_targets"] = targets
+        return tensors
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Images to be normalised."""
+        return image_dataset(self, tensors)

@@ -1,0 +1,192 @@
+"""Pictures of your own: a folder for each class, decoded and scaled once."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.errors import UserError
+
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+EVAL_FOLDERS = ("val", "eval")
+SPLIT_SEED = 0
+
+Samples = list[tuple[Path, int]]  # files and their classes
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """Pictures in ``folder/train/CLASS/`` and ``folder/val/CLASS/`` or ``folder/eval/CLASS/``.
+
+    With ``eval_fraction`` they lie in ``folder/CLASS/`` and are split here. Classes are numbered in
+    the order of their names; pictures may lie deeper; other files and hidden folders do not count.
+    """
+
+    name: str
+    folder: str  # under data_root
+    height: int  # pixels
+    width: int
+    mean: float | Sequence[float]  # of the pixels, scaled to 0..1; or of each channel
+    std: float | Sequence[float]
+    num_classes: int
+    channels: int = 3  # 1: grey
+    eval_fraction: float | None = None  # of the pictures; None: there are folders for the splits
+    augmentation: Augmentation | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "height", "width")
+        if self.channels not in (1, 3):
+            raise UserError(f"dataset.channels ({self.channels}) must be 1 (grey) or 3 (colours)")
+        for key, value in (("mean", self.mean), ("std", self.std)):
+            if not isinstance(value, float | int) and len(value) != self.channels:
+                raise UserError(
+                    f"dataset.{key} ({list(value)}) must be one number, or one for each of "
+                    f"dataset.channels ({self.channels})"
+                )
+        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
+            raise UserError(
+                f"dataset.eval_fraction ({self.eval_fraction}) must be between 0 and 1; "
+                "use 0.1, or null where folders hold the splits"
+            )
+
+    def fingerprint(self, data_root: Path) -> dict[str, object]:
+        """The shape, and a digest of the files' names, sizes and modification times."""
+        digest = hashlib.sha256()
+        for samples in self._samples(data_root):
+            for path, label in samples:
+                stat = _stat(path)
+                digest.update(f"{path}\0{label}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            digest.update(b"\n")
+        return {
+            "shape": [self.channels, self.height, self.width],
+            "eval_fraction": self.eval_fraction,
+            "split_seed": SPLIT_SEED,
+            "files": digest.hexdigest(),
+        }
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Decode all pictures, uint8 ``(n, channels, height, width)``: scaled, then centre-cropped.
+
+        Raises:
+            UserError: a folder is missing or empty, the splits' classes differ or are not as many
+                as the config says, the pictures do not fit in memory, or one cannot be decoded.
+        """
+        tensors = {}
+        for split, samples in zip(("train", "eval"), self._samples(data_root), strict=True):
+            tensors[f"{split}_inputs"] = self._decode([path for path, _ in samples])
+            tensors[f"{split}_targets"] = torch.tensor([label for _, label in samples])
+        return tensors
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Images to be normalised."""
+        return image_dataset(self, tensors)
+
+    def _samples(self, data_root: Path) -> tuple[Samples, Samples]:
+        """Return the files of both splits, always in the same order."""
+        root = data_root / self.folder
+        if self.eval_fraction is not None:
+            return self._split(self._classes(root), root)
+        present = [name for name in EVAL_FOLDERS if (root / name).is_dir()]
+        if not (root / "train").is_dir() or len(present) != 1:
+            raise UserError(
+                f"{root.absolute()} must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/ "
+                "with the pictures; name it with data_root and dataset.folder, or write "
+                "dataset.eval_fraction=0.1 where it holds the folders of the classes itself"
+            )
+        train, rest = self._classes(root / "train"), self._classes(root / present[0])
+        if train.keys() != rest.keys():
+            differing = ", ".join(sorted(train.keys() ^ rest.keys()))
+            raise UserError(
+                f"the classes in {root / 'train'} and {root / present[0]} differ: {differing} is "
+                "in one of them only; make the folders alike"
+            )
+        return _numbered(train), _numbered(rest)
+
+    def _split(self, classes: dict[str, list[Path]], root: Path) -> tuple[Samples, Samples]:
+        samples = _numbered(classes)
+        num_eval = round(len(samples) * (self.eval_fraction or 0))
+        if not 0 < num_eval < len(samples):
+            raise UserError(
+                f"dataset.eval_fraction ({self.eval_fraction}) of the {len(samples)} pictures in "
+                f"{root} leaves a split empty; use 0.5, or add pictures"
+            )
+        generator = torch.Generator().manual_seed(SPLIT_SEED)
+        order = torch.randperm(len(samples), generator=generator).tolist()
+        return [samples[i] for i in order[num_eval:]], [samples[i] for i in order[:num_eval]]
+
+    def _classes(self, root: Path) -> dict[str, list[Path]]:
+        """Return the pictures of each class by its name, both in order."""
+        folders = [path for path in root.glob("*") if path.is_dir() and path.name[0] != "."]
+        classes = {folder.name: _pictures(folder) for folder in sorted(folders)}
+        for name, paths in classes.items():
+            if not paths:
+                raise UserError(
+                    f"{root / name} holds no picture ({', '.join(SUFFIXES)}); add some, or remove "
+                    "the folder"
+                )
+        if len(classes) != self.num_classes:
+            raise UserError(
+                f"{root.absolute()} holds {len(classes)} folders of classes, dataset.num_classes "
+                f"is {self.num_classes}; "
+                + (f"write dataset.num_classes={len(classes)}" if classes else "add pictures")
+            )
+        return classes
+
+    def _decode(self, paths: Sequence[Path]) -> Tensor:
+        shape = (len(paths), self.channels, self.height, self.width)
+        needed_gib = len(paths) * self.channels * self.height * self.width / 2**30
+        memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        if needed_gib > memory_gib / 2:
+            raise UserError(
+                f"{len(paths)} pictures of {self.height}x{self.width} pixels take {needed_gib:.0f} "
+                f"GiB and this machine has {memory_gib:.0f}; use a smaller dataset.height and "
+                "dataset.width, or fewer pictures"
+            )
+        images = torch.empty(shape, dtype=torch.uint8)
+        with ThreadPoolExecutor() as pool:  # Pillow lets threads run side by side
+            for image, pixels in zip(images, pool.map(self._picture, paths), strict=True):
+                image.copy_(pixels)
+        return images
+
+    def _picture(self, path: Path) -> Tensor:
+        from PIL import Image, ImageOps
+
+        mode = "RGB" if self.channels == 3 else "L"
+        try:
+            with Image.open(path) as picture:
+                if picture.mode[0] in "IF":
+                    raise ValueError(f"mode {picture.mode}: more than 8 bits a channel")
+                # A large photograph need not be decoded at its full size.
+                picture.draft(None, (2 * max(self.width, self.height),) * 2)
+                upright = ImageOps.exif_transpose(picture).convert(mode)
+            fitted = ImageOps.fit(upright, (self.width, self.height), Image.Resampling.BILINEAR)
+        except Exception as error:  # of any kind, as damaged bytes can mean anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"{path.absolute()} cannot be read as a picture ({reason}); replace or remove it"
+            ) from error
+        pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
+        return pixels.reshape(self.height, self.width, self.channels).permute(2, 0, 1)
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:  # a link to nowhere, or one removed meanwhile
+        raise UserError(
+            f"{path.absolute()} cannot be read ({error.strerror}); replace or remove it"
+        ) from error
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def _numbered(classes: dict[str, list[Path]]) -> Samples:
+    return [(path, label) for label, paths in enumerate(classes.values()) for path in paths]

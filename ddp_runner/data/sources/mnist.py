@@ -1,0 +1,151 @@
+"""MNIST and Fashion-MNIST from their IDX files, laid out as torchvision does, or gzipped there.
+
+The format: http://yann.lecun.com/exdb/mnist/ (big-endian magic number, sizes, then bytes).
+"""
+
+import gzip
+import hashlib
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.downloads import REMEDY, check_labels, fetch_missing, stamps
+from ddp_runner.errors import UserError
+
+IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
+LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
+# SHA-256 of the unpacked files, by the dataset's name; files of one's own have another name.
+PUBLISHED = {
+    "mnist": {
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738"
+        "ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5"
+        "333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77"
+        "db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351"
+        "222c34898ecbeaf847f06e48f7ec33f2",
+    }
+}
+
+
+@dataclass(frozen=True)
+class IdxImages:
+    """60000 train and 10000 eval images of 28x28 grey pixels, in ``data_root/folder/raw``.
+
+    A file may be there as ``.gz``, as it is published and as Debian packages it.
+    """
+
+    name: str
+    folder: str  # MNIST or FashionMNIST: also the name of torchvision's class
+    mean: float  # of the train split's pixels, scaled to 0..1
+    std: float
+    num_classes: int = 10
+    channels: int = 1  # more: the grey pixels repeated
+    augmentation: Augmentation | None = None
+
+    def fingerprint(self, data_root: Path) -> dict[str, object]:
+        """Size and modification time of each file; None for a missing one."""
+        return {
+            "folder": self.folder,
+            "num_classes": self.num_classes,
+            "channels": self.channels,
+            "files": stamps(self._files(data_root)),
+        }
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Read the files, downloading what is missing; images as uint8 ``(n, channels, 28, 28)``.
+
+        Raises:
+            UserError: a file is missing and cannot be downloaded, or is damaged.
+        """
+        require_positive(self, "channels")
+        fetch_missing(
+            self._files(data_root),
+            name=self.name,
+            torchvision_class=self.folder,
+            data_root=data_root,
+        )
+        tensors = {}
+        for split, prefix in (("train", "train"), ("eval", "t10k")):
+            images_path, labels_path = self._pair(data_root, prefix)
+            published = PUBLISHED.get(self.name, {})
+            images = read_idx(images_path, magic=IMAGES_MAGIC, published=published)
+            labels = read_idx(labels_path, magic=LABELS_MAGIC, published=published)
+            if len(labels) != len(images):
+                raise UserError(
+                    f"{labels_path} has {len(labels)} labels, expected {len(images)}, one for each "
+                    f"image in {images_path.name}; replace both files"
+                )
+            check_labels(labels, num_classes=self.num_classes, path=labels_path)
+            images = images.unsqueeze(1).expand(-1, self.channels, -1, -1)
+            tensors[f"{split}_inputs"] = images.contiguous()
+            tensors[f"{split}_targets"] = labels.long()
+        return tensors
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Images to be normalised."""
+        return image_dataset(self, tensors)
+
+    def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
+        raw = data_root / self.folder / "raw"
+        images, labels = f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
+        return _plain_or_gzipped(raw / images), _plain_or_gzipped(raw / labels)
+
+    def _files(self, data_root: Path) -> tuple[Path, ...]:
+        return self._pair(data_root, "train") + self._pair(data_root, "t10k")
+
+
+def _plain_or_gzipped(path: Path) -> Path:
+    gzipped = path.with_name(f"{path.name}.gz")
+    return gzipped if gzipped.exists() and not path.exists() else path
+
+
+def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
+    """The uint8 tensor in an IDX file; its number of dimensions is the magic number's last byte.
+
+    Args:
+        path: of the file; one that ends in ``.gz`` is unpacked in memory.
+        magic: the number that it must begin with.
+        published: the SHA-256 of files, unpacked, by name; a file that is not listed may be any.
+
+    Raises:
+        UserError: it cannot be read or unpacked, or magic number, size or SHA-256 is not as
+            expected.
+    """
+    try:
+        data = bytearray(path.read_bytes())
+        if path.suffix == ".gz":
+            data = bytearray(gzip.decompress(data))
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{path} cannot be read ({reason}); {REMEDY}") from error
+    num_dims = magic & 0xFF
+    header = struct.Struct(f">{1 + num_dims}I")
+    if len(data) < header.size:
+        raise UserError(f"{path} has {len(data)} bytes, expected at least {header.size}; {REMEDY}")
+    found, *shape = header.unpack_from(data)
+    if found != magic:
+        raise UserError(
+            f"{path} begins with the magic number {found:#010x}, expected {magic:#010x}; {REMEDY}"
+        )
+    size = header.size + math.prod(shape)
+    if len(data) != size or 0 in shape:
+        raise UserError(
+            f"{path} has {len(data)} bytes, expected {size} for the sizes in its header "
+            f"({' x '.join(map(str, shape))}); {REMEDY}"
+        )
+    expected = published.get(path.name.removesuffix(".gz"))
+    if expected is not None and (digest := hashlib.sha256(data).hexdigest()) != expected:
+        raise UserError(
+            f"{path} has SHA-256 {digest}, expected {expected}, the published file's; "
+            f"{REMEDY}, or write dataset.name=NAME if it is a file of your own"
+        )
+    return torch.frombuffer(data, dtype=torch.uint8, offset=header.size).reshape(shape)

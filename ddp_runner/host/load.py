@@ -1,0 +1,105 @@
+"""How busy this machine is with other work, or short of memory, from the kernel's counters.
+
+A speed that was measured beside other work says little: the comparison reads it from run.json.
+Torch-free.
+"""
+
+import os
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_runner.host.hardware import own_groups
+
+PROC = Path("/proc")
+IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
+# Fields of /proc/PID/stat after the name: ppid; own time, and that of children that have ended.
+PARENT, OWN, ENDED = 1, slice(11, 13), slice(13, 15)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The machine at one instant; times are sums since boot, in clock ticks."""
+
+    average_1m: float | None  # processes that run or wait; None: the system does not say
+    cores_ticks: tuple[int, ...] = ()  # of the cores this process may use; empty: not Linux
+    ranks_ticks: int = 0  # CPU time of this machine's ranks
+
+
+def measure_load() -> Load:
+    """Return the load now. Cheap: it reads a few files below /proc."""
+    try:
+        average = round(os.getloadavg()[0], 2)
+    except OSError:
+        return Load(None)
+    if sys.platform != "linux" or not (PROC / "stat").exists():
+        return Load(average)
+    return Load(average, _cores_ticks(os.sched_getaffinity(0)), _ranks_ticks(os.getppid()))
+
+
+def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
+    """Return what run.json says of a run's load.
+
+    Shares are of the time of the cores that the run may use, from `start` to `end`: what other
+    processes took, and what a hypervisor gave to other machines (steal). None: not known.
+    """
+    pairs = zip(start.cores_ticks, end.cores_ticks, strict=False)  # none where one is not known
+    spent = [after - before for before, after in pairs]
+    total, others, steal = sum(spent), None, None
+    if total > 0:
+        busy = total - spent[IDLE] - spent[IOWAIT] - spent[STEAL]
+        others = round(max(0.0, busy - (end.ranks_ticks - start.ranks_ticks)) / total, 3)
+        steal = round(spent[STEAL] / total, 3)
+    return {
+        "start": {"loadavg_1m": start.average_1m},
+        "end": {
+            "loadavg_1m": end.average_1m,
+            "busy_share_others": others,
+            "steal_share": steal,
+        },
+    }
+
+
+def oom_kills() -> int:
+    """Return how often the kernel has killed a process of this cgroup for memory; 0: unknown.
+
+    Of the groups above it the nearest one speaks where its own has no counter: memory.events
+    (version 2), memory.oom_control (version 1).
+    """
+    for group in own_groups("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                lines = (group / name).read_text(encoding="utf-8").splitlines()
+            except OSError:
+                continue  # of the other version, or not there
+            counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
+
+
+def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:
+    """Return the first eight counters of /proc/stat, summed over cores; guest time is in user."""
+    wanted = {f"cpu{core}" for core in cores}
+    lines = [line.split() for line in (PROC / "stat").read_text().splitlines()]
+    counters = [[int(field) for field in line[1:9]] for line in lines if line and line[0] in wanted]
+    return tuple(map(sum, zip(*counters, strict=True)))
+
+
+def _ranks_ticks(parent: int) -> int:
+    """Return the CPU time of a process's children: one launcher starts all ranks of a machine.
+
+    A rank that has ended is its parent's: the other ranks may be done before rank 0 looks.
+    """
+    ticks = 0
+    for path in PROC.glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended while we looked, or is not ours to look at
+        if int(fields[PARENT]) == parent:
+            ticks += sum(map(int, fields[OWN]))
+        if int(fields[PARENT]) == parent or path.parent.name == str(parent):
+            ticks += sum(map(int, fields[ENDED]))
+    return ticks

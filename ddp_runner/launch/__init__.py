@@ -1,0 +1,1 @@
+"""Starts and watches the ranks of one run on this machine."""

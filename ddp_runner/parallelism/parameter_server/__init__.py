@@ -1,0 +1,1 @@
+"""A parameter server: one rank holds the parameters, the others compute gradients."""

@@ -1,0 +1,111 @@
+"""Where a rank's words go: its own file, with its rank in every line; rank 0 speaks aloud as well.
+
+Used by ``worker``.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from io import TextIOBase
+from pathlib import Path
+from types import TracebackType
+
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.streams import keep_streams
+
+
+class RankLog:
+    """The log file of one rank, open for the length of a ``with`` block.
+
+    Warnings of libraries go to the file alone. What a rank other than 0 prints goes to its file,
+    also what C++ code prints.
+
+    Args:
+        run_dir: the run's folder.
+        env: this rank's place.
+        hide: returns a line as it may be written to the file, without secrets.
+    """
+
+    def __init__(self, run_dir: Path, env: DistEnv, *, hide: Callable[[str], str] = str) -> None:
+        self._env = env
+        self._path = run_dir / "logs" / f"rank-{env.rank}.log"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._logger = logging.getLogger("ddp_runner")
+        self._handler = _File(self._path, encoding="utf-8")
+        self._handler.setFormatter(_EachLine(env.rank, hide))
+
+    def __enter__(self) -> "RankLog":
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        self._logger.addHandler(self._handler)
+        logging.captureWarnings(True)
+        logging.getLogger("py.warnings").addHandler(self._handler)
+        logging.getLogger("py.warnings").propagate = False
+        if self._env.is_rank_zero:
+            keep_streams(self._logger.warning)
+        else:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+            sys.stdout = sys.stderr = _Lines(self._logger)
+        return self
+
+    def say(self, text: str) -> None:
+        """Log the text; rank 0 also prints it."""
+        for line in text.splitlines():
+            self._logger.info(line)
+        if self._env.is_rank_zero:
+            print(text, flush=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._logger.error("this rank ends with an error", exc_info=error)
+        self._logger.removeHandler(self._handler)
+        with suppress(OSError):  # a full disk, of which the handler has told
+            self._handler.close()
+
+
+class _File(logging.FileHandler):
+    """A log file whose disk may be full; logging would print a traceback for each line."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging calls it so
+        """Say that the file cannot be written."""
+        error = sys.exc_info()[1]
+        if not self._has_failed:
+            self._has_failed = True
+            print(f"warning: {self.baseFilename} cannot be written ({error})", file=sys.stderr)
+
+
+class _EachLine(logging.Formatter):
+    """Time, rank and level before every line, those of warnings and tracebacks included."""
+
+    def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
+        super().__init__()
+        self._rank, self._hide = rank, hide
+
+    def format(self, record: logging.LogRecord) -> str:
+        start = f"{self.formatTime(record)} rank {self._rank} {record.levelname} "
+        return "\n".join(start + self._hide(line) for line in super().format(record).splitlines())
+
+
+class _Lines(TextIOBase):
+    """A stream that logs each line written to it."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger, self._rest = logger, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._logger.info(line)
+        return len(text)

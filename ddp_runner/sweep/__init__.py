@@ -1,0 +1,1 @@
+"""Many runs: the ledger, the jobs, and the slots they run in."""

@@ -1,0 +1,50 @@
+"""The jobs that ``sweep.calibrate`` adds: how long an all_reduce takes between a sweep's ranks.
+
+A comparison reads from them what more ranks should cost. Used by ``multirun``. Torch-free.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+
+from ddp_runner.config.schema import CollectivesConfig
+from ddp_runner.job import Job
+
+# Few calls of sizes that lie close: the fit of latency and bandwidth wants many sizes.
+ALL_REDUCE = CollectivesConfig(
+    ops=["all_reduce"],
+    reduce_ops=["sum"],
+    dtypes=["float32"],
+    min_bytes=4 * 2**10,
+    max_bytes=64 * 2**20,
+    size_factor=4,
+    warmup_steps=2,
+    steps=20,
+)
+
+
+def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
+    """Return the calibrations by their id: one for all training jobs whose gangs start alike.
+
+    Args:
+        jobs: planned.
+    """
+    found = dict[str, Job]()
+    for job in jobs:
+        config = job.config
+        if config.task != "train" or config.world_size == 1 or job.run_dir is None:
+            continue
+        gang = [config.world_size, asdict(config.backend), asdict(config.launch)]
+        digest = hashlib.sha256(json.dumps(gang, sort_keys=True).encode()).hexdigest()[:16]
+        chosen = (f"world_size={config.world_size}", f"backend={config.backend.name}")
+        folder = ",".join(["calibration", *chosen])
+        calibration = replace(
+            job,
+            config=replace(config, task="collectives", collectives=ALL_REDUCE),
+            run_dir=job.run_dir.with_name(folder),
+            overrides=("task=collectives", *chosen),
+            number=0,
+        )
+        found.setdefault(f"{digest} {folder}", calibration)
+    return found

@@ -1,0 +1,118 @@
+"""Runs the jobs of a sweep, whatever becomes of any of them; ."""
+
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_runner.config.schema import SweepSettings
+from ddp_runner.errors import UserError
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
+from ddp_runner.rank.failures import Failure
+from ddp_runner.sweep.ledger import REFUSED, Entry, Ledger
+from ddp_runner.tracking.run_dir import InUseError, locked
+
+POLL_S = 0.5  # between two looks at jobs that another launcher runs
+
+
+def run_jobs(
+    jobs: Mapping[str, Job],
+    *,
+    ledger: Ledger,
+    settings: SweepSettings,
+    execute: Callable[[Job], Outcome],
+    known_failures: Collection[str] = (),
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> list[Outcome]:
+    """Run every job that is not done yet; return how each ended that was reached, in their order.
+
+    A job that another launcher holds is left to it, and waited for. One that was interrupted goes
+    on from its checkpoint, since it is run in the folder that it had.
+
+    Args:
+        jobs: by their id, each with its folder.
+        ledger: of the sweep, with an entry for each job.
+        settings: what to do about failures.
+        execute: runs one job to its end.
+        known_failures: ids of jobs that had failed before the sweep was started this time.
+        stop_requested: whether to begin no other job.
+    """
+    outcomes = dict[str, Outcome]()
+    while waiting := [job_id for job_id in jobs if job_id not in outcomes]:
+        for job_id in waiting:
+            entries = ledger.read()
+            if stop_requested() or failed_enough(entries, settings, known_failures):
+                return [outcomes[one] for one in jobs if one in outcomes]
+            if entries[job_id].status in ("done", "failed"):
+                outcomes[job_id] = recorded(entries[job_id], jobs[job_id].run_dir)
+                break
+            outcome = _take(entries[job_id], jobs[job_id], ledger, execute)
+            if outcome is None:
+                continue
+            outcomes[job_id] = outcome
+            if outcome.status == "preempted":
+                return [outcomes[one] for one in jobs if one in outcomes]
+            break
+        else:
+            time.sleep(POLL_S)
+    return [outcomes[one] for one in jobs]
+
+
+def failed_enough(
+    entries: Mapping[str, Entry], settings: SweepSettings, known_failures: Collection[str]
+) -> bool:
+    """Return whether as many jobs have failed since the start as a sweep may bear, or more."""
+    most = 1 if settings.fail_fast else settings.max_failures
+    failed = [
+        one.job_id
+        for one in entries.values()
+        if one.status == "failed" and one.job_id not in known_failures
+    ]
+    return most is not None and len(failed) >= most
+
+
+def _take(
+    entry: Entry, job: Job, ledger: Ledger, execute: Callable[[Job], Outcome]
+) -> Outcome | None:
+    """Run a job; return None where another launcher has it, or was quicker."""
+    assert job.run_dir is not None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(job.run_dir))
+            if ledger.read()[entry.job_id] != entry:
+                return None
+            ledger.note(entry.job_id, status="running")
+            outcome = execute(replace(job, started_at=time.time()))
+        except InUseError:
+            return None
+        except (UserError, OSError) as error:  # a damaged run.json, a full disk: this job's alone
+            outcome = Outcome.refused(job.run_dir, sentence(error))
+            print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
+        status = {"completed": "done", "preempted": "interrupted"}.get(outcome.status, "failed")
+        failure = outcome.failure
+        ledger.note(
+            entry.job_id,
+            status=status,
+            kind=failure.kind if failure else None,
+            sentence=failure.sentence if failure else None,
+        )
+        return outcome
+
+
+def sentence(error: Exception) -> str:
+    """Return the one line that a user reads of an error; of the file system's, with the fix."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{error.strerror or error}; free space or make the folder writable"
+    return str(error)
+
+
+def recorded(entry: Entry, run_dir: Path | None) -> Outcome:
+    """Return how a job ended that an earlier start, or another launcher, has run."""
+    if entry.status == "done":
+        return Outcome("completed", 0, run_dir)
+    failure = Failure(rank=0, kind=entry.kind or "crash", sentence=entry.sentence or "")
+    exit_code = EXIT_USER_ERROR if failure.kind in ("user", REFUSED) else EXIT_FAILED
+    return Outcome("failed", exit_code, run_dir, failure)

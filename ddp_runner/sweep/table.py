@@ -1,0 +1,68 @@
+"""The table of a sweep, from its ledger and its jobs' run folders."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.compare.run import is_finite
+from ddp_runner.errors import UserError, printable
+from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.tracking.run_dir import is_locked
+from ddp_runner.tracking.run_record import HEADLINES, read_run_record
+
+COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
+
+
+def sweep_table(folder: Path) -> str:
+    """Return a line for each job of a sweep, and a sentence for each that failed or was skipped."""
+    rows, failures = [COLUMNS], []
+    entries = Ledger(folder).read().values()
+    for entry in entries:
+        run_dir = folder / entry.folder
+        status = entry.status
+        if status == "running" and not is_locked(run_dir):
+            status = "interrupted"  # its launcher was killed
+        record = _record(run_dir)
+        metrics = _numbers(record.get("metrics"))
+        pace = metrics.get("perf/samples_per_s")
+        rows.append(
+            (
+                entry.folder,
+                status,
+                _seconds(_numbers(record).get("startup_s")),
+                _seconds(_numbers(record).get("wall_s")),
+                "-" if pace is None else f"{pace:.0f}",
+                _headlines(metrics, HEADLINES),
+            )
+        )
+        if entry.sentence is not None:
+            failures.append(f"{entry.folder}: {entry.sentence}")
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) - 1)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+    tail = f"tensorboard --logdir {folder}"
+    return "\n".join(map(printable, ["", *(line.rstrip() for line in lines), *failures, tail]))
+
+
+def _record(run_dir: Path) -> dict[str, Any]:
+    """Return a job's run.json; nothing of one that is not there or damaged, as its line says."""
+    try:
+        return read_run_record(run_dir)
+    except UserError:
+        return {}
+
+
+def _numbers(fields: Any) -> dict[str, float]:
+    """Return the numbers of a mapping that a float can hold; of anything else none."""
+    items = fields.items() if isinstance(fields, dict) else ()
+    return {key: value for key, value in items if is_finite(value)}
+
+
+def _headlines(metrics: Mapping[str, Any], names: Collection[str]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name in names)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

@@ -1,0 +1,246 @@
+"""What rank 0 tells while a run goes on: on the screen, in run.json and in the tracked metrics.
+
+Used by ``worker``; the other ranks hold a ``NullReporter``.
+"""
+
+import os
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.host.load import load_record, measure_load
+from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.tracking.confusion import confusion_picture
+from ddp_runner.tracking.run_dir import resume_argument
+from ddp_runner.tracking.run_record import HEADLINES, json_safe, read_run_record, write_run_record
+from ddp_runner.tracking.times import begin_anew, end_session, note_startup
+from ddp_runner.tracking.tracker import Progress, Tracker
+from ddp_runner.train.loop import Position
+from ddp_runner.train.step import Trainee
+
+DIVERGED_FACTOR = 10.0  # a loss so many times the first one is no noise
+
+
+class NullReporter:
+    """What the other ranks hold."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Do nothing."""
+
+    def began(self, loss: float) -> None:
+        """Do nothing."""
+
+    def step_done(self, position: Position) -> None:
+        """Do nothing."""
+
+    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+        """Do nothing."""
+
+    def finish(self, status: str, position: Position) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing."""
+
+
+class Reporter(NullReporter):
+    """Tells TensorBoard, metrics.jsonl, run.json and the terminal of one run. Rank 0 only."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        started_at: float,
+        max_steps: int,
+        total_epochs: int,
+        resume_step: int | None,
+    ) -> None:
+        self._run_dir, self._started_at = run_dir, started_at
+        self._first_step_is_done = False
+        self._confusion: Tensor | None = None  # of the last evaluation
+        self._confusion_step = 0
+        config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
+        self._tracker = Tracker(run_dir, config_text=config_text, resume_step=resume_step)
+        self._progress = Progress(
+            max_steps,
+            total_epochs=total_epochs,
+            initial_step=resume_step or 0,
+            stream=sys.stdout,
+        )
+        if resume_step is None:
+            begin_anew(run_dir)
+        self._load = measure_load()
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Record metrics of a step and show them."""
+        if "perf/step_time_ms" in metrics:
+            metrics = {**metrics, "perf/peak_memory_gib": _peak_memory_gib()}
+        self._tracker.log(metrics, step=step, epoch=epoch)
+        self._progress.update(step, epoch=epoch, metrics=metrics)
+
+    def began(self, loss: float) -> None:
+        """Keep the first step's loss, which the last one is compared with, also after a resume."""
+        write_run_record(self._run_dir, first_loss=json_safe(loss))
+
+    def step_done(self, position: Position) -> None:
+        """Advance the progress bar; after the first step, record the start-up time."""
+        self._progress.update(position.step, epoch=position.epoch + 1, metrics={})
+        if not self._first_step_is_done:
+            self._first_step_is_done = True
+            note_startup(self._run_dir)
+
+    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+        """Keep an evaluation's confusion counts, of which the last are shown at the end."""
+        self._confusion, self._confusion_step = confusion, step
+
+    def __exit__(self, *error: object) -> None:
+        """After a failure, write what is left of the curves, and that it was one."""
+        if error[0] is not None:
+            self._tracker.close(status="failed")
+
+    def finish(self, status: str, position: Position) -> None:
+        """Close the files and write down how the run ended."""
+        self._progress.close()
+        matrix = None
+        if self._confusion is not None:
+            matrix = self._confusion.long().tolist()
+            if (picture := confusion_picture(matrix)) is not None:
+                self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
+        self._tracker.close(status=status)
+        metrics = self._tracker.last_metrics
+        end_session(
+            self._run_dir,
+            status=status,
+            load=load_record(self._load, measure_load()),
+            epoch=position.epoch,
+            step=position.step,
+            metrics=metrics,
+            **({} if matrix is None else {"confusion_matrix": matrix}),
+        )
+        if status == "completed" and (warning := diverged(self._run_dir, metrics)):
+            print(f"warning: {warning}")
+        wall_s = time.time() - self._started_at  # of this session: what this command took
+        print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir), flush=True)
+
+
+def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
+    """Write a dataset's files into the run folder, so that its model can be used without the data.
+
+    Raises:
+        UserError: the run that is resumed has others, as its model was trained on other data.
+    """
+    for name, content in files.items():
+        path = run_dir / name
+        if path.exists() and path.read_bytes() != content:
+            raise UserError(
+                f"{path} differs from the one that the data give now, so that a checkpoint would "
+                "take them for others; resume with the data as they were, or start anew"
+            )
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".{path.name}.tmp").write_bytes(content)
+            path.with_name(f".{path.name}.tmp").replace(path)
+
+
+def start_block(
+    config: Config,
+    trainee: Trainee,
+    env: DistEnv,
+    run_dir: Path,
+    *,
+    max_steps: int,
+    code: Mapping[str, Any],
+) -> str:
+    """Return the facts of a run, a line each, among them what the words mean for this very run."""
+    batch, dataset = config.batch, trainee.dataset
+    place = ", ".join(str(device) for device in trainee.devices)
+    if trainee.devices[0].type == "cuda":
+        place += f" ({torch.cuda.get_device_name(trainee.devices[0])})"
+    num_shares = trainee.batches.num_shares
+    who = "ranks" if num_shares == env.world_size else "trainer(s)"
+    shares = f"{batch.per_rank} a rank x {num_shares} {who}"
+    if config.train.grad_accum_steps > 1:
+        shares += f" x {config.train.grad_accum_steps} micro-steps"
+    num_parameters = sum(parameter.numel() for parameter in trainee.module.parameters())
+    rows = {
+        "run": str(run_dir),
+        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, "
+        f"{config.train.precision}",
+        "dataset": f"{dataset.name}, {len(dataset.train.inputs):,} train, "
+        f"{len(dataset.eval.inputs):,} eval samples",
+        "parallelism": f"{config.parallelism.get('name')}, backend {config.backend.name} "
+        f"(timeout {config.backend.timeout_s:g} s)",
+        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s): "
+        f"{env.num_nodes} x {env.local_world_size} processes, "
+        f"{torch.get_num_threads()} CPU thread(s) each",
+        "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
+        f"{os.getpid()}, which logs and saves",
+        "local rank": f"{_numbers(env.local_world_size)} within a node, where it chooses the "
+        f"device; this is {env.local_rank}, on {place}",
+        "node rank": f"{_numbers(env.num_nodes)}, a number for each machine; this is "
+        f"{env.node_rank}",
+        "batch": f"{batch.global_size} a step = {shares}",
+        "steps": f"{max_steps} in all, {trainee.batches.steps_per_epoch} an epoch",
+        "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
+    }
+    return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
+
+
+def _numbers(count: int) -> str:
+    return "0" if count == 1 else f"0 to {count - 1}"
+
+
+def sizes(module: nn.Module) -> dict[str, int]:
+    """Return how many parameters a model has, and how many bytes its gradients."""
+    parameters = list(module.parameters())
+    return {
+        "num_parameters": sum(one.numel() for one in parameters),
+        "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
+    }
+
+
+def diverged(run_dir: Path, metrics: Mapping[str, Any]) -> str | None:
+    """Return a sentence if a run's loss ended far above the one of its first step."""
+    first, last = read_run_record(run_dir).get("first_loss"), metrics.get("train/loss")
+    if first is None or last is None or last <= DIVERGED_FACTOR * abs(first):
+        return None
+    return (
+        f"the run diverged: train/loss began at {first:.4g} and ended at {last:.4g}; use a smaller "
+        "optimizer.lr or train.clip_norm=1.0"
+    )
+
+
+def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path) -> str:
+    """Return how a run ended, and how to look at it."""
+    results = "  ".join(
+        f"{name} {value:.4f}"
+        for name, value in metrics.items()
+        if value is not None and name in HEADLINES
+    )
+    folder = shlex.quote(str(run_dir))
+    lines = [f"{status} in {wall_s:.1f} s  {results}"]
+    if status == "preempted":
+        lines.append(f"go on: python -m ddp_runner {resume_argument(run_dir)}")
+    lines.append(f"tensorboard --logdir {folder}")
+    return "\n".join(lines)
+
+
+def _peak_memory_gib() -> float:
+    """Return the most memory that rank 0 has held: on its fullest GPU, without one in RAM."""
+    if torch.cuda.is_initialized():
+        return peak_memory_gib()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,210 @@
+"""What TensorBoard is given of a run besides its curves: hyperparameters, text cards, charts.
+
+Used by ``tracking``. Each function returns summaries for the run's own event file, where
+TensorBoard looks for them: its HParams tab shows the last values of the curves beside them.
+"""
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_runner.config.checkpoint_rules import CLASS_METRICS
+from ddp_runner.config.collectives import OPS
+from ddp_runner.config.schema import leaves
+from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record
+
+LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
+# The keys of the config that are hyperparameters; `optimizer.` stands for all of that group.
+TUNED = (
+    *("world_size", "seed", "backend.name", "batch.global_size", "batch.per_rank"),
+    *("model.", "dataset.", "parallelism.", "optimizer.", "scheduler.", "train."),
+)
+UNTUNED = (  # how keys of these groups end that say where data lie, or follow from them
+    *("_target_", "_partial_", "loss", "folder", "path", "weights", "pretrained", "tokenizer"),
+    *("text", "label", "encoding", "delimiter", "mean", "std", "num_classes", "channels"),
+    *("log_every_steps", "eval_every_epochs"),
+)
+FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")  # where nothing varies
+# TensorBoard takes the list of metrics of one run for all runs that it shows: hence all there are.
+# Its HParams tab shows the first five at once, the others when they are ticked.
+METRICS = (
+    *("eval/accuracy", "eval/loss", "train/loss", "perf/samples_per_s", "perf/step_time_ms"),
+    *("eval/f1", "eval/precision", "eval/recall", "train/lr", "perf/comm_share"),
+    *(f"perf/{part}_ms" for part in ("data", "forward", "backward", "comm", "wait", "optimizer")),
+    *("perf/collect_ms", "perf/peak_memory_gib"),
+    *(f"best/{name}" for name in ("accuracy", "loss", "f1", "precision", "recall")),
+    *("ps/staleness_mean", "ps/staleness_max", "ps/trainer_wait_ms", "ps/server_wait_ms"),
+    *("ps/pushes_per_s", "ps/num_trainers"),
+)
+# The Custom Scalars tab: categories, their charts, and the tags of each as regular expressions.
+CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "train": {
+        "loss of training and evaluation": ("train/loss", "eval/loss"),
+        "learning rate": ("train/lr",),
+    },
+    "eval": {
+        "loss": ("eval/loss",),
+        "accuracy": ("eval/accuracy",),
+        "precision, recall and F1": ("eval/precision", "eval/recall", "eval/f1"),
+    },
+    "perf": {
+        "samples per second": ("perf/samples_per_s",),
+        "step time (ms)": ("perf/step_time_ms",),
+        "what a step's time goes into (ms)": ("perf/(?!step_time).*_ms",),
+        "communication's part of the step time": ("perf/comm_share",),
+        "peak memory of rank 0 (GiB)": ("perf/peak_memory_gib",),
+    },
+    "ps": {
+        "staleness (updates)": ("ps/staleness_mean", "ps/staleness_max"),
+        "waiting (ms)": ("ps/trainer_wait_ms", "ps/server_wait_ms"),
+        "pushes per second": ("ps/pushes_per_s",),
+        "trainers": ("ps/num_trainers",),
+    },
+    **{
+        f"collectives: {title} by bytes": {
+            # An operation's name, its type of number if it has one, and its reduction.
+            op: (f"collectives/{op}(_[a-z]+[0-9]+(_[a-z]+)?)?/{tag}",)
+            for op in OPS
+        }
+        for title, tag in (
+            ("median latency (us)", "latency_us_median"),
+            ("bus bandwidth (GB/s)", "busbw_gb_per_s"),
+        )
+    },
+}
+
+
+def header(run_dir: Path, config_text: str) -> list[Any]:
+    """Return the summaries that a run begins with: its config, how it was started, its keys.
+
+    Args:
+        run_dir: the run's folder, whose run.json and .hydra/overrides.yaml are read if they exist.
+        config_text: the run's frozen YAML.
+    """
+    from torch.utils.tensorboard.summary import text
+
+    config = yaml.load(config_text, Loader=LOADER)  # a safe one
+    record = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
+    overrides_file = run_dir / ".hydra" / "overrides.yaml"
+    overrides = (
+        yaml.load(overrides_file.read_bytes(), Loader=LOADER) if overrides_file.exists() else []
+    )
+    cards = [
+        text("config", f"```yaml\n{config_text}\n```"),
+        text("run", run_card(overrides, record)),
+    ]
+    # A benchmark beside the runs of a sweep would be a row without a value in its HParams tab.
+    if config.get("task", "train") != "train":
+        return cards
+    varied = {part.partition("=")[0].lstrip("+~") for part in run_dir.name.split(",")}
+    return [*cards, session_start(config, varied=varied)]
+
+
+def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
+    """Return the command of a run, where it ran and with which versions, as Markdown."""
+    versions = record.get("versions") or {}
+    rows = {
+        "host": record.get("host"),
+        "ranks": record.get("world_size"),
+        "machines": record.get("num_nodes"),
+        "devices of rank 0": ", ".join(record.get("devices") or ()),
+        "CPU threads of a rank": record.get("num_threads"),
+        "git revision": record.get("git_revision"),
+        **{name: version for name, version in versions.items() if version},
+    }
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    command = " \\\n        ".join(["python -m ddp_runner", *map(shlex.quote, overrides)])
+    return "\n".join([f"    {command}", "", "| fact | value |", "| --- | --- |", *lines])
+
+
+def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
+    """Return the summary by which the HParams tab knows a run, its hyperparameters and metrics.
+
+    The metrics are named here because TensorBoard does not find them by itself where its --logdir
+    is the run's own folder: it would show the run without a value.
+
+    Args:
+        config: of the run.
+        varied: the keys that a sweep varies, to be shown first; a group for its name.
+    """
+    from tensorboard.plugins.hparams.api_pb2 import DataType
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    start, experiment = HParamsPluginData(), HParamsPluginData()
+    start.session_start_info.SetInParent()
+    found = hyperparameters(config)
+    shown = [key for key in found if key.removesuffix(".name") in varied]
+    shown = shown or [key for key in found if key.removesuffix(".name") in FIRST]
+    for key, value in found.items():
+        field, kind = start.session_start_info.hparams[key], "STRING"
+        if isinstance(value, bool):  # before numbers, of which Python takes it for one
+            field.bool_value, kind = value, "BOOL"
+        elif isinstance(value, int | float):
+            field.number_value, kind = value, "FLOAT64"
+        else:
+            field.string_value = value
+        experiment.experiment.hparam_infos.add(
+            name=key, type=DataType.Value(f"DATA_TYPE_{kind}"), differs=key in shown
+        )
+    has_classes = config.get("dataset", {}).get("num_classes") is not None
+    for tag in sorted(METRICS, key=lambda tag: not has_classes and tag in CLASS_METRICS):
+        experiment.experiment.metric_infos.add().name.tag = tag
+    return _hparams_summary(experiment=experiment, session_start_info=start)
+
+
+def session_end(*, succeeded: bool) -> Any:
+    """Return the summary by which the HParams tab knows how a run ended."""
+    from tensorboard.plugins.hparams.api_pb2 import Status
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    data = HParamsPluginData()
+    status = "STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"
+    data.session_end_info.status = Status.Value(status)
+    return _hparams_summary(session_end_info=data)
+
+
+def hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
+    """Return dotted keys and values: numbers, switches and words that a user tunes; no paths."""
+    return {
+        key: value
+        for key, value in leaves(config)
+        if key.startswith(TUNED)
+        and not key.endswith(UNTUNED)
+        and isinstance(value, bool | int | float | str)
+        # Paths have other characters, and so has what stays unresolved, lest a secret be written.
+        and re.fullmatch(r"[\w.+-]+", str(value))
+    }
+
+
+def layout(tags: Collection[str]) -> Any:
+    """Return the summary with the Custom Scalars tab's charts, of these tags alone."""
+    from torch.utils.tensorboard.summary import custom_scalars
+
+    categories = {
+        category: {
+            # TensorBoard matches the beginning of a tag.
+            chart: ["Multiline", [f"{pattern}$" for pattern in patterns]]
+            for chart, patterns in charts.items()
+            if any(re.fullmatch(pattern, tag) for pattern in patterns for tag in tags)
+        }
+        for category, charts in CHARTS.items()
+    }
+    return custom_scalars({category: charts for category, charts in categories.items() if charts})
+
+
+def _hparams_summary(**parts: Any) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams.metadata import NULL_TENSOR, create_summary_metadata
+
+    return Summary(
+        value=[
+            Summary.Value(
+                tag=f"_hparams_/{name}", metadata=create_summary_metadata(data), tensor=NULL_TENSOR
+            )
+            for name, data in parts.items()
+        ]
+    )

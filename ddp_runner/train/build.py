@@ -1,0 +1,160 @@
+"""Turns a resolved config's groups into objects; called by ``worker`` on each rank."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from ddp_runner.checkpoint.weights import load_weights
+from ddp_runner.config.batch import check_num_samples
+from ddp_runner.config.checkpoint_rules import CLASS_METRICS
+from ddp_runner.config.instantiate import complete, keywords, make
+from ddp_runner.config.schema import Config
+from ddp_runner.config.targets import find
+from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.dataset import Dataset, Split
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.distributed import broadcast_buffers, loop_group
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism.mode import Mode
+from ddp_runner.seeds import derive
+from ddp_runner.train.schedules import Schedule, follow
+from ddp_runner.train.step import Trainee
+from ddp_runner.train.step_timer import Pace
+
+# Keys of `model` that are not the constructor's; `make` drops the name itself.
+MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
+MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
+
+
+def build_trainee(
+    config: Config,
+    env: DistEnv,
+    *,
+    mode: Mode,
+    devices: tuple[torch.device, ...],
+    dataset: Dataset,
+    weights: Path | None = None,
+) -> Trainee:
+    """Return the model, optimizer and batches of one rank. Collective: every rank must call.
+
+    Args:
+        config: resolved.
+        env: this rank among all.
+        mode: the form of parallelism.
+        devices: of this rank.
+        dataset: both splits.
+        weights: what rank 0 loads into the model, the other ranks None.
+
+    Raises:
+        UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
+            fit what it names, or the model has nothing to train.
+    """
+    check_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
+    role, allowed = mode.role(env), config.allowed_targets
+    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
+    build = partial(
+        make,
+        "model",
+        {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS},
+        allowed=allowed,
+    )
+    module = mode.place(build, devices)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
+            "is nothing to train; unfreeze some, or name another model"
+        )
+    if config.model.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)
+    if weights is not None:
+        load_weights(module, weights)
+    if config.model.get("weights") is not None:
+        broadcast_buffers(module)  # a mode that wraps nothing sends its parameters alone
+    compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
+    model = mode.wrap(compiled, devices)
+    torch.manual_seed(derive(config.seed, "dropout", env.rank))  # it differs between ranks
+
+    batches = GlobalBatches(
+        split=_near(dataset.train, devices[0]),
+        global_size=int(config.batch.global_size or 0),
+        grad_accum_steps=config.train.grad_accum_steps,
+        share=role.share,
+        num_shares=role.num_shares,
+        seed=config.seed,
+        num_randoms=dataset.num_randoms,
+        lengths=dataset.lengths() if dataset.group_by_length else None,
+    )
+    factory = make("optimizer", config.optimizer, allowed=allowed, partial=True)
+    optimizer = complete("optimizer", config.optimizer, factory, module.parameters())
+    _check_monitor(config, dataset)
+    steps_per_epoch = batches.steps_per_epoch
+    schedule = build_schedule(
+        config,
+        optimizer,
+        total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+    )
+    return Trainee(
+        module=module,
+        model=model,
+        mode=mode,
+        loss_fn=find(config.model.get("loss"), key="model.loss", allowed=allowed),
+        optimizer=optimizer,
+        scheduler=schedule,
+        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
+        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
+        batches=batches,
+        eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
+        devices=devices,
+        config=config.train,
+        env=role.loop or env,
+        pace=Pace(devices[0]),
+        group=loop_group(takes_part=role.loop is not None),
+    )
+
+
+def build_schedule(
+    config: Config, optimizer: torch.optim.Optimizer, *, total_steps: int, steps_per_epoch: int
+) -> Schedule:
+    """Return the schedule of the learning rate: ours, torch's as they are, or the user's own.
+
+    Args:
+        config: resolved.
+        optimizer: whose rates it changes.
+        total_steps: of the whole run; passed on if the scheduler takes it, as OneCycleLR does.
+        steps_per_epoch: likewise.
+
+    Raises:
+        UserError: a key of the group does not fit the scheduler.
+    """
+    settings = dict(config.scheduler)
+    make_it = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
+    factory = make_it(settings)
+    monitor = None if "monitor" in keywords(factory) else settings.pop("monitor", None)
+    scheduler = complete(
+        *("scheduler", settings, make_it(settings), optimizer),
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+    )
+    return follow(scheduler, monitor=monitor)
+
+
+def _check_monitor(config: Config, dataset: Dataset) -> None:
+    monitor = config.scheduler.get("monitor")
+    if monitor in CLASS_METRICS and dataset.num_classes is None:
+        raise UserError(
+            f"scheduler.monitor={monitor} needs classes and dataset={dataset.name} has none; "
+            "write scheduler.monitor=eval/loss scheduler.mode=min"
+        )
+
+
+def _near(split: Split, device: torch.device) -> Split:
+    """Return the split on a GPU if it is small enough, else as it is, memory-mapped."""
+    size_gib = (split.inputs.nbytes + split.targets.nbytes) / 2**30
+    if device.type != "cuda" or size_gib > MOST_GPU_DATA_GIB:
+        return split
+    return Split(split.inputs.to(device), split.targets.to(device))

@@ -1,0 +1,129 @@
+"""What a completed run leaves besides its checkpoints: its best model, evaluated and exported.
+
+Called by ``worker``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
+from ddp_runner.checkpoint.weights import EXPORT, export_weights
+from ddp_runner.config.checkpoint_rules import CLASS_METRICS
+from ddp_runner.config.schema import Config
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.distributed import broadcast_state
+from ddp_runner.errors import UserError
+from ddp_runner.train.loop import Position, Reporter, evaluate
+from ddp_runner.train.step import Trainee
+
+
+def check_monitor(config: Config, dataset: Dataset) -> None:
+    """Refuse to train for a metric that this dataset will not have.
+
+    Raises:
+        UserError: the metric needs classes.
+    """
+    monitor = config.checkpoint.monitor
+    if monitor in CLASS_METRICS and dataset.num_classes is None:
+        raise UserError(
+            f"checkpoint.monitor={monitor} needs classes and dataset={dataset.name} has none; "
+            "write checkpoint.monitor=eval/loss checkpoint.mode=min"
+        )
+
+
+def deliver(
+    trainee: Trainee,
+    position: Position,
+    config: Config,
+    run_dir: Path,
+    *,
+    reporter: Reporter,
+    say: Callable[[str], None],
+) -> None:
+    """Export the best model, without a monitor the last; with load_best evaluate it once more.
+
+    Rank 0 alone reads checkpoints; the other ranks get the model from it. Collective: every rank
+    of the loop must call.
+
+    Raises:
+        UserError: the model could not be written.
+    """
+    folder, settings = run_dir / "checkpoints", config.checkpoint
+    is_rank_zero = trainee.env.rank == 0
+    best = None
+    if is_rank_zero:
+        last = _Model(trainee.module.state_dict(), position.step, _metrics_of(folder, position))
+        best = _best(folder, last, config, say=say) if settings.monitor else last
+    if settings.load_best:
+        if best is not None:
+            trainee.module.load_state_dict(dict(best.state))
+        broadcast_state(trainee.module, group=trainee.group)
+        results, _ = evaluate(trainee)
+        reporter.log(
+            {name.replace("eval/", "best/"): value for name, value in results.items()},
+            step=position.step,
+            epoch=position.epoch,
+        )
+    if best is not None:
+        export_weights(run_dir / EXPORT, best.state, step=best.step, metrics=best.metrics)
+        if settings.monitor is not None:
+            score = best.metrics.get(settings.monitor)
+            told = "not finite" if score is None else f"{score:.4f}"
+            say(f"best by {settings.monitor}: {told} at step {best.step}, in {EXPORT}")
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model to export."""
+
+    state: Mapping[str, Tensor]
+    step: int
+    metrics: Mapping[str, float | None]
+
+
+def _metrics_of(folder: Path, position: Position) -> Mapping[str, float | None]:
+    """Return the last step's metrics; none where its checkpoint does not tell them any more."""
+    try:
+        return read_manifest(folder / f"step-{position.step:08d}").metrics
+    except UserError:
+        return {}
+
+
+def _best(folder: Path, last: _Model, config: Config, *, say: Callable[[str], None]) -> _Model:
+    """Return the best model that can be loaded; what is damaged is said. Rank 0 only.
+
+    The training is complete: no damage to a file may turn it into a failure, so the last model,
+    which is in memory, is what remains in the end.
+    """
+    settings = config.checkpoint
+    assert settings.monitor is not None
+    for path in best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode):
+        try:
+            manifest = read_manifest(path)
+            if manifest.step == last.step:
+                return last
+            state = _fitting(load_checkpoint(path, map_location="cpu"), last.state, path)
+        except UserError as error:
+            say(f"{error}: it is not the best model then, the next best one is taken")
+        else:
+            return _Model(state, manifest.step, manifest.metrics)
+    say(f"no whole checkpoint has a finite {settings.monitor}: the last model is the best")
+    return last
+
+
+def _fitting(state: object, expected: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
+    """Return the model of a checkpoint's state.
+
+    Raises:
+        UserError: its names or shapes are not the model's.
+    """
+    model = state.get("model") if isinstance(state, Mapping) else None
+    if not isinstance(model, Mapping) or {
+        name: getattr(value, "shape", None) for name, value in model.items()
+    } != {name: value.shape for name, value in expected.items()}:
+        raise UserError(f"checkpoint {path} does not hold this model")
+    return model

@@ -1,0 +1,83 @@
+"""Whether a loaded state is one that this program saved, and of the data that this run has.
+
+Used by ``state``.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.errors import UserError
+from ddp_runner.train.loop import Position
+
+
+def data_facts(dataset: Dataset) -> dict[str, Any]:
+    """Return what tells the samples that a run was trained on from others."""
+    return {
+        "train_samples": len(dataset.train),
+        "eval_samples": len(dataset.eval),
+        "digest": dataset.digest,
+    }
+
+
+def checked_position(state: Any, path: Path) -> Position:
+    """Return where the run stood.
+
+    Raises:
+        UserError: the state is not one that `snapshot` made, whatever its checksum says.
+    """
+    parts = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
+    fault = None
+    if not isinstance(state, dict) or not parts <= state.keys():
+        fault = f"it is not a mapping with {', '.join(sorted(parts))}"
+    elif not isinstance(state["made_of"], dict):
+        fault = "its made_of is not a mapping"
+    else:
+        numbers = state["position"]
+        known = {field.name: type(field.default) for field in fields(Position)}
+        del known["metrics"]  # the manifest has them
+        if (
+            not isinstance(numbers, dict)
+            or not numbers.keys() <= known.keys()
+            or any(type(value) is not known[name] for name, value in numbers.items())
+            or not all(
+                type(number) is int and number >= 0
+                for value in numbers.values()
+                for number in (value if isinstance(value, tuple) else (value,))
+            )
+            or numbers.get("step") != read_manifest(path).step
+        ):
+            fault = f"its position is {str(numbers)[:200]}"
+    if fault is not None:
+        raise UserError(
+            f"checkpoint {path} is not one of a training run: {fault}; use a checkpoint that this "
+            "program wrote"
+        )
+    return Position(**state["position"])
+
+
+def refuse_other_data(saved: Any, dataset: Dataset, path: Path) -> None:
+    """Refuse to go on with other samples: the order of the epoch would be another.
+
+    Raises:
+        UserError: with the number of samples then and now.
+    """
+    current = data_facts(dataset)
+    if not isinstance(saved, dict):  # a checkpoint from before they were saved
+        return
+    names = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
+    changed = [
+        f"{saved.get(key):,} {name} then, {current[key]:,} now"
+        for key, name in names.items()
+        if saved.get(key) != current[key]
+    ]
+    known = saved.get("digest") is not None and current["digest"] is not None
+    if not changed and known and saved["digest"] != current["digest"]:
+        changed = [f"{current['train_samples']:,} training samples then as now, but other ones"]
+    if changed:
+        raise UserError(
+            f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "
+            f"dataset={dataset.name} back as it was, or start a new run"
+        )
