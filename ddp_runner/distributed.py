@@ -1,82 +1,15 @@
 """The process group and the few collectives that the loop needs; called by worker and train."""
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.config.schema import BackendConfig
-from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, check_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.rank.agent_store import fresh_store, serves_ranks
-from ddp_runner.rank.loopback_store import loopback_store
 
 T = TypeVar("T")
-
-_outliving_groups: list[dist.ProcessGroup | None] = []
-
-
-@contextmanager
-def process_group(
-    env: DistEnv, *, backend: BackendConfig, init_method: str | None = None
-) -> Iterator[None]:
-    """Hold the default process group open. Collective: every rank must call.
-
-    On CUDA the group has two backends, so that small facts travel as CPU tensors over gloo and
-    never wait for a kernel.
-
-    Raises:
-        UserError: this torch was built without the backend.
-    """
-    if backend.name == "mpi" and not dist.is_mpi_available():
-        raise UserError(
-            "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never "
-            "are); write backend=gloo, or build torch from source beside an MPI library"
-        )
-    check_rendezvous(env, init_method=init_method, backend=backend.name)
-    is_local = False
-    if env.num_nodes == 1:
-        # One machine's traffic needs no other interface than loopback, and listens on no other.
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # whoever set another knows better
-    timeout = timedelta(seconds=backend.timeout_s)
-    store = None
-    if init_method == FROM_ENVIRONMENT and serves_ranks():
-        store = fresh_store(env, timeout=timeout)
-    elif is_local and backend.name != "mpi":
-        store = loopback_store(env, init_method=init_method, timeout=timeout)
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
-            init_method=None if store is not None else init_method,
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timeout,
-        )
-    except (RuntimeError, ValueError) as error:
-        if "Unable to find address for" not in str(error):
-            raise
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this machine")
-        raise UserError(
-            f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address; "
-            f"bring it up (ip link set {interface} up), or set the variable to one that has"
-        ) from error
-    # The group's threads take the GIL to let go of the last collective's tensors. Were the group to
-    # end with DDP's reducer, which joins these threads while it holds the GIL, both would wait for
-    # ever. So the group outlives the model, to the end of the process.
-    _outliving_groups.append(dist.group.WORLD)
-    yield
-    # On success only: a rank that fails while its peers sit in a collective must die, not wait.
-    dist.destroy_process_group()
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:

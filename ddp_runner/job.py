@@ -7,12 +7,11 @@ from typing import Any
 
 from ddp_runner.config.schema import Config
 from ddp_runner.config.secrets import Secrets
-from ddp_runner.rank.failures import Failure
+
+TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure")  # the rank itself has waited too long
 
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
-READY = "ready"  # a file of the scratch folder: the training loop has begun
-STOP = "stop"  # another: finish the step, save and end
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,22 @@ class Job:
     secrets: Secrets = field(default_factory=Secrets)  # what the config has from the environment
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed: `kind` is user, crash, peer, late or signal."""
+
+    rank: int
+    kind: str
+    sentence: str
+    traceback: str = ""
+    time_ns: int = 0
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the rank has waited for a peer in vain, which is late rather than gone."""
+        return self.kind == "peer" and any(sign in self.sentence for sign in TIMEOUT_SIGNS)
 
 
 @dataclass(frozen=True)

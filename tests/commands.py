@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from warm import MODULES, WarmCommand
 
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
-from ddp_runner.cli.resume import chosen_keys, with_resumed
+from ddp_runner.cli.resolvers import CONFIG_DIR, register
+from ddp_runner.cli.resume import with_resumed
+from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.config.checkpoint_rules import MONITORS
+from ddp_runner.metric_names import MONITORS
 
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Ten samples too many for the model's 165 parameters: it learns them by heart after two epochs.

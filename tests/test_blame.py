@@ -11,11 +11,11 @@ from commands import resolved
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.job import Job
+from ddp_runner.job import Failure, Job
 from ddp_runner.launch.blame import Ends, explain
 from ddp_runner.parallelism.single import Single
-from ddp_runner.rank.failures import Failure, note_cause, record_failure, record_stack
 from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.scratch import note_cause, record_failure, record_stack
 
 CLOSED = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234. GLHF!")
 TIMED_OUT = RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete")

@@ -17,7 +17,7 @@ from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.rank.saving import SAVING
+from ddp_runner.scratch import SAVING
 
 NO_SPACE = OSError(28, "No space left on device")
 

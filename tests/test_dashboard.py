@@ -14,11 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
 
-from ddp_runner.tracking.run_logger import Reporter
+from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.tensorboard import CHARTS, METRICS, header, hyperparameters, run_card
 from ddp_runner.tracking.times import begin_session
 from ddp_runner.tracking.tracker import Tracker
-from ddp_runner.train.loop import Position
 
 STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
 CONFIG: dict[str, Any] = {
@@ -184,7 +183,7 @@ def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> N
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
-    reporter = Reporter(tmp_path, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None)
+    reporter = RunLogger(tmp_path, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None)
     reporter.log({"train/loss": 1.0}, step=1, epoch=1)
     with pytest.raises(ZeroDivisionError), reporter:
         raise ZeroDivisionError
@@ -198,11 +197,11 @@ def test_a_reporter_that_ends_well_says_nothing_of_failure(tmp_path: Path) -> No
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
-    with Reporter(
+    with RunLogger(
         tmp_path, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
     ) as reporter:
         reporter.log({"train/loss": 1.0}, step=1, epoch=1)
-        reporter.finish("completed", Position(epoch=1, step=1))
+        reporter.finish("completed", step=1, epoch=1)
     content = plugin_data(tmp_path, "hparams")["_hparams_/session_end_info"]
     assert parse_session_end_info_plugin_data(content).status == 1  # success
 

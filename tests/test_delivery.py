@@ -47,7 +47,7 @@ def delivered(
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
     position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, reporter=trace, say=trace.said.append)
+    deliver(trainee, position, config, run_dir, logger=trace, say=trace.said.append)
     return flat_weights(trainee.module), trace.said
 
 
@@ -106,5 +106,5 @@ def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     fill(trainee.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
     position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, reporter=trace, say=trace.said.append)
+    deliver(trainee, position, config, run_dir, logger=trace, say=trace.said.append)
     return trace.said

@@ -27,12 +27,12 @@ from ddp_runner.distributed import (
     check_own_devices,
     from_rank_zero,
     gather_objects,
-    process_group,
     sum_over_ranks,
 )
 from ddp_runner.errors import UserError
 from ddp_runner.rank.agent_store import fresh_store
 from ddp_runner.rank.loopback_store import HOST, loopback_store
+from ddp_runner.rank.process_group import process_group
 
 
 def reductions(env: DistEnv) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.dataset import Dataset, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
+from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
 from ddp_runner.train import build as building
 from ddp_runner.train.build import build_trainee
@@ -255,7 +256,7 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
         trainee = build(case, config, real)
         for step in (2, 4):
             save(trainee, config, tmp_path / "checkpoints", step=step, epoch=1)
-        deliver(trainee, Position(step=4), config, tmp_path, reporter=trace, say=trace.said.append)
+        deliver(trainee, Position(step=4), config, tmp_path, logger=trace, say=trace.said.append)
         devices = {parameter.device.index for parameter in trainee.module.parameters()}
     assert devices == set(case.devices)
     assert loaded_onto == ["cpu"]
@@ -308,7 +309,7 @@ def test_times_are_read_once_the_gpu_has_passed_them() -> None:
     with fake_gpus(1):
         pace = Pace(torch.device("cuda", 0))
         for _ in range(3 * MOST_EVENTS):
-            pace.mark("forward")
+            pace.mark(StepPart.FORWARD)
             pace.add(samples=1)
         _, parts = pace.lap()
     assert parts == {"forward": 1.0}
@@ -317,6 +318,7 @@ def test_times_are_read_once_the_gpu_has_passed_them() -> None:
 def test_peak_memory_is_that_of_the_fullest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What decides whether a model fits is one device's memory, not the sum."""
     peaks = [1 * 2**30, 3 * 2**30, 2 * 2**30]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[device])
     assert peak_memory_gib() == 3.0

@@ -11,7 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_dir import freeze_config, resume_argument, safe_name
+from ddp_runner.files import safe_name
+from ddp_runner.tracking.run_dir import freeze_config, resume_argument
 
 
 @pytest.mark.parametrize(

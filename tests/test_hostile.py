@@ -17,9 +17,9 @@ import yaml
 from commands import refusal, resolved, run_command
 from omegaconf import OmegaConf
 
-from ddp_runner.cli.resolvers import to_config
 from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.config.targets import construct, find
 from ddp_runner.dist_env import DistEnv
@@ -185,7 +185,7 @@ FOREIGN = (
     *(
         "ddp_runner.launch.launcher.launch",
         "ddp_runner.tracking.run_record.os._exit",
-        "ddp_runner.tracking.run_record.replace_file",
+        "ddp_runner.files.replace_file",
     ),
     *("ddp_runner.tracking.run_record.subprocess.run", "ddp_runner.data.downloads.fetch_missing"),
     *("ddp_runner.data.downloads.sys.exit", "ddp_runner.data.cache.FileLock"),

@@ -35,12 +35,12 @@ from faults.injection import together
 from ddp_runner import worker
 from ddp_runner.dist_env import dist_env
 from ddp_runner.host.signals import STOP_SIGNALS
-from ddp_runner.job import READY, Job
+from ddp_runner.job import Job
 from ddp_runner.launch import execute as execution
 from ddp_runner.launch import supervisor
 from ddp_runner.launch.execute import execute
 from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.rank.saving import SAVING
+from ddp_runner.scratch import READY, SAVING
 
 # Long enough to be hit in its midst; a step takes some milliseconds.
 LONG = (

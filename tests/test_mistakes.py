@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 import ddp_runner.__main__
 import ddp_runner.sweep.multirun
 from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.preflight import check_files
 from ddp_runner.cli.resolvers import register
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config, leaves
-from ddp_runner.data.tokenizer_files import check_text_files
 from ddp_runner.host.hardware import Hardware
 
 OWN = {
@@ -225,7 +226,7 @@ def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None
         machine = Hardware(num_gpus=index % 2 * 4, num_cores=4)
         try:
             config, _ = resolve(OmegaConf.to_object(raw), hardware=machine)
-            check_text_files(config.model, config.dataset, data_root=tmp_path)
+            check_files(replace(config, data_root=str(tmp_path)))
         except Exception as error:
             told, reason = user_error(error), repr(error)
             num_refused += 1

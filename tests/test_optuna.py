@@ -23,7 +23,8 @@ from test_packing import POLL_S, both_train, needs_two_cores
 from test_sweep_ledger import statuses, table_row, the_sweep
 
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resolvers import register, to_config
+from ddp_runner.cli.resolvers import register
+from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.validate import check_sweep

@@ -9,6 +9,7 @@ from trainees import TOY, Trace, build, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.metric_names import StepPart
 from ddp_runner.train.step_timer import Pace, part_figures
 
 NAP_S = 0.1
@@ -68,16 +69,16 @@ def test_parts_are_those_of_the_mean_step() -> None:
     pace = Pace(torch.device("cpu"))
     for _ in range(4):
         time.sleep(0.01)
-        pace.mark("data")
-        pace.mark("forward")
-        pace.mark("")
+        pace.mark(StepPart.DATA)
+        pace.mark(StepPart.FORWARD)
+        pace.mark(None)
         pace.add(samples=8)
     figures, parts = pace.lap()
     assert set(parts) == {"data", "forward"}
     assert 10 <= parts["data"] <= figures["perf/step_time_ms"]
     each_step = figures["perf/samples_per_s"] * figures["perf/step_time_ms"] / 1000
     assert each_step == pytest.approx(8)
-    pace.mark("optimizer")
+    pace.mark(StepPart.OPTIMIZER)
     pace.add(samples=8)
     assert set(pace.lap()[1]) == {"optimizer"}
 
@@ -85,7 +86,9 @@ def test_parts_are_those_of_the_mean_step() -> None:
 def test_the_rank_that_waits_least_tells_the_exchange() -> None:
     """Ranks spend 5, 9 and 4 ms after their backward: 4 of them exchange, the rest is waiting."""
     figures = part_figures(
-        {"forward": 2.0, "comm": 6.0}, comm_by_rank=[5.0, 9.0, 4.0], step_time_ms=16.0
+        {StepPart.FORWARD: 2.0, StepPart.COMM: 6.0},
+        comm_by_rank=[5.0, 9.0, 4.0],
+        step_time_ms=16.0,
     )
     assert figures == {
         "perf/forward_ms": 2.0,

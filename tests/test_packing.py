@@ -29,7 +29,8 @@ from slowed import TOY as SLOWED_TOY
 from slowed import brake
 from test_sweep_ledger import statuses, the_sweep
 
-from ddp_runner.cli.resolvers import register, to_config
+from ddp_runner.cli.resolvers import register
+from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares

@@ -25,11 +25,11 @@ from properties import check_sentence, damaged, examples, faulty
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resolvers import to_config
 from ddp_runner.cli.resume import resumed_command, with_resumed
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.tables import FORMATS
 from ddp_runner.compare.runs import read_runs
+from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import NOTE, load_dataset

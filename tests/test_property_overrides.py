@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ import ddp_runner.launch.execute
 import ddp_runner.sweep.multirun
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.known_keys import _keys
-from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
+from ddp_runner.cli.preflight import check_files
+from ddp_runner.cli.resolvers import CONFIG_DIR, register
+from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config, leaves
-from ddp_runner.data.tokenizer_files import check_text_files
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import run_jobs
@@ -361,7 +362,7 @@ def test_any_value_of_any_key_resolves_or_is_refused_in_one_line(
             key, value = data.draw(st.sampled_from(known)), data.draw(nested)
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
         config, _ = resolve(to_config(changed), hardware=machine)
-        check_text_files(config.model, config.dataset, data_root=Path("nowhere"))
+        check_files(replace(config, data_root=str(Path("nowhere"))))
     except Exception as error:
         told = user_error(error)
         if told is None:

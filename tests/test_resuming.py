@@ -8,8 +8,9 @@ import pytest
 import yaml
 from commands import LAPTOP, compose_raw, record, refusal, resolved, run_command, steps
 
-from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
-from ddp_runner.cli.resume import chosen_keys, resumed_command, with_resumed
+from ddp_runner.cli.resolvers import CONFIG_DIR, register
+from ddp_runner.cli.resume import resumed_command, with_resumed
+from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv

@@ -12,8 +12,9 @@ from commands import LAPTOP, compose_raw, record, resolved
 from omegaconf import OmegaConf
 from ranks import run_ranks
 
-from ddp_runner.cli.resolvers import register, to_config
-from ddp_runner.cli.resume import chosen_keys, with_resumed
+from ddp_runner.cli.resolvers import register
+from ddp_runner.cli.resume import with_resumed
+from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.secrets import find_secrets
 from ddp_runner.data.sources.random import RandomRegression

@@ -27,10 +27,10 @@ from test_launch import LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.signals import STOP_SIGNALS
-from ddp_runner.job import STOP
 from ddp_runner.launch.signals import Interrupts, mark_ended
 from ddp_runner.rank import stop
 from ddp_runner.rank.stop import StopRequest
+from ddp_runner.scratch import STOP
 from ddp_runner.tracking.run_record import write_run_record
 
 # A launcher without torch, in the middle of something: it has asked for the lock of run.json.

@@ -18,12 +18,12 @@ from trainees import SMALL, TOY, compose_config, flat_weights
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.checkpoint.weights import export_weights, load_weights, starting_weights
-from ddp_runner.config.checkpoint_rules import MONITORS
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.metric_names import MONITORS
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.toy import ToyModel
 from ddp_runner.tracking.run_dir import freeze_config

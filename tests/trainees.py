@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.cli.resolvers import CONFIG_DIR, register, to_config
-from ddp_runner.cli.resume import chosen_keys
+from ddp_runner.cli.resolvers import CONFIG_DIR, register
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
@@ -58,10 +58,10 @@ class Trace:
         """Record a line."""
         self.lines.append({"step": step, **metrics})
 
-    def began(self, loss: float) -> None:
+    def first_loss(self, loss: float) -> None:
         """Do nothing."""
 
-    def step_done(self, position: Position) -> None:
+    def step_done(self, *, step: int, epoch: int) -> None:
         """Do nothing."""
 
     def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
@@ -219,7 +219,7 @@ def run_loop(
         stop_requested=stop_requested,
     )
     try:
-        trace.status = train(trainee, position=position, control=control, reporter=trace)
+        trace.status = train(trainee, position=position, control=control, logger=trace)
     except ValueError as error:
         trace.error = f"{type(error).__name__}: {error}"
     if trainee.gradients is not None and trace.status:

@@ -25,6 +25,7 @@ from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.dataset import Source
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
@@ -114,7 +115,7 @@ def _build(session: Session) -> Trainee:
     if config.train.compile:
         say("train.compile=true is left out: its random numbers are not the bare model's")
         config = replace(config, train=replace(config.train, compile=False))
-    source = make("dataset", config.dataset, allowed=config.allowed_targets)
+    source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
     dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
     weights = None
     if env.is_rank_zero:

@@ -25,7 +25,7 @@ from ddp_runner.checkpoint.manifest import (
 )
 from ddp_runner.checkpoint.plain_data import load_plain_data, refuse_sharded
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_record import json_safe, replace_file
+from ddp_runner.files import json_safe, replace_file
 
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"

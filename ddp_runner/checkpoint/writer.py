@@ -13,7 +13,7 @@ from ddp_runner.checkpoint.staging import Stager
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.rank.saving import marked
+from ddp_runner.scratch import marked
 
 
 class CheckpointWriter:

@@ -23,19 +23,13 @@ from omegaconf import DictConfig, open_dict
 
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.known_keys import check_options, in_one_piece
-from ddp_runner.cli.resolvers import (
-    CONFIG_DIR,
-    Folders,
-    check_chdir,
-    register,
-    to_config,
-    written,
-)
-from ddp_runner.cli.resume import chosen_keys, resumed_command, with_resumed
+from ddp_runner.cli.preflight import check_files
+from ddp_runner.cli.resolvers import CONFIG_DIR, Folders, check_chdir, register, written
+from ddp_runner.cli.resume import resumed_command, with_resumed
+from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import work_hash
 from ddp_runner.config.secrets import find_secrets
-from ddp_runner.data.tokenizer_files import check_text_files
 from ddp_runner.dist_env import check_rendezvous, dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, detect
@@ -195,7 +189,7 @@ class Command:
             config, warnings = resolve(
                 to_config(raw), hardware=hardware, chosen=chosen_keys(overrides), env=self._env
             )
-            check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
+            check_files(config, env=self._env)
         if self._env is None and config.sweep.parallel_jobs == 1:
             start_fork_server()  # as early as can be: it imports torch while we go on
         return Job(

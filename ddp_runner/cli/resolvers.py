@@ -6,25 +6,25 @@ Called by ``__main__``; torch-free.
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.resume import chosen_keys, with_resumed
+from ddp_runner.cli.preflight import check_files
+from ddp_runner.cli.resume import with_resumed
+from ddp_runner.config.load import as_written, chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR as CONFIG_DIR
 from ddp_runner.config.schema import Config, work_hash
 from ddp_runner.config.secrets import find_secrets
-from ddp_runner.data.tokenizer_files import check_text_files
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
-from ddp_runner.sweep.ledger import unfinished_sweep
+from ddp_runner.sweep.ledger import sweep_command, unfinished_sweep
 from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.launch_marks import find_unfinished_run
 from ddp_runner.tracking.run_dir import (
@@ -68,7 +68,7 @@ def register(env: DistEnv | None, *, implied: Collection[str] = ()) -> Folders:
             config = resolve(config, hardware=detect(), chosen=chosen_keys(overrides), env=env)[0]
             is_ranks = env is not None or config.launch.nnodes > 1
             if config.resume in (None, AUTO) and not is_ranks:
-                check_text_files(config.model, config.dataset, data_root=Path(config.data_root))
+                check_files(config, env=env)
         check_chdir(_root_.hydra)
         if config.resume not in (None, AUTO):
             return str(config.resume)
@@ -133,42 +133,6 @@ def check_chdir(hydra_node: Any) -> None:
             "hydra.job.chdir=true would change what data_root and resume mean; leave it out: a run "
             "writes all that it leaves into its own folder anyway"
         )
-
-
-def to_config(raw: DictConfig) -> Config:
-    """Return a composed config as the schema's object, its interpolations resolved.
-
-    Raises:
-        UserError: a key is not in the schema.
-    """
-    for key in map(str, raw):
-        if key not in {field.name for field in fields(Config)}:
-            raise UserError(f"{key} is not a key of the config; see --help for all keys")
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), raw))
-    assert isinstance(config, Config)
-    return config
-
-
-def as_written(overrides: Any) -> list[str]:
-    """Return Hydra's overrides with their interpolations, which may be secrets, unresolved."""
-    written = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(written, list)
-    return list(map(str, written))
-
-
-def opened(job: DictConfig) -> tuple[DictConfig, Any]:
-    """Return a composed job without its hydra node, and that node, for whose resolvers it is set.
-
-    The job's ``hydra`` interpolations resolve until the next job is opened.
-    """
-    HydraConfig.instance().set_config(job)
-    hydra_node = HydraConfig.get()
-    return OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"]), hydra_node
-
-
-def sweep_command() -> list[str]:
-    """Return by what a sweep is found again: this command, but for how it treats failures."""
-    return [argument for argument in sys.argv[1:] if not argument.startswith("sweep.")]
 
 
 def written(overrides: Any, implied: Collection[str]) -> list[str]:

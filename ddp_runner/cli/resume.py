@@ -14,6 +14,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
@@ -64,11 +65,6 @@ def resumed_command(arguments: Sequence[str], *, conf: Path) -> tuple[list[str],
     ]
     place = found[-1] + 1  # beside it: argparse takes what is not an option in one piece
     return [*arguments[:place], *implied, *arguments[place:]], implied
-
-
-def chosen_keys(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that the command line gives."""
-    return [override.partition("=")[0].lstrip("+~") for override in overrides]
 
 
 def with_resumed(

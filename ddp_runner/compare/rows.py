@@ -15,13 +15,13 @@ from ddp_runner.compare.stats import (
     STEP_TIME,
     Stat,
     Target,
-    is_lower_better,
     outcome,
     peak_memory_gib,
     stat,
     steady,
     step_parts_ms,
 )
+from ddp_runner.metric_names import is_lower_better
 
 
 @dataclass(frozen=True)

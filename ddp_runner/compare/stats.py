@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddp_runner.compare.run import Run
+from ddp_runner.metric_names import is_lower_better
 
 PACE, STEP_TIME, COMM_SHARE = "perf/samples_per_s", "perf/step_time_ms", "perf/comm_share"
 PEAK_MEMORY = "perf/peak_memory_gib"
-LOWER_IS_BETTER = ("loss", "_ms", "_gib", "_share")  # how the names of such metrics end
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,6 @@ class Target:
             if value is not None and sign * value >= sign * self.value:
                 return line["time_s"]
         return None
-
-
-def is_lower_better(metric: str) -> bool:
-    """Return whether less of a metric is better, as its name says."""
-    return metric.endswith(LOWER_IS_BETTER)
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:

@@ -7,23 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from ddp_runner.config.targets import construct
-from ddp_runner.data.dataset import Source
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.mode import Mode
-from ddp_runner.train.schedules import Scheduler
 
-# What each group's `_target_` must give; a protocol is told by its methods.
-KINDS: Mapping[str, type] = {
-    "model": nn.Module,
-    "dataset": Source,
-    "parallelism": Mode,
-    "optimizer": Optimizer,
-    "scheduler": Scheduler,
-}
 ANY = "**"  # stands for whatever keyword a function takes
 
 
@@ -31,6 +17,7 @@ def make(
     group: str,
     settings: Mapping[str, Any],
     *,
+    kind: type | None = None,
     allowed: Collection[str] = (),
     partial: bool = False,
     **arguments: Any,
@@ -40,6 +27,7 @@ def make(
     Args:
         group: of the config.
         settings: its keys.
+        kind: what it must build, a class or a protocol; None: anything.
         allowed: the packages of the user's own that it may name, ``allowed_targets``.
         partial: return a functools.partial, for what takes more arguments later.
         arguments: objects that are passed on as they are.
@@ -56,7 +44,7 @@ def make(
     hint = f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
     with _building(named, keys["_target_"], hint):
         built = construct(keys, key=group, allowed=allowed, partial=partial, arguments=arguments)
-    return built if partial else _of_kind(built, group, settings)
+    return built if partial or kind is None else _of_kind(built, kind, group, settings)
 
 
 def complete(
@@ -64,6 +52,7 @@ def complete(
     settings: Mapping[str, Any],
     factory: Callable[..., Any],
     *arguments: Any,
+    kind: type,
     **offered: Any,
 ) -> Any:
     """Call what ``make`` returned with `partial`.
@@ -73,6 +62,7 @@ def complete(
         settings: the group's keys.
         factory: what takes more arguments.
         arguments: these, in their order.
+        kind: what it must build, a class or a protocol.
         offered: passed as far as it takes them, such as the steps of the whole run.
 
     Raises:
@@ -91,7 +81,7 @@ def complete(
     hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
     with _building(f"{group}={settings.get('name')}", target, hint):
         built = factory(*arguments, **taken)
-    return _of_kind(built, group, settings)
+    return _of_kind(built, kind, group, settings)
 
 
 @contextmanager
@@ -106,14 +96,14 @@ def _building(named: str, target: object, hint: str) -> Iterator[None]:
         raise UserError(f"{named} ({target}) cannot be built: {reason}; {hint}") from error
 
 
-def _of_kind(built: Any, group: str, settings: Mapping[str, Any]) -> Any:
-    if isinstance(built, KINDS[group]):
+def _of_kind(built: Any, kind: type, group: str, settings: Mapping[str, Any]) -> Any:
+    if isinstance(built, kind):
         return built
     is_partial = isinstance(built, functools.partial)
     fix = "leave out its _partial_" if is_partial else "name another in its _target_"
     raise UserError(
         f"{group}={settings.get('name')} ({settings['_target_']}) builds an object of type "
-        f"{type(built).__name__}, not {KINDS[group].__name__}; {fix}"
+        f"{type(built).__name__}, not {kind.__name__}; {fix}"
     )
 
 

@@ -9,13 +9,21 @@ MOVED_MODULES = {
     "ddp_runner.parallelism.ps": "ddp_runner.parallelism.parameter_server.mode",
     **{
         f"ddp_runner.data.{name}": f"ddp_runner.data.sources.{name}"
-        for name in ("cifar", "csv_text", "digits", "fake_images", "image_folder", "mnist", "random")
+        for name in (
+            "cifar",
+            "csv_text",
+            "digits",
+            "fake_images",
+            "image_folder",
+            "mnist",
+            "random",
+        )
     },
 }
 
 
 def with_moved_names(tree: Any) -> Any:
-    """Return a frozen config as plain containers, each ``_target_`` and loss by its present name."""
+    """Return a frozen config with each ``_target_`` and ``loss`` by its present name."""
     if isinstance(tree, dict):
         return {
             key: present_name(value) if key in ("_target_", "loss") else with_moved_names(value)

@@ -52,7 +52,7 @@ def resolve(
     check_targets(config)
     check_values(config)
     _check_choices(config)
-    check_checkpoints(config, env=env, chosen=chosen)
+    check_checkpoints(config, chosen=chosen)
     check_model(config)
     ranks = _world_size(config, hardware, env.world_size if env else None)
     check_collectives(config, num_ranks=ranks)

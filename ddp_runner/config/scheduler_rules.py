@@ -2,9 +2,9 @@
 
 import math
 
-from ddp_runner.config.checkpoint_rules import CLASS_METRICS, LOWER_IS_BETTER
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
+from ddp_runner.metric_names import MONITORS, is_lower_better
 
 
 def check_scheduler(config: Config) -> None:
@@ -16,7 +16,7 @@ def check_scheduler(config: Config) -> None:
     settings = config.scheduler
     monitor, mode, warmup = (settings.get(key) for key in ("monitor", "mode", "warmup_steps"))
     if monitor is not None:
-        known = ("eval/loss", *CLASS_METRICS)
+        known = tuple(name for name in MONITORS if name.startswith("eval/"))
         if monitor not in known:
             raise UserError(f"scheduler.monitor ({monitor}) must be one of {', '.join(known)}")
         if not config.train.eval_every_epochs:
@@ -24,7 +24,7 @@ def check_scheduler(config: Config) -> None:
                 f"scheduler.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
                 "write train.eval_every_epochs=1"
             )
-        better = "min" if monitor in LOWER_IS_BETTER else "max"
+        better = "min" if is_lower_better(monitor) else "max"
         if mode is not None and mode != better:
             raise UserError(
                 f"scheduler.monitor={monitor} with scheduler.mode={mode} would lower the rate "

@@ -23,7 +23,7 @@ from ddp_runner.config.schema import digest as digest_of
 from ddp_runner.data.checks import check_dataset, check_source, check_tensors
 from ddp_runner.data.dataset import Dataset, Source
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_dir import safe_name
+from ddp_runner.files import safe_name
 
 # Raise it when the manifest changes, or what a source builds from the same fingerprint.
 FORMAT_VERSION = 3

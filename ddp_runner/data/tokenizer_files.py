@@ -4,52 +4,15 @@
 Torch-free.
 """
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.errors import UserError
 
-TOKENIZER_FILE, VOCABULARY_FILE, MODEL_FILE = "tokenizer.json", "vocab.txt", "config.json"
+TOKENIZER_FILE, VOCABULARY_FILE = "tokenizer.json", "vocab.txt"
 PADDING_TOKENS = ("[PAD]", "<pad>")
-BERT, IMAGE_FOLDER = (
-    "ddp_runner.models.bert.Bert",
-    "ddp_runner.data.sources.image_folder.ImageFolder",
-)
 NEEDS_TEXT_EXTRA = 'text needs the packages of an extra; write pip install "ddp-runner[text]"'
-
-
-def check_text_files(
-    model: Mapping[str, Any], dataset: Mapping[str, Any], *, data_root: Path
-) -> None:
-    """Check that what these groups' keys name is there.
-
-    Raises:
-        UserError: it is not.
-    """
-    if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
-        raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
-    if (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
-        raise UserError(
-            f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "
-            "path under data_root, or an absolute one"
-        )
-    if dataset.get("_target_") == IMAGE_FOLDER:
-        folder = data_root / str(dataset.get("folder"))
-        if not folder.is_dir():
-            raise UserError(
-                f"dataset.folder ({dataset.get('folder')}): there is no folder "
-                f"{folder.absolute()}; give one under data_root, or an absolute one"
-            )
-    if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
-        raise UserError(
-            f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}; "
-            "name a folder of trained weights, as transformers' save_pretrained leaves it"
-        )
-    if (name := dataset.get("tokenizer")) is not None:
-        tokenizer_file(Path(str(name)))
 
 
 def tokenizer_file(folder: Path) -> Path:

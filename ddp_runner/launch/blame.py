@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.config.schema import Config
-from ddp_runner.rank.failures import Failure, recorded_failures
+from ddp_runner.job import Failure
+from ddp_runner.scratch import recorded_failures
 
 
 @dataclass(frozen=True)

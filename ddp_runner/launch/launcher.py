@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.temp_folder import temp_folder
-from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, STOP, Job, Outcome
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.signals import Interrupts
-from ddp_runner.rank.failures import Failure
+from ddp_runner.scratch import STOP
 from ddp_runner.tracking.run_record import write_run_record
 
 FAILURE_FILE = "failure.txt"  # in logs/ of a run: the traceback of what made it fail

@@ -18,8 +18,7 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.host.children import kill_descendants
 from ddp_runner.host.signals import answered
-from ddp_runner.job import STOP
-from ddp_runner.rank.saving import SAVING, SAVING_FACTOR
+from ddp_runner.scratch import SAVING, SAVING_FACTOR, STOP
 from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record, write_run_record
 
 # timeout(1) signals its child and then the whole process group, systemd sends SIGHUP right after

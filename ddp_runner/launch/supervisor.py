@@ -31,13 +31,21 @@ from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.host.children import adopt_orphans, children, end_adopted
 from ddp_runner.host.load import oom_kills
-from ddp_runner.job import READY, Job
+from ddp_runner.job import Failure, Job
 from ddp_runner.launch.blame import Ends, explain
 from ddp_runner.launch.elastic import numa_bound, numa_options, worker_spec
 from ddp_runner.launch.fork_server import fork_server_is_gone, start_fork_server
-from ddp_runner.rank.failures import Failure, note_cause, note_end, record_failure
-from ddp_runner.rank.saving import SAVING, SAVING_FACTOR, SAVING_POLL_S, is_renewed
 from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S
+from ddp_runner.scratch import (
+    READY,
+    SAVING,
+    SAVING_FACTOR,
+    SAVING_POLL_S,
+    is_renewed,
+    note_cause,
+    note_end,
+    record_failure,
+)
 
 # From SIGTERM to SIGKILL: a rank ends itself after its own grace, unless it is stopped.
 END_S = FAILED_GROUP_GRACE_S + 1.0

@@ -1,5 +1,7 @@
 """What a rank asks of its GPUs: that they work, their memory, and their random numbers."""
 
+import resource
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +62,13 @@ def set_rng_states(states: Sequence[Tensor], first: torch.device) -> None:
 
 
 def peak_memory_gib() -> float:
-    """Return the most memory that torch has allocated for this process on any one GPU, in GiB."""
+    """Return the most memory that this process has held: on its fullest GPU, without one in RAM.
+
+    Of a GPU it is what torch has allocated.
+    """
+    if not torch.cuda.is_initialized():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
+        return peak / (2**30 if sys.platform == "darwin" else 2**20)
     peaks = [torch.cuda.max_memory_allocated(one) for one in range(torch.cuda.device_count())]
     return max(peaks) / 2**30
 

@@ -24,15 +24,15 @@ from ddp_runner.distributed import (
     check_own_devices,
     from_rank_zero,
     gather_objects,
-    process_group,
 )
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
-from ddp_runner.job import Job
+from ddp_runner.job import Failure, Job
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.cuda import open_devices
-from ddp_runner.rank.failures import Failure, cause
+from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import RankLog
+from ddp_runner.scratch import cause
 from ddp_runner.tracking.claims import claim_run, freeze, with_global_size
 from ddp_runner.tracking.launch_marks import own_marks
 from ddp_runner.tracking.run_dir import is_frozen
@@ -72,7 +72,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    mode: Mode = make("parallelism", config.parallelism, allowed=config.allowed_targets)
+    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
     devices = mode.devices(env, kind=config.backend.device)
     open_devices(devices, precision=config.train.precision)
 

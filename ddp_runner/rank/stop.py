@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.host.signals import STOP_SIGNALS, answered
-from ddp_runner.job import STOP
-from ddp_runner.rank.failures import record_stack
-from ddp_runner.rank.saving import SAVING_POLL_S, renewed
+from ddp_runner.scratch import SAVING_POLL_S, STOP, record_stack, renewed
 
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its worker group
 # has failed, and it may sit in a collective that will never end.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ddp_runner.config.schema import SweepSettings
 from ddp_runner.errors import UserError
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
-from ddp_runner.rank.failures import Failure
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome
 from ddp_runner.sweep.ledger import REFUSED, Entry, Ledger
 from ddp_runner.tracking.run_dir import InUseError, locked
 

@@ -5,6 +5,7 @@ launcher that holds its folder's lock.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_record import replace_file
+from ddp_runner.files import replace_file
 
 LEDGER = "sweep.json"
 UNFINISHED = ("queued", "running", "interrupted")
@@ -166,3 +167,8 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
         if began_with == list(command) and any(e.status in wanted for e in entries.values()):
             return path.parent
     return None
+
+
+def sweep_command() -> list[str]:
+    """Return by what a sweep is found again: this command, but for how it treats failures."""
+    return [argument for argument in sys.argv[1:] if not argument.startswith("sweep.")]

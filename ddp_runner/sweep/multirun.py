@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.resolvers import opened, sweep_command, to_config
+from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import SweepSettings, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, detect
@@ -23,12 +24,16 @@ from ddp_runner.launch.execute import complain, execute
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import failed_enough, recorded, run_jobs
-from ddp_runner.sweep.ledger import REFUSED, UNFINISHED, Entry, Ledger
+from ddp_runner.sweep.ledger import REFUSED, UNFINISHED, Entry, Ledger, sweep_command
 from ddp_runner.sweep.slots import Batch, Slots
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.sweep.validate import check_sweep
 from ddp_runner.tracking.claims import freeze
-from ddp_runner.tracking.run_dir import InUseError, check_writable, locked
+from ddp_runner.tracking.run_dir import (
+    InUseError,
+    check_writable,
+    locked,
+)
 from ddp_runner.tracking.run_record import read_run_record
 
 
@@ -237,3 +242,13 @@ def _freeze(job: Job, run_dir: Path) -> None:
 def _announced(job: Job) -> Outcome:
     print(f"\n{job.title}", flush=True)
     return execute(job)
+
+
+def opened(job: DictConfig) -> tuple[DictConfig, Any]:
+    """Return a composed job without its hydra node, and that node, for whose resolvers it is set.
+
+    The job's ``hydra`` interpolations resolve until the next job is opened.
+    """
+    HydraConfig.instance().set_config(job)
+    hydra_node = HydraConfig.get()
+    return OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"]), hydra_node

@@ -22,11 +22,12 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.host.signals import signals_ignored
 from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
-from ddp_runner.job import EXIT_USER_ERROR, STOP, Job, Outcome, Slot
+from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
 from ddp_runner.launch.execute import complain, execute
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.signals import Interrupts
 from ddp_runner.rank.stop import die_with_launcher
+from ddp_runner.scratch import STOP
 from ddp_runner.sweep.jobs import run_jobs
 from ddp_runner.sweep.ledger import Ledger
 

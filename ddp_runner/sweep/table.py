@@ -6,9 +6,10 @@ from typing import Any
 
 from ddp_runner.compare.run import is_finite
 from ddp_runner.errors import UserError, printable
+from ddp_runner.metric_names import HEADLINES
 from ddp_runner.sweep.ledger import Ledger
 from ddp_runner.tracking.run_dir import is_locked
-from ddp_runner.tracking.run_record import HEADLINES, read_run_record
+from ddp_runner.tracking.run_record import read_run_record
 
 COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
 

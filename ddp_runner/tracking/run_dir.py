@@ -20,12 +20,12 @@ from filelock import FileLock, Timeout
 
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_record import RUN_RECORD, replace_file
+from ddp_runner.files import replace_file, safe_name
+from ddp_runner.tracking.run_record import RUN_RECORD
 
 OUTPUTS = Path("outputs")
 CHOICES_FILE = Path(".hydra", "choices.yaml")  # the options of the groups that a run is made of
 MIN_FREE_MIB = 100
-MAX_NAME_BYTES = 200  # file systems end at 255
 
 
 def run_folder(config: Config) -> Path:
@@ -48,17 +48,6 @@ def sweep_folder(name: str | None) -> Path:
 def job_name(overrides: Sequence[str]) -> str:
     """Return a sweep job's folder: the overrides that the sweep varies, in their order."""
     return safe_name(",".join(overrides) or "job")
-
-
-def safe_name(text: str) -> str:
-    """Return the text as one folder name, which is never the folder above, nor too long.
-
-    It has no separators and no control characters.
-    """
-    name = re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))
-    # What is cut off may leave the first bytes of a character.
-    name = os.fsencode(name)[:MAX_NAME_BYTES].decode(errors="ignore")
-    return name if name.strip(". ") else f"_{name}"
 
 
 def timestamp() -> str:

@@ -1,52 +1,62 @@
 """What rank 0 tells while a run goes on: on the screen, in run.json and in the tracked metrics.
 
-Used by ``worker``; the other ranks hold a ``NullReporter``.
+Used by ``worker``; the other ranks hold a ``NullLogger``.
 """
 
-import os
-import resource
 import shlex
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_runner.config.schema import Config
-from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
-from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.confusion import confusion_picture
 from ddp_runner.tracking.run_dir import resume_argument
-from ddp_runner.tracking.run_record import HEADLINES, json_safe, read_run_record, write_run_record
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 from ddp_runner.tracking.times import begin_anew, end_session, note_startup
 from ddp_runner.tracking.tracker import Progress, Tracker
-from ddp_runner.train.loop import Position
-from ddp_runner.train.step import Trainee
 
 DIVERGED_FACTOR = 10.0  # a loss so many times the first one is no noise
 
 
-class NullReporter:
-    """What the other ranks hold."""
+class Logger(Protocol):
+    """What the training loop logs to; only rank 0's writes anything."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Record the metrics of a step."""
+
+    def first_loss(self, loss: float) -> None:
+        """Record the mean loss over the first global batch, before any update."""
+
+    def step_done(self, *, step: int, epoch: int) -> None:
+        """Record that an optimizer step has ended, in an epoch counted from 1."""
+
+    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+        """Record an evaluation's confusion counts (num_classes, num_classes)."""
+
+
+class NullLogger:
+    """The logger of every rank but 0: it does nothing."""
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Do nothing."""
 
-    def began(self, loss: float) -> None:
+    def first_loss(self, loss: float) -> None:
         """Do nothing."""
 
-    def step_done(self, position: Position) -> None:
+    def step_done(self, *, step: int, epoch: int) -> None:
         """Do nothing."""
 
     def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
         """Do nothing."""
 
-    def finish(self, status: str, position: Position) -> None:
+    def finish(self, status: str, *, step: int, epoch: int) -> None:
         """Do nothing."""
 
     def __enter__(self) -> Self:
@@ -56,8 +66,8 @@ class NullReporter:
         """Do nothing."""
 
 
-class Reporter(NullReporter):
-    """Tells TensorBoard, metrics.jsonl, run.json and the terminal of one run. Rank 0 only."""
+class RunLogger:
+    """Writes TensorBoard, metrics.jsonl, run.json and the terminal of one run. Rank 0 only."""
 
     def __init__(
         self,
@@ -86,18 +96,16 @@ class Reporter(NullReporter):
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Record metrics of a step and show them."""
-        if "perf/step_time_ms" in metrics:
-            metrics = {**metrics, "perf/peak_memory_gib": _peak_memory_gib()}
         self._tracker.log(metrics, step=step, epoch=epoch)
         self._progress.update(step, epoch=epoch, metrics=metrics)
 
-    def began(self, loss: float) -> None:
+    def first_loss(self, loss: float) -> None:
         """Keep the first step's loss, which the last one is compared with, also after a resume."""
         write_run_record(self._run_dir, first_loss=json_safe(loss))
 
-    def step_done(self, position: Position) -> None:
+    def step_done(self, *, step: int, epoch: int) -> None:
         """Advance the progress bar; after the first step, record the start-up time."""
-        self._progress.update(position.step, epoch=position.epoch + 1, metrics={})
+        self._progress.update(step, epoch=epoch, metrics={})
         if not self._first_step_is_done:
             self._first_step_is_done = True
             note_startup(self._run_dir)
@@ -106,12 +114,15 @@ class Reporter(NullReporter):
         """Keep an evaluation's confusion counts, of which the last are shown at the end."""
         self._confusion, self._confusion_step = confusion, step
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *error: object) -> None:
         """After a failure, write what is left of the curves, and that it was one."""
         if error[0] is not None:
             self._tracker.close(status="failed")
 
-    def finish(self, status: str, position: Position) -> None:
+    def finish(self, status: str, *, step: int, epoch: int) -> None:
         """Close the files and write down how the run ended."""
         self._progress.close()
         matrix = None
@@ -125,8 +136,8 @@ class Reporter(NullReporter):
             self._run_dir,
             status=status,
             load=load_record(self._load, measure_load()),
-            epoch=position.epoch,
-            step=position.step,
+            epoch=epoch,
+            step=step,
             metrics=metrics,
             **({} if matrix is None else {"confusion_matrix": matrix}),
         )
@@ -155,63 +166,6 @@ def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
             path.with_name(f".{path.name}.tmp").replace(path)
 
 
-def start_block(
-    config: Config,
-    trainee: Trainee,
-    env: DistEnv,
-    run_dir: Path,
-    *,
-    max_steps: int,
-    code: Mapping[str, Any],
-) -> str:
-    """Return the facts of a run, a line each, among them what the words mean for this very run."""
-    batch, dataset = config.batch, trainee.dataset
-    place = ", ".join(str(device) for device in trainee.devices)
-    if trainee.devices[0].type == "cuda":
-        place += f" ({torch.cuda.get_device_name(trainee.devices[0])})"
-    num_shares = trainee.batches.num_shares
-    who = "ranks" if num_shares == env.world_size else "trainer(s)"
-    shares = f"{batch.per_rank} a rank x {num_shares} {who}"
-    if config.train.grad_accum_steps > 1:
-        shares += f" x {config.train.grad_accum_steps} micro-steps"
-    num_parameters = sum(parameter.numel() for parameter in trainee.module.parameters())
-    rows = {
-        "run": str(run_dir),
-        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, "
-        f"{config.train.precision}",
-        "dataset": f"{dataset.name}, {len(dataset.train.inputs):,} train, "
-        f"{len(dataset.eval.inputs):,} eval samples",
-        "parallelism": f"{config.parallelism.get('name')}, backend {config.backend.name} "
-        f"(timeout {config.backend.timeout_s:g} s)",
-        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s): "
-        f"{env.num_nodes} x {env.local_world_size} processes, "
-        f"{torch.get_num_threads()} CPU thread(s) each",
-        "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
-        f"{os.getpid()}, which logs and saves",
-        "local rank": f"{_numbers(env.local_world_size)} within a node, where it chooses the "
-        f"device; this is {env.local_rank}, on {place}",
-        "node rank": f"{_numbers(env.num_nodes)}, a number for each machine; this is "
-        f"{env.node_rank}",
-        "batch": f"{batch.global_size} a step = {shares}",
-        "steps": f"{max_steps} in all, {trainee.batches.steps_per_epoch} an epoch",
-        "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
-    }
-    return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
-
-
-def _numbers(count: int) -> str:
-    return "0" if count == 1 else f"0 to {count - 1}"
-
-
-def sizes(module: nn.Module) -> dict[str, int]:
-    """Return how many parameters a model has, and how many bytes its gradients."""
-    parameters = list(module.parameters())
-    return {
-        "num_parameters": sum(one.numel() for one in parameters),
-        "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
-    }
-
-
 def diverged(run_dir: Path, metrics: Mapping[str, Any]) -> str | None:
     """Return a sentence if a run's loss ended far above the one of its first step."""
     first, last = read_run_record(run_dir).get("first_loss"), metrics.get("train/loss")
@@ -236,11 +190,3 @@ def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_d
         lines.append(f"go on: python -m ddp_runner {resume_argument(run_dir)}")
     lines.append(f"tensorboard --logdir {folder}")
     return "\n".join(lines)
-
-
-def _peak_memory_gib() -> float:
-    """Return the most memory that rank 0 has held: on its fullest GPU, without one in RAM."""
-    if torch.cuda.is_initialized():
-        return peak_memory_gib()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -5,7 +5,6 @@ Imports no torch, because the launcher calls it before torch is needed.
 
 import fcntl
 import json
-import math
 import os
 import platform
 import subprocess
@@ -15,15 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
+from ddp_runner.files import json_safe, replace_file
 
-HEADLINES = (  # shown on the screen
-    *("train/loss", "eval/loss", "eval/accuracy", "eval/f1"),
-    *("best/loss", "best/accuracy", "best/f1"),
-    *(
-        f"collectives/all_reduce_{dtype}_sum/busbw_gb_per_s"  # of the largest message
-        for dtype in ("float32", "bfloat16", "float16")
-    ),
-)
 RUN_RECORD = "run.json"
 GIT_TIMEOUT_S = 2.0
 PACKAGES = (
@@ -92,27 +84,6 @@ def _write(run_dir: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -
             f"{run_dir / RUN_RECORD} cannot be written ({error.strerror}); "
             "free space or make the folder writable"
         ) from error
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a text file in full beside the old one, then puts it in the old one's place."""
-    temp = path.with_name(f".{path.name}.tmp")
-    with temp.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temp.replace(path)
-
-
-def json_safe(value: Any) -> Any:
-    """Returns the value with null for NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    return value
 
 
 def git_revision() -> str | None:

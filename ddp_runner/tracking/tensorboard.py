@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from ddp_runner.config.checkpoint_rules import CLASS_METRICS
 from ddp_runner.config.collectives import OPS
 from ddp_runner.config.schema import leaves
+from ddp_runner.metric_names import METRICS
 from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record
 
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
@@ -29,53 +29,25 @@ UNTUNED = (  # how keys of these groups end that say where data lie, or follow f
     *("log_every_steps", "eval_every_epochs"),
 )
 FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")  # where nothing varies
-# TensorBoard takes the list of metrics of one run for all runs that it shows: hence all there are.
-# Its HParams tab shows the first five at once, the others when they are ticked.
-METRICS = (
-    *("eval/accuracy", "eval/loss", "train/loss", "perf/samples_per_s", "perf/step_time_ms"),
-    *("eval/f1", "eval/precision", "eval/recall", "train/lr", "perf/comm_share"),
-    *(f"perf/{part}_ms" for part in ("data", "forward", "backward", "comm", "wait", "optimizer")),
-    *("perf/collect_ms", "perf/peak_memory_gib"),
-    *(f"best/{name}" for name in ("accuracy", "loss", "f1", "precision", "recall")),
-    *("ps/staleness_mean", "ps/staleness_max", "ps/trainer_wait_ms", "ps/server_wait_ms"),
-    *("ps/pushes_per_s", "ps/num_trainers"),
-)
-# The Custom Scalars tab: categories, their charts, and the tags of each as regular expressions.
-CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "train": {
-        "loss of training and evaluation": ("train/loss", "eval/loss"),
-        "learning rate": ("train/lr",),
-    },
-    "eval": {
-        "loss": ("eval/loss",),
-        "accuracy": ("eval/accuracy",),
-        "precision, recall and F1": ("eval/precision", "eval/recall", "eval/f1"),
-    },
-    "perf": {
-        "samples per second": ("perf/samples_per_s",),
-        "step time (ms)": ("perf/step_time_ms",),
-        "what a step's time goes into (ms)": ("perf/(?!step_time).*_ms",),
-        "communication's part of the step time": ("perf/comm_share",),
-        "peak memory of rank 0 (GiB)": ("perf/peak_memory_gib",),
-    },
-    "ps": {
-        "staleness (updates)": ("ps/staleness_mean", "ps/staleness_max"),
-        "waiting (ms)": ("ps/trainer_wait_ms", "ps/server_wait_ms"),
-        "pushes per second": ("ps/pushes_per_s",),
-        "trainers": ("ps/num_trainers",),
-    },
-    **{
-        f"collectives: {title} by bytes": {
+CATEGORIES = ("train", "eval", "perf", "ps")  # of the Custom Scalars tab
+
+
+def _charts() -> dict[str, dict[str, list[str]]]:
+    """Return the Custom Scalars tab: categories, their charts, and a pattern for each tag."""
+    charts: dict[str, dict[str, list[str]]] = {category: {} for category in CATEGORIES}
+    for metric in METRICS:
+        for category, title in metric.charts:
+            charts[category].setdefault(title, []).append(re.escape(metric.name))
+    for title, tag in (
+        ("median latency (us)", "latency_us_median"),
+        ("bus bandwidth (GB/s)", "busbw_gb_per_s"),
+    ):
+        charts[f"collectives: {title} by bytes"] = {
             # An operation's name, its type of number if it has one, and its reduction.
-            op: (f"collectives/{op}(_[a-z]+[0-9]+(_[a-z]+)?)?/{tag}",)
+            op: [f"collectives/{op}(_[a-z]+[0-9]+(_[a-z]+)?)?/{tag}"]
             for op in OPS
         }
-        for title, tag in (
-            ("median latency (us)", "latency_us_median"),
-            ("bus bandwidth (GB/s)", "busbw_gb_per_s"),
-        )
-    },
-}
+    return charts
 
 
 def header(run_dir: Path, config_text: str) -> list[Any]:
@@ -151,8 +123,9 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
             name=key, type=DataType.Value(f"DATA_TYPE_{kind}"), differs=key in shown
         )
     has_classes = config.get("dataset", {}).get("num_classes") is not None
-    for tag in sorted(METRICS, key=lambda tag: not has_classes and tag in CLASS_METRICS):
-        experiment.experiment.metric_infos.add().name.tag = tag
+    # All of them: TensorBoard takes the list of one run for every run that it shows.
+    for metric in sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes):
+        experiment.experiment.metric_infos.add().name.tag = metric.name
     return _hparams_summary(experiment=experiment, session_start_info=start)
 
 
@@ -191,7 +164,7 @@ def layout(tags: Collection[str]) -> Any:
             for chart, patterns in charts.items()
             if any(re.fullmatch(pattern, tag) for pattern in patterns for tag in tags)
         }
-        for category, charts in CHARTS.items()
+        for category, charts in _charts().items()
     }
     return custom_scalars({category: charts for category, charts in categories.items() if charts})
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_record import HEADLINES, json_safe, replace_file
+from ddp_runner.files import json_safe, replace_file
+from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.tensorboard import header, layout, session_end
 
 METRICS_FILE, EVENT_FILES = "metrics.jsonl", "events.out.tfevents.*"

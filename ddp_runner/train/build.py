@@ -7,10 +7,10 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.weights import load_weights
 from ddp_runner.config.batch import check_num_samples
-from ddp_runner.config.checkpoint_rules import CLASS_METRICS
 from ddp_runner.config.instantiate import complete, keywords, make
 from ddp_runner.config.schema import Config
 from ddp_runner.config.targets import find
@@ -19,9 +19,10 @@ from ddp_runner.data.dataset import Dataset, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
+from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.seeds import derive
-from ddp_runner.train.schedules import Schedule, follow
+from ddp_runner.train.schedules import Schedule, Scheduler, follow
 from ddp_runner.train.step import Trainee
 from ddp_runner.train.step_timer import Pace
 
@@ -60,6 +61,7 @@ def build_trainee(
         make,
         "model",
         {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS},
+        kind=nn.Module,
         allowed=allowed,
     )
     module = mode.place(build, devices)
@@ -89,7 +91,9 @@ def build_trainee(
         lengths=dataset.lengths() if dataset.group_by_length else None,
     )
     factory = make("optimizer", config.optimizer, allowed=allowed, partial=True)
-    optimizer = complete("optimizer", config.optimizer, factory, module.parameters())
+    optimizer = complete(
+        "optimizer", config.optimizer, factory, module.parameters(), kind=Optimizer
+    )
     _check_monitor(config, dataset)
     steps_per_epoch = batches.steps_per_epoch
     schedule = build_schedule(
@@ -137,6 +141,7 @@ def build_schedule(
     monitor = None if "monitor" in keywords(factory) else settings.pop("monitor", None)
     scheduler = complete(
         *("scheduler", settings, make_it(settings), optimizer),
+        kind=Scheduler,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
     )

@@ -12,12 +12,13 @@ from torch import Tensor
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
 from ddp_runner.checkpoint.weights import EXPORT, export_weights
-from ddp_runner.config.checkpoint_rules import CLASS_METRICS
 from ddp_runner.config.schema import Config
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
-from ddp_runner.train.loop import Position, Reporter, evaluate
+from ddp_runner.metric_names import CLASS_METRICS
+from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.train.loop import Position, evaluate
 from ddp_runner.train.step import Trainee
 
 
@@ -41,7 +42,7 @@ def deliver(
     config: Config,
     run_dir: Path,
     *,
-    reporter: Reporter,
+    logger: Logger,
     say: Callable[[str], None],
 ) -> None:
     """Export the best model, without a monitor the last; with load_best evaluate it once more.
@@ -63,7 +64,7 @@ def deliver(
             trainee.module.load_state_dict(dict(best.state))
         broadcast_state(trainee.module, group=trainee.group)
         results, _ = evaluate(trainee)
-        reporter.log(
+        logger.log(
             {name.replace("eval/", "best/"): value for name, value in results.items()},
             step=position.step,
             epoch=position.epoch,

@@ -3,9 +3,8 @@
 Called by ``worker`` on each rank with everything built. What an optimizer step is, is in ``step``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from ddp_runner.distributed import (
     broadcast_buffers,
     sum_over_ranks,
 )
+from ddp_runner.metric_names import StepPart
+from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.classification import classification_metrics, confusion_counts
 from ddp_runner.train.step import Trainee, forward, step_figures, train_step
 
@@ -57,23 +58,7 @@ class Control:
     stop_requested: Callable[[], bool]
 
 
-class Reporter(Protocol):
-    """Whom the loop tells; only rank 0's passes it on."""
-
-    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Record the metrics of a step."""
-
-    def began(self, loss: float) -> None:
-        """Take note of the mean loss over the first global batch, before any update."""
-
-    def step_done(self, position: Position) -> None:
-        """Take note that an optimizer step has ended."""
-
-    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
-        """Take note of an evaluation's confusion counts (num_classes, num_classes)."""
-
-
-def train(trainee: Trainee, *, position: Position, control: Control, reporter: Reporter) -> str:
+def train(trainee: Trainee, *, position: Position, control: Control, logger: Logger) -> str:
     """Train from `position` on; return completed or preempted. Collective: every rank must call.
 
     Raises:
@@ -88,20 +73,20 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
         trainee.model.train()
         pace.restart()
         for batch in trainee.batches.epoch(position.epoch, start_step=position.step_in_epoch):
-            pace.mark("data")
+            pace.mark(StepPart.DATA)
             lr = trainee.optimizer.param_groups[0]["lr"]
             loss = train_step(trainee, batch)
             position.step += 1
             position.step_in_epoch += 1
             metrics.clear()  # a checkpoint holds the figures of its own step alone
             pace.add(samples=batch.global_count)
-            reporter.step_done(position)
+            logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
-                reporter.began(*sum_over_ranks([loss.item()], group=trainee.group))
+                logger.first_loss(*sum_over_ranks([loss.item()], group=trainee.group))
             finished = position.step == control.max_steps
             if finished or _due(position.step, config.log_every_steps):
                 metrics |= step_figures(trainee, loss, lr=lr, step=position.step)
-                reporter.log(metrics, step=position.step, epoch=epoch)
+                logger.log(metrics, step=position.step, epoch=epoch)
             # After the last step only the evaluation is left: a stop would lose it.
             if not finished and vote.agreed(control.stop_requested()):
                 control.save(position, metrics)
@@ -111,7 +96,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             if _due(position.step, control.save_every_steps):
                 control.save(position, metrics)
                 pace.restart()
-            pace.mark("")
+            pace.mark(None)
         finished = position.step >= control.max_steps
         if position.step_in_epoch == steps_per_epoch:
             position.epoch, position.step_in_epoch = epoch, 0
@@ -119,8 +104,8 @@ def train(trainee: Trainee, *, position: Position, control: Control, reporter: R
             results, confusion = evaluate(trainee)
             metrics |= results
             trainee.scheduler.evaluated(results)
-            reporter.log(results, step=position.step, epoch=epoch)
-            reporter.evaluated(confusion, step=position.step)
+            logger.log(results, step=position.step, epoch=epoch)
+            logger.evaluated(confusion, step=position.step)
         every_steps, every_epochs = control.save_every_steps, control.save_every_epochs
         if finished or _due(position.step, every_steps) or _due(epoch, every_epochs):
             control.save(position, metrics)

@@ -19,7 +19,9 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError
+from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Gradients, Mode
+from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.step_timer import Pace, part_figures
 
@@ -60,7 +62,7 @@ def train_step(trainee: Trainee, batch: StepBatch) -> Tensor:
         total = backward(trainee, batch)
     else:
         total = trainee.gradients.collect(step=batch.number)
-        trainee.pace.mark("collect")
+        trainee.pace.mark(StepPart.COLLECT)
     if config.clip_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(trainee.module.parameters(), config.clip_norm)
@@ -69,7 +71,7 @@ def train_step(trainee: Trainee, batch: StepBatch) -> Tensor:
     scaler.update()
     if scaler.get_scale() >= scale:  # else the gradients overflowed, and no step was taken
         trainee.scheduler.step()
-    trainee.pace.mark("optimizer")
+    trainee.pace.mark(StepPart.OPTIMIZER)
     return total
 
 
@@ -83,11 +85,11 @@ def backward(trainee: Trainee, batch: StepBatch) -> Tensor:
             loss = loss_sum * (micro_batch.weight / batch.global_count)
             # The reduction divides by the shares, and global_count has counted them all already.
             scaled = trainee.scaler.scale(loss * trainee.batches.num_shares)
-            trainee.pace.mark("forward", ends_on=trainee.devices[-1])
+            trainee.pace.mark(StepPart.FORWARD, ends_on=trainee.devices[-1])
             if trainee.env.world_size > 1:
                 scaled.register_hook(lambda _: _at_end_of_backward(trainee.pace))
             scaled.backward()
-            trainee.pace.mark("comm" if trainee.env.world_size > 1 else "backward")
+            trainee.pace.mark(StepPart.COMM if trainee.env.world_size > 1 else StepPart.BACKWARD)
         total += loss.detach()
     return total
 
@@ -140,7 +142,8 @@ def step_figures(trainee: Trainee, loss: Tensor, *, lr: float, step: int) -> dic
     env = trainee.env
     own_loss = loss.item()
     figures, parts = trainee.pace.lap()
-    comm = [parts.get("comm", 0.0) if rank == env.rank else 0.0 for rank in range(env.world_size)]
+    own_comm = parts.get(StepPart.COMM, 0.0)
+    comm = [own_comm if rank == env.rank else 0.0 for rank in range(env.world_size)]
     total, *sums = sum_over_ranks([own_loss, *parts.values(), *comm], group=trainee.group)
     means = [value / env.world_size for value in sums[: len(parts)]]
     parts = dict(zip(parts, means, strict=True))
@@ -151,6 +154,7 @@ def step_figures(trainee: Trainee, loss: Tensor, *, lr: float, step: int) -> dic
         **part_figures(
             parts, comm_by_rank=sums[len(parts) :], step_time_ms=figures["perf/step_time_ms"]
         ),
+        "perf/peak_memory_gib": peak_memory_gib(),
         **(trainee.gradients.figures() if trainee.gradients else {}),
     }
 
@@ -182,4 +186,4 @@ def finite_loss(loss: float, *, step: int) -> float:
 
 def _at_end_of_backward(pace: Pace) -> None:
     """Mark when the engine has computed all gradients; what DDP still waits for comes after."""
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: pace.mark("backward"))
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: pace.mark(StepPart.BACKWARD))

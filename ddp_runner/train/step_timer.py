@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ddp_runner.metric_names import StepPart
+
 MOST_EVENTS = 1024  # CUDA events kept; beyond that, the times of the older half are added up
 
 
@@ -23,16 +25,16 @@ class Pace:
     def restart(self) -> None:
         """Begin a new interval."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-        self._parts_ms: dict[str, float] = {}
+        self._parts_ms: dict[StepPart | None, float] = {}
         self._last = self._started
-        self._events: list[tuple[str, torch.cuda.Event]] = []
-        self.mark("")
+        self._events: list[tuple[StepPart | None, torch.cuda.Event]] = []
+        self.mark(None)
 
-    def mark(self, part: str, *, ends_on: torch.device | None = None) -> None:
+    def mark(self, part: StepPart | None, *, ends_on: torch.device | None = None) -> None:
         """Count the time since the last mark for a part of the step.
 
         Args:
-            part: its name; an empty one counts for nothing.
+            part: what the time went into; None: it counts for nothing.
             ends_on: the device that finishes the part; None: this rank's first.
         """
         if self._on_gpu:
@@ -57,7 +59,7 @@ class Pace:
         self._steps += 1
         self._samples += samples
 
-    def lap(self) -> tuple[dict[str, float], dict[str, float]]:
+    def lap(self) -> tuple[dict[str, float], dict[StepPart, float]]:
         """Return the interval's throughput and the parts of its mean step; begin a new one.
 
         Returns:
@@ -70,7 +72,7 @@ class Pace:
             "perf/samples_per_s": self._samples / elapsed_s,
             "perf/step_time_ms": 1000 * elapsed_s / self._steps,
         }
-        parts = {part: total / self._steps for part, total in self._parts_ms.items() if part}
+        parts = {part: ms / self._steps for part, ms in self._parts_ms.items() if part is not None}
         self.restart()
         return figures, parts
 
@@ -86,7 +88,7 @@ class Pace:
 
 
 def part_figures(
-    parts: Mapping[str, float], *, comm_by_rank: Sequence[float], step_time_ms: float
+    parts: Mapping[StepPart, float], *, comm_by_rank: Sequence[float], step_time_ms: float
 ) -> dict[str, float]:
     """Return metrics of the parts of a step.
 
@@ -98,10 +100,10 @@ def part_figures(
         comm_by_rank: milliseconds of each rank in ``comm``; of one rank alone it means nothing.
         step_time_ms: the whole step.
     """
-    figures = {f"perf/{part}_ms": value for part, value in parts.items() if part != "comm"}
+    figures = {part.metric: value for part, value in parts.items() if part is not StepPart.COMM}
     if len(comm_by_rank) > 1:
         exchange = min(comm_by_rank)
-        figures["perf/comm_ms"] = exchange
-        figures["perf/wait_ms"] = parts["comm"] - exchange
+        figures[StepPart.COMM.metric] = exchange
+        figures[StepPart.WAIT.metric] = parts[StepPart.COMM] - exchange
         figures["perf/comm_share"] = exchange / step_time_ms
     return figures

@@ -12,7 +12,7 @@ from ddp_runner.compare.parity import promises_parity
 from ddp_runner.compare.rows import Row
 from ddp_runner.compare.settings import word
 from ddp_runner.compare.stats import Stat
-from ddp_runner.tracking.run_record import HEADLINES
+from ddp_runner.metric_names import HEADLINES
 
 NOTHING = "-"
 

@@ -8,13 +8,13 @@ from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.render.drawing import COLOURS, GREY, TEXT, new_figure
 from ddp_runner.compare.rows import Row
 from ddp_runner.compare.settings import label
+from ddp_runner.metric_names import StepPart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_BARS = 20
-ORDER = ("data", "forward", "backward", "comm", "wait", "optimizer")  # as they follow in a step
 PART_COLOURS = (*COLOURS, "#6a5acd", "#a0522d")
 SEEN = 0.07  # of the longest bar: a part that is shorter has no number
 
@@ -25,7 +25,7 @@ def step_parts(comparison: Comparison) -> "Figure | str":
     if not rows:
         return "no run has measured the parts of its step time (perf/*_ms)"
     rows = sorted(rows, key=lambda row: sum(_parts(row).values()))[:MOST_BARS]
-    names = list(dict.fromkeys([*ORDER, *(name for row in rows for name in _parts(row))]))
+    names = list(dict.fromkeys([*StepPart, *(name for row in rows for name in _parts(row))]))
     names = [name for name in names if any(_parts(row).get(name) for row in rows)]
     names.sort(key="rest".__eq__)
     colours = dict(zip(names, PART_COLOURS * len(names), strict=False))

@@ -16,7 +16,7 @@ from ddp_runner.compare.run import Run
 from ddp_runner.compare.settings import ALWAYS, label, ranks, word
 from ddp_runner.compare.stats import Stat
 from ddp_runner.errors import printable
-from ddp_runner.tracking.run_record import json_safe
+from ddp_runner.files import json_safe
 
 WIDTH = 120  # characters, where there is no terminal
 MOST_REMARKS, MOST_FOLDERS = 20, 3  # of a list that people read

@@ -18,7 +18,7 @@ from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.doubts import remark
 from ddp_runner.compare.render.tables import as_markdown
 from ddp_runner.compare.settings import label
-from ddp_runner.tracking.run_dir import safe_name
+from ddp_runner.files import safe_name
 
 CARDS = "table and plots"  # after the scaling in the alphabet, by which TensorBoard orders
 MOST_LETTERS = 150  # of a run's name; more make way for its number

@@ -4,35 +4,29 @@ Torch-free, since the launcher reads them: see ``blame``.
 """
 
 import json
+import os
 import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from ddp_runner.errors import UserError
+from ddp_runner.job import Failure
+
+READY = "ready"  # a file of the scratch folder: the training loop has begun
+STOP = "stop"  # another: finish the step, save and end
+
+SAVING = "saving"
+SAVING_FACTOR = 10  # while it is there, an end waits so many times launch.shutdown_timeout_s
+SAVING_POLL_S = 0.05  # between two looks
+FRESH_S = 4.0  # a mark that nobody has renewed for so long is of a rank that stands still
 
 # What gloo, NCCL and the store of a group say when another rank is gone or late.
 PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
-TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure")  # the rank itself has waited too long
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How one rank failed: `kind` is user, crash, peer, late or signal."""
-
-    rank: int
-    kind: str
-    sentence: str
-    traceback: str = ""
-    time_ns: int = 0
-
-    @property
-    def is_timeout(self) -> bool:
-        """Whether the rank has waited for a peer in vain, which is late rather than gone."""
-        return self.kind == "peer" and any(sign in self.sentence for sign in TIMEOUT_SIGNS)
 
 
 def record_failure(scratch: Path, *, rank: int, attempt: int, error: BaseException) -> Failure:
@@ -102,3 +96,34 @@ def record_stack(scratch: Path, *, rank: int, attempt: int) -> None:
     if frame is not None and scratch.is_dir():
         text = "".join(traceback.format_stack(frame))
         (scratch / f"stack-{attempt}-{rank}.txt").write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def marked(scratch: Path | None) -> Iterator[None]:
+    """Keep the mark in the scratch folder, if there is one, while this lasts."""
+    if scratch is None:
+        yield
+        return
+    scratch.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files was here
+    (scratch / SAVING).touch()
+    try:
+        yield
+    finally:
+        (scratch / SAVING).unlink(missing_ok=True)
+
+
+def renewed(scratch: Path) -> bool:
+    """Renew the mark, as a rank does that has been told to end; return whether it is there."""
+    try:
+        os.utime(scratch / SAVING)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def is_renewed(scratch: Path) -> bool:
+    """Return whether the rank that writes a checkpoint is alive and not stopped."""
+    try:
+        return time.time() - (scratch / SAVING).stat().st_mtime < FRESH_S
+    except FileNotFoundError:
+        return False

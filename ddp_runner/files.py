@@ -1,0 +1,42 @@
+"""Files that a reader sees whole: the old one or the new one, never half of it. Torch-free."""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_NAME_BYTES = 200  # file systems end at 255
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a text file in full beside the old one, then puts it in the old one's place."""
+    temp = path.with_name(f".{path.name}.tmp")
+    with temp.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temp.replace(path)
+
+
+def json_safe(value: Any) -> Any:
+    """Returns the value with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def safe_name(text: str) -> str:
+    """Return the text as one folder name, which is never the folder above, nor too long.
+
+    It has no separators and no control characters.
+    """
+    name = re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))
+    # What is cut off may leave the first bytes of a character.
+    name = os.fsencode(name)[:MAX_NAME_BYTES].decode(errors="ignore")
+    return name if name.strip(". ") else f"_{name}"
