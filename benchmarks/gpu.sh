@@ -87,18 +87,18 @@ done
 
 if has pytest && has psutil; then
     if [ "$gpus" -gt 0 ]; then
-        part "Tests that need one GPU" 540 "${pytest[@]}" -m gpu tests/test_gpu.py
+        part "Tests that need one GPU" 540 "${pytest[@]}" -m gpu tests/parallelism/test_gpu.py
     else
         left_out "Tests that need one GPU" "torch sees no CUDA device"
     fi
     if [ "$gpus" -gt 1 ]; then
         part "Tests that need two GPUs" 420 \
-            "${pytest[@]}" -m multi_gpu tests/test_gpu.py tests/test_collectives.py
+            "${pytest[@]}" -m multi_gpu tests/parallelism/test_gpu.py tests/collectives/test_collectives.py
     else
         left_out "Tests that need two GPUs" "here are $gpus"
     fi
     part "Tests on fake GPUs, of hardware and its rules" 300 \
-        "${pytest[@]}" tests/test_fake_cuda.py tests/test_hardware.py tests/test_rules.py
+        "${pytest[@]}" tests/parallelism/test_fake_cuda.py tests/host/test_hardware.py tests/config/test_resolve.py
 else
     left_out "Tests" "pytest or psutil is missing"
 fi

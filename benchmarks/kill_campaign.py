@@ -31,9 +31,9 @@ from typing import Any
 import psutil
 from safetensors import safe_open
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from commands import background, last_step, numbers, record, session_pids, steps, wait_for
-from faults.injection import At, Call, Fault, kill_tree, note, prepared, send, send_launcher
+from injection import At, Call, Fault, kill_tree, note, prepared, send, send_launcher
 from warm import start_server
 
 from ddp_runner.checkpoint.manifest import verify

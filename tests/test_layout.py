@@ -2,7 +2,8 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,85 +12,57 @@ import ddp_runner
 
 PACKAGE = Path(ddp_runner.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.parts)
-MOST_LINES = 260
-# From the bottom up: a module imports from lower layers alone. Equals do not know each other.
-LAYERS = (
-    ("errors", "hardware", "pictures", "seeds", "signals", "children", "temp_folder"),
-    ("text_files", "fork_server", "load"),
-    (
-        "environment",
-        "config",
-        "cuda",
-        "record",
-        "failures",
-        *("saving", "staging"),
-        "streams",
-        "collective_ops",
-        "losses",
-        "manifest",
-        "metrics",
-        "pace",
-        "plain_data",
-        "schedules",
-        "torch_errors",
-        "models",
-    ),
-    ("collectives_config",),
-    (
-        *("checkpoint_rules", "batch_rules", "device_rules", "model_rules", "sweep_rules"),
-        *("secret_values", "target_rules", "value_rules"),
-    ),
-    ("scheduler_rules",),
-    ("rules", "folders", "job", "times", "blame", "logs"),
-    ("parallelism", "data.source", "dashboard"),
-    ("interrupts", "calibration", "stop", "identity", "agent_store", "loopback_store"),
-    ("claims",),
-    ("resuming",),
-    ("ledger", "comparison", "distributed", "checkpoint", "tracking", "data"),
-    ("compose", "compare", "sweep"),
-    ("known_keys", "step", "weights", "checkpoint_writer", "collective_calls", "targets"),
-    ("explain", "train"),
-    ("state_checks", "parts"),
-    ("agreement", "build", "delivery", "state", "report", "collective_timing", "serving"),
-    ("session", "first_batch", "check_gradients", "check_samples", "check_state"),
-    ("collectives", "check"),
-    ("worker",),
-    ("preload", "rendezvous"),
-    ("supervisor",),
-    ("launch",),
-    ("execution",),
-    ("slots",),
-    ("multirun",),
-    ("__main__",),
-)
-TORCH_FREE = (
-    *("batch_rules", "checkpoint_rules", "collectives_config", "device_rules", "model_rules"),
-    "target_rules",
-    *("__main__", "compose", "config", "environment", "errors", "explain", "failures", "folders"),
-    *(
-        "hardware",
-        "job",
-        "launch",
-        "ledger",
-        "logs",
-        "manifest",
-        "record",
-        "rules",
-        "seeds",
-        "stop",
-        "sweep",
-    ),
-    *("calibration", "execution", "interrupts", "multirun", "slots", "sweep_rules"),
-    *("text_files", "identity", "claims", "resuming", "secret_values"),
-    *("value_rules", "known_keys", "scheduler_rules"),
-    *("load", "saving", "times", "comparison.run", "comparison.doubts"),
-    *("blame", "children", "fork_server", "signals", "streams", "temp_folder"),
-    *("compare", "comparison", "comparison.runs", "comparison.settings", "comparison.figures"),
-    *("comparison.scaling", "comparison.parity", "comparison.analysis", "comparison.columns"),
-    *("comparison.rows", "comparison.prediction", "comparison.parts_plot", "comparison.series"),
-    *("comparison.tables", "comparison.drawing", "comparison.plots", "comparison.tensorboard"),
-)
-SLOW = ("torchvision", "sklearn", "transformers")  # seconds at import: inside functions only
+MOST_LINES = 270
+GROUND = {"errors", "files", "host", "metric_names", "seeds"}  # they import nothing of ours
+# What each package, and each module of the top level, may import.
+ALLOWED = {
+    **{name: set[str]() for name in GROUND},
+    "dist_env": GROUND,
+    "config": {*GROUND, "dist_env"},
+    "job": {"config"},
+    "scratch": {"errors", "job"},
+    "distributed": GROUND,
+    "parallelism": {*GROUND, "dist_env"},
+    "models": {"data", "errors"},
+    "data": {*GROUND, "config"},
+    "tracking": {*GROUND, "config", "dist_env", "job"},
+    "checkpoint": {*GROUND, "config", "scratch"},
+    "rank": {
+        *(*GROUND, "config", "dist_env", "distributed", "job", "parallelism", "scratch"),
+        "tracking",
+    },
+    "collectives": {*GROUND, "config", "distributed", "rank", "tracking"},
+    "train": {
+        *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "parallelism"),
+        *("rank", "scratch", "tracking"),
+    },
+    "check": {
+        *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "rank", "tracking"),
+        "train",
+    },
+    "worker": {*GROUND, "check", "collectives", "dist_env", "job", "rank", "train"},
+    "launch": {*GROUND, "config", "dist_env", "job", "rank", "scratch", "tracking", "worker"},
+    "compare": {*GROUND, "config", "tracking"},
+    "sweep": {*GROUND, "compare", "config", "job", "launch", "rank", "scratch", "tracking"},
+    "cli": {
+        *(*GROUND, "checkpoint", "config", "data", "dist_env", "job", "launch", "sweep"),
+        *("tracking", "worker"),
+    },
+    "__main__": {"cli"},
+}
+TORCH_FREE = {
+    *GROUND,
+    "cli",
+    "compare",
+    "dist_env",
+    "job",
+    "launch",
+    "scratch",
+    "sweep",
+    "tracking",
+}
+LATE = {"launch.preload", "launch.elastic", "launch.supervisor"}  # imported once ranks start
+SLOW = {"torchvision", "sklearn", "transformers"}  # seconds at import: inside functions only
 
 
 def name_of(path: Path) -> str:
@@ -98,70 +71,99 @@ def name_of(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-def imports(path: Path, *, whole: bool) -> Iterator[str]:
-    """Yield the modules that a file imports: at its top, or anywhere where `whole` is true.
+@cache
+def imports(path: Path, *, whole: bool = True) -> frozenset[str]:
+    """Return the modules that a file imports: anywhere, or at its head alone.
 
-    What only the type checker reads does not count.
+    Anywhere means inside functions and under TYPE_CHECKING as well.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree) if whole else tree.body:
-        if id(node) in typing:
-            continue
+    return frozenset(_imports(path, ast.walk(tree) if whole else tree.body))
+
+
+def _imports(path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write absolute imports"
             assert node.module is not None
-            inside = [PACKAGE.parent / node.module.replace(".", "/") / a.name for a in node.names]
-            if all(one.is_dir() or one.with_suffix(".py").exists() for one in inside):
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            for alias in node.names:
+                inside = PACKAGE.parent / node.module.replace(".", "/") / alias.name
+                is_module = inside.is_dir() or inside.with_suffix(".py").exists()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
-def layer(module: str) -> tuple[int, str]:
-    """Return the height of a module of the package, and the name that puts it there."""
-    for height, names in reversed(list(enumerate(LAYERS))):
-        for name in sorted(names, key=len, reverse=True):
-            if module == name:
-                return height, name
-    parent = module.rpartition(".")[0]
-    assert parent, f"{module} has no layer yet: give it one"
-    return layer(parent)
+def own_imports(path: Path, *, whole: bool = True) -> set[str]:
+    """Return the modules of this package that a file imports, by their names below it."""
+    own = {name for name in imports(path, whole=whole) if name.startswith("ddp_runner.")}
+    return {name.removeprefix("ddp_runner.") for name in own}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_down_only(path: Path) -> None:
-    """A module imports from lower layers, or from its own folder's; never from above."""
-    module = name_of(path)
-    if not module:
-        return
-    height, group = layer(module)
-    for imported in imports(path, whole=True):
-        if imported.startswith("ddp_runner."):
-            other, other_group = layer(imported.removeprefix("ddp_runner."))
-            assert other < height or other_group == group, f"{module} imports {imported}"
+def libraries(path: Path, *, whole: bool = True) -> set[str]:
+    """Return the top-level packages that a file imports."""
+    return {name.partition(".")[0] for name in imports(path, whole=whole)}
+
+
+def package_of(module: str) -> str:
+    """Return the package of a module, or the module itself where it lies at the top."""
+    return module.partition(".")[0]
+
+
+def reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    """Return every node that some path from `start` leads to."""
+    found, waiting = set[str](), [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if name_of(path)], ids=name_of)
+def test_a_package_imports_what_it_may(path: Path) -> None:
+    """Inside functions and under TYPE_CHECKING, too."""
+    package = package_of(name_of(path))
+    assert package in ALLOWED, f"{package} has no row in the table yet: give it one"
+    others = {package_of(module) for module in own_imports(path)} - {package}
+    assert others <= ALLOWED[package], f"{name_of(path)} imports {others - ALLOWED[package]}"
+
+
+@pytest.mark.parametrize("graph", ["packages", "modules"])
+def test_no_import_leads_back(graph: str) -> None:
+    """Neither between packages, as the table allows, nor between modules, as the files import."""
+    modules = {name_of(path): own_imports(path) for path in FILES}
+    arrows = ALLOWED if graph == "packages" else modules
+    assert not [name for name in arrows if name in reached(arrows, name)]
+
+
+def test_the_top_level_stays_small() -> None:
+    """Ten modules and fifteen packages: what is new has a subject, and goes to its package."""
+    modules = {path.stem for path in FILES if path.parent == PACKAGE} - {"__init__"}
+    packages = {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
+    assert len(modules) <= 10
+    assert len(packages) <= 15
+    assert modules | packages == set(ALLOWED)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_slow_libraries_are_imported_late(path: Path) -> None:
-    """Torch in no file that a launcher needs at once; what is slower still in no file's head."""
-    module = name_of(path)
-    packages = {name.partition(".")[0] for name in imports(path, whole=False)}
-    assert not packages & set(SLOW)
-    if module in TORCH_FREE:
-        assert "torch" not in packages
-        for name in imports(path, whole=False):
-            if name.startswith("ddp_runner."):
-                assert name.removeprefix("ddp_runner.") in TORCH_FREE
-    if module.startswith("models."):
-        assert packages <= {"torch", *sys.stdlib_module_names}, "models import torch only"
+    """In no file's head, since every rank would wait for them; and models import torch only."""
+    assert not libraries(path, whole=False) & SLOW
+    if package_of(name_of(path)) == "models":
+        wrapped = {"torch", "torchvision", "transformers", "ddp_runner"}
+        assert libraries(path) <= {*wrapped, *sys.stdlib_module_names}
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    """What the packages that must start at once import at their heads leads to no torch."""
+    by_name = {name_of(path): path for path in FILES}
+    heads = {name: own_imports(path, whole=False) for name, path in by_name.items()}
+    for name in heads:
+        if package_of(name) in TORCH_FREE and name not in LATE:
+            for module in {name, *reached(heads, name)} & set(by_name):
+                libs = libraries(by_name[module], whole=False)
+                assert "torch" not in libs, f"{name} imports torch by way of {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -174,9 +176,11 @@ def test_files_stay_short_and_say_what_they_are(path: Path) -> None:
 
 def test_modes_are_asked_for_by_name_in_their_own_folder_only() -> None:
     """No `if mode == "ddp"` outside parallelism/."""
-    modes = {path.stem for path in (PACKAGE / "parallelism").glob("*.py")} - {"__init__"}
+    conf = PACKAGE.parent / "conf" / "parallelism"
+    modes = {path.stem for path in conf.glob("*.yaml")}
+    assert modes
     for path in FILES:
-        if path.parent.name == "parallelism":
+        if PACKAGE / "parallelism" in path.parents:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare):

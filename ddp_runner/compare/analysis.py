@@ -131,12 +131,13 @@ def _predictions(
     row: Row, rows: Sequence[Row], links: Mapping[tuple[str, int], Link]
 ) -> dict[str, Prediction]:
     """Return what each kind of scaling's baseline says of a row with more ranks."""
-    found = {
-        kind: predict(row, rows[scaling.base_index], links)
-        for kind, scaling in row.scalings.items()
-        if rows[scaling.base_index].world_size < row.world_size
-    }
-    return {kind: prediction for kind, prediction in found.items() if prediction is not None}
+    found = dict[str, Prediction]()
+    for kind, scaling in row.scalings.items():
+        base = rows[scaling.base_index]
+        if base.world_size < row.world_size and row.measured and base.measured:
+            prediction = predict(row.measured, base.measured, links)
+            found |= {} if prediction is None else {kind: prediction}
+    return found
 
 
 def _outcomes(run: Run) -> set[str]:

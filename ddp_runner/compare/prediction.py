@@ -9,14 +9,12 @@ collectives benchmark (``task=collectives``) has measured for the same backend a
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ddp_runner.compare.run import Run
+from ddp_runner.metric_names import StepPart
 
-if TYPE_CHECKING:
-    from ddp_runner.compare.rows import Row
-
-PER_SAMPLE, FIXED = ("data", "forward", "backward"), ("optimizer", "rest")
+PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
+REST = "rest"  # of a step's time: what no part accounts for
 
 
 @dataclass(frozen=True)
@@ -60,25 +58,38 @@ def links_of(runs: Sequence[Run]) -> dict[tuple[str, int], Link]:
     return {place: link for place, link in found.items() if link is not None}
 
 
-def predict(row: "Row", base: "Row", links: Mapping[tuple[str, int], Link]) -> Prediction | None:
+@dataclass(frozen=True)
+class Measured:
+    """The mean step of one setting's runs, of which the first stands for what they share."""
+
+    run: Run
+    samples_per_s: float
+    step_time_ms: float
+    parts_ms: Mapping[str, float]  # as far as they were measured
+
+
+def predict(
+    row: Measured, base: Measured, links: Mapping[tuple[str, int], Link]
+) -> Prediction | None:
     """Return what the base's step and a link say of a row; None where something was not measured.
 
     Only a mode that all-reduces its gradients in buckets, as DDP does, can be predicted.
     """
-    run, first = row.runs[0], base.runs[0]
+    run, first = row.run, base.run
     num_bytes = run.record.get("gradient_bytes")
     cap_mb = run.config.get("parallelism.bucket_cap_mb")
-    link = links.get((str(run.config.get("backend.name")), row.world_size))
+    link = links.get((str(run.config.get("backend.name")), run.world_size))
     own, basic = _parts(row), _parts(base)
-    if not (own and basic and link and num_bytes and cap_mb and base.samples_per_s):
+    if not (own and basic and link and num_bytes and cap_mb):
         return None
     samples, of_base = (int(one.config["batch.global_size"]) for one in (run, first))
-    growth = (samples / row.world_size) / (of_base / base.world_size)
-    parts = {part: basic[part] * growth for part in PER_SAMPLE}
-    parts |= {part: basic[part] for part in FIXED}
-    parts |= {"comm": link.time_ms(num_bytes, num_buckets(num_bytes, cap_mb)), "wait": 0.0}
+    growth = (samples / run.world_size) / (of_base / first.world_size)
+    parts: dict[str, float] = {part: basic[part] * growth for part in PER_SAMPLE}
+    parts |= {part: basic[part] for part in (StepPart.OPTIMIZER, REST)}
+    exchange_ms = link.time_ms(num_bytes, num_buckets(num_bytes, cap_mb))
+    parts |= {StepPart.COMM: exchange_ms, StepPart.WAIT: 0.0}
     samples_per_s = 1000 * samples / sum(parts.values())
-    return Prediction(samples_per_s, samples_per_s / base.samples_per_s.mean, parts, own)
+    return Prediction(samples_per_s, samples_per_s / base.samples_per_s, parts, own)
 
 
 def num_buckets(num_bytes: int, cap_mb: float) -> int:
@@ -89,13 +100,14 @@ def num_buckets(num_bytes: int, cap_mb: float) -> int:
     return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
 
 
-def _parts(row: "Row") -> dict[str, float] | None:
-    """Return all parts of a row's step, which add up to it; None: they were not measured."""
-    measured = row.step_parts_ms
-    if row.step_time_ms is None or not {*PER_SAMPLE, "optimizer"}.issubset(measured):
+def _parts(row: Measured) -> dict[str, float] | None:
+    """Return all parts of a step, which add up to it; None: they were not measured."""
+    needed = (*PER_SAMPLE, StepPart.OPTIMIZER)
+    if not set(needed).issubset(row.parts_ms):
         return None
-    parts = {part: measured.get(part, 0.0) for part in (*PER_SAMPLE, "optimizer", "comm", "wait")}
-    return {**parts, "rest": row.step_time_ms.mean - sum(parts.values())}
+    names = (*needed, StepPart.COMM, StepPart.WAIT)
+    parts: dict[str, float] = {part: row.parts_ms.get(part, 0.0) for part in names}
+    return {**parts, REST: row.step_time_ms - sum(parts.values())}
 
 
 def _fit(place: tuple[str, int], points: Sequence[tuple[int, float]]) -> Link | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.compare.parity import Parity
-from ddp_runner.compare.prediction import Prediction
+from ddp_runner.compare.prediction import Measured, Prediction
 from ddp_runner.compare.run import Run
 from ddp_runner.compare.scaling import Scaling
 from ddp_runner.compare.settings import Setting
@@ -46,6 +46,14 @@ class Row:
     step_time_ms: Stat | None
     step_parts_ms: Mapping[str, float]  # what the step time goes into
     parity: tuple[Parity, ...]  # of its runs; empty: they are the reference, or have none
+
+    @property
+    def measured(self) -> Measured | None:
+        """Its mean step, as a prediction takes it apart; None: it has no whole interval."""
+        if self.samples_per_s is None or self.step_time_ms is None:
+            return None
+        pace, step = self.samples_per_s.mean, self.step_time_ms.mean
+        return Measured(self.runs[0], pace, step, self.step_parts_ms)
 
     @property
     def scalings(self) -> Mapping[str, Scaling]:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from torch import Tensor
-
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
@@ -37,7 +35,7 @@ class Logger(Protocol):
     def step_done(self, *, step: int, epoch: int) -> None:
         """Record that an optimizer step has ended, in an epoch counted from 1."""
 
-    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+    def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
         """Record an evaluation's confusion counts (num_classes, num_classes)."""
 
 
@@ -53,7 +51,7 @@ class NullLogger:
     def step_done(self, *, step: int, epoch: int) -> None:
         """Do nothing."""
 
-    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+    def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
         """Do nothing."""
 
     def finish(self, status: str, *, step: int, epoch: int) -> None:
@@ -80,7 +78,7 @@ class RunLogger:
     ) -> None:
         self._run_dir, self._started_at = run_dir, started_at
         self._first_step_is_done = False
-        self._confusion: Tensor | None = None  # of the last evaluation
+        self._confusion: list[list[int]] | None = None  # of the last evaluation
         self._confusion_step = 0
         config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
         self._tracker = Tracker(run_dir, config_text=config_text, resume_step=resume_step)
@@ -110,7 +108,7 @@ class RunLogger:
             self._first_step_is_done = True
             note_startup(self._run_dir)
 
-    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+    def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
         """Keep an evaluation's confusion counts, of which the last are shown at the end."""
         self._confusion, self._confusion_step = confusion, step
 
@@ -125,11 +123,9 @@ class RunLogger:
     def finish(self, status: str, *, step: int, epoch: int) -> None:
         """Close the files and write down how the run ended."""
         self._progress.close()
-        matrix = None
-        if self._confusion is not None:
-            matrix = self._confusion.long().tolist()
-            if (picture := confusion_picture(matrix)) is not None:
-                self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
+        matrix = self._confusion
+        if matrix is not None and (picture := confusion_picture(matrix)) is not None:
+            self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
         self._tracker.close(status=status)
         metrics = self._tracker.last_metrics
         end_session(

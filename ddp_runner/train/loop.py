@@ -105,7 +105,9 @@ def train(trainee: Trainee, *, position: Position, control: Control, logger: Log
             metrics |= results
             trainee.scheduler.evaluated(results)
             logger.log(results, step=position.step, epoch=epoch)
-            logger.evaluated(confusion, step=position.step)
+            logger.evaluated(
+                None if confusion is None else confusion.long().tolist(), step=position.step
+            )
         every_steps, every_epochs = control.save_every_steps, control.save_every_epochs
         if finished or _due(position.step, every_steps) or _due(epoch, every_epochs):
             control.save(position, metrics)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from faults.trainings import RUN, trained
+from trainings import RUN, trained
 
 
 @pytest.fixture(scope="session")

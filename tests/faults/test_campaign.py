@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults.injection import flip
+from injection import flip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

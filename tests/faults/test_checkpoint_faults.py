@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import background, ended, record, run_command, steps, wait_for
-from faults.injection import (
+from injection import (
     INPUT_OUTPUT,
     NO_SPACE,
     READ_ONLY,
@@ -31,7 +31,7 @@ from faults.injection import (
     slow,
     wait_until,
 )
-from faults.trainings import (
+from trainings import (
     NUM_STEPS,
     RUN,
     TOY,

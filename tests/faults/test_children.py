@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 from commands import background, ended, record, session_pids, wait_for
 from ranks import run_ranks
-from test_launch import LONG, is_training
-from test_signals import MOTHER
+from trainings import LONG, MOTHER, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.children import adopt_orphans, children, end_adopted

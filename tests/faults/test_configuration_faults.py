@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from commands import (
     TIME_LIMIT_S,
-    Ended,
     background,
     ended,
     record,
@@ -22,9 +20,9 @@ from commands import (
     session_pids,
     wait_for,
 )
-from test_config import WATCHED
+from properties import WATCHED
+from trainings import TOY, free_port, only_sentence
 
-TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 FEW = (*TOY, "train.max_steps=2")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that a machine with GPUs answers alike
 OWN_GROUP = "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\n"
@@ -113,14 +111,6 @@ PARTLY = {
         "model._target_ (os.system) is not a part that a config may name",
     ),
 }
-
-
-def only_sentence(end: Ended, *, code: int = 2) -> str:
-    """Return the one line that a refused command has written, without its beginning."""
-    assert (end.exit_code, "Traceback" in end.stderr + end.stdout) == (code, False), end.stderr
-    (line,) = end.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line.removeprefix("error: ")
 
 
 def answer_before_torch(
@@ -330,14 +320,6 @@ def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_p
     assert [record(path)["status"] for path in runs] == ["completed"] * len(runs)
     folders = sorted({(path.parent if is_sweep else path).name for path in runs})
     assert [name.partition("_00-00-00")[2] for name in folders] == ["", "-2"]
-
-
-def free_port() -> int:
-    """Return a port of loopback that nobody has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def revision_by_rank() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from commands import Ended, background, ended, record, run_command, wait_for
 from injection import cut, flip
-from real_data import real
-from test_data import idx_folder
+from real_data import idx_folder, real
 from texts import HEADER, write_reviews, write_rows
 
 from ddp_runner.data.cache import FORMAT_VERSION

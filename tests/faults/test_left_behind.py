@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from faults.injection import At, Fault, kill_tree, send_launcher
-from faults.trainings import trained
+from injection import At, Fault, kill_tree, send_launcher
+from trainings import trained
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 from commands import background, last_step, run_command, session_pids, wait_for
-from test_configuration_faults import TOY, free_port, only_sentence
+from trainings import TOY, free_port, only_sentence
 
 import ddp_runner
 

@@ -23,7 +23,7 @@ from commands import (
     steps,
     wait_for,
 )
-from faults.injection import (
+from injection import (
     At,
     Call,
     Fault,
@@ -45,19 +45,20 @@ from faults.injection import (
     wait_until,
     write_pid,
 )
-from faults.trainings import (
+from trainings import (
+    EQUAL,
     NUM_STEPS,
     RUN,
     TOY,
     assert_all_whole,
     assert_resumes,
     assert_same_run,
+    assert_went_on,
     error_line,
+    place,
     trained,
     wait_for_nobody,
 )
-from test_restarts import LONG as EQUAL
-from test_restarts import assert_went_on, place
 
 from ddp_runner.host.hardware import own_groups
 from ddp_runner.launch.signals import ONE_REQUEST_S

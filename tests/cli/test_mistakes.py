@@ -14,7 +14,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import ddp_runner.__main__
+import ddp_runner.cli.app
 import ddp_runner.sweep.multirun
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.preflight import check_files
@@ -130,7 +130,7 @@ def say(
     def started(*args: object) -> None:
         raise AssertionError("it was not refused")
 
-    for module in (ddp_runner.__main__, ddp_runner.sweep.multirun):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "execute", started)
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,7 @@ def say(
         monkeypatch.delenv("HYDRA_FULL_ERROR")
         monkeypatch.setattr("sys.argv", ["ddp_runner", *args])
         with pytest.raises(SystemExit) as end:
-            ddp_runner.__main__.main()
+            ddp_runner.cli.app.main()
         return (end.value.code, *capsys.readouterr())
 
     return answer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import record, run_command, run_dirs, write_experiment
 from omegaconf import OmegaConf
-from test_sweep_ledger import statuses, table_row, the_sweep
+from sweeps import statuses, table_row, the_sweep
 
 TOY = ("train.max_steps=3", "train.num_threads=1", "backend=gloo")
 

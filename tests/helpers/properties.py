@@ -7,6 +7,16 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
+# The runner inside a program that tells afterwards whether torch has been imported.
+WATCHED = """
+import runpy, sys
+sys.argv[0] = "ddp_runner"
+try:
+    runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
+finally:
+    print("torch" in sys.modules)
+"""
+
 # What no user should read: the name of an exception, or where in the code it was raised.
 INTERNALS = re.compile(
     r"Traceback|\b[A-Z][a-z]\w*(?:Error|Exception)\b|Override\(type=|\.py\", line \d|<class '"

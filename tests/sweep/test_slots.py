@@ -3,9 +3,7 @@
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from commands import (
 )
 from slowed import TOY as SLOWED_TOY
 from slowed import brake
-from test_sweep_ledger import statuses, the_sweep
+from sweeps import POLL_S, both_train, needs_two_cores, statuses, the_sweep, workers
 
 from ddp_runner.cli.resolvers import register
 from ddp_runner.config.load import to_config
@@ -38,33 +36,7 @@ from ddp_runner.launch.signals import ONE_REQUEST_S
 from ddp_runner.sweep.validate import check_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
-POLL_S = 0.2  # asked more often, the tests would take the cores for themselves
 PACKED = ("-m", *TOY, "sweep.parallel_jobs=2")
-needs_two_cores = pytest.mark.skipif(hardware.detect().num_cores < 2, reason="needs two cores")
-
-
-def workers(launcher_pid: int) -> Iterator[tuple[Path, psutil.Process]]:
-    """Yield the workers of all slots: each with its run's folder, where its log is open."""
-    try:
-        descendants = psutil.Process(launcher_pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return  # the command has ended meanwhile
-    for process in descendants:
-        with suppress(psutil.Error):
-            for file in process.open_files():
-                if Path(file.path).name.startswith("rank-"):
-                    yield Path(file.path).parent.parent, process
-
-
-def both_train(
-    process: subprocess.Popen[str], folder: Path, *, beyond: Mapping[str, int] | None = None
-) -> bool:
-    """Tell whether two jobs run, each beyond a step of its own; fail if the command has ended."""
-    assert process.poll() is None, (folder / "stderr").read_text()
-    running = {run_dir for run_dir, _ in workers(process.pid)}
-    return len(running) == 2 and all(
-        last_step(run_dir) > (beyond or {}).get(run_dir.name, 0) for run_dir in running
-    )
 
 
 def num_importing(launcher_pid: int) -> int:

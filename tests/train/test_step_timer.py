@@ -15,7 +15,7 @@ from ddp_runner.train.step_timer import Pace, part_figures
 NAP_S = 0.1
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}
 EXCHANGED = {"perf/comm_ms", "perf/wait_ms", "perf/comm_share"}
-WHOLE = {"perf/step_time_ms", "perf/samples_per_s"}
+WHOLE = {"perf/step_time_ms", "perf/samples_per_s", "perf/peak_memory_gib"}
 
 
 def loop_with_a_slow_rank(env: DistEnv, config: Config, slow_rank: int | None) -> Trace:

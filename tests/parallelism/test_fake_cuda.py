@@ -1,7 +1,7 @@
 """Where every mode puts what on several GPUs, and in which precision; on GPUs that are not there.
 
 What is shown: the devices and dtypes that torch's own rules give, through the real code. What is
-not: numbers, speed, and what NCCL and the driver do. That needs tests/test_gpu.py.
+not: numbers, speed, and what NCCL and the driver do. That needs tests/parallelism/test_gpu.py.
 """
 
 from dataclasses import dataclass, replace

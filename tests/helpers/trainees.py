@@ -64,7 +64,7 @@ class Trace:
     def step_done(self, *, step: int, epoch: int) -> None:
         """Do nothing."""
 
-    def evaluated(self, confusion: Tensor | None, *, step: int) -> None:
+    def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
         """Do nothing."""
 
 

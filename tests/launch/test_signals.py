@@ -23,7 +23,7 @@ from commands import (
     wait_for,
 )
 from ranks import run_ranks
-from test_launch import LONG, is_training
+from trainings import LONG, MOTHER, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.signals import STOP_SIGNALS
@@ -236,22 +236,6 @@ def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         end = ended(process, tmp_path)
     assert (end.exit_code, end.stdout, end.stderr) == (-signal.SIGINT, "", "")
-
-
-MOTHER = '''
-import os, subprocess
-from torch import nn
-from ddp_runner.models.mnist_net import Net
-
-class Mother(Net):
-    """Has a child process on each rank, in a session of its own, and says which."""
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        with open(f"child-{os.environ['RANK']}", "w") as file:
-            file.write(str(child.pid))
-'''
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from properties import check_sentence, examples
 
-import ddp_runner.__main__
+import ddp_runner.cli.app
 import ddp_runner.cli.resolvers
 import ddp_runner.launch.execute
 import ddp_runner.sweep.multirun
@@ -241,14 +241,14 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
                 execute=ddp_runner.launch.execute.execute,
             )
 
-    for module in (ddp_runner.__main__, ddp_runner.sweep.multirun):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda: LAPTOP)
     monkeypatch.setattr(ddp_runner.cli.resolvers, "detect", lambda: LAPTOP)
     monkeypatch.setattr(ddp_runner.sweep.multirun, "Slots", InTurn)
-    monkeypatch.setattr(ddp_runner.__main__, "launch", launched)
+    monkeypatch.setattr(ddp_runner.cli.app, "launch", launched)
     monkeypatch.setattr(ddp_runner.launch.execute, "launch", launched)
-    monkeypatch.setattr(ddp_runner.__main__, "git_revision", lambda: None)
+    monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 
 
 @contextlib.contextmanager
@@ -292,7 +292,7 @@ def answer(line: list[str]) -> tuple[Any, str, list[str]]:
         sys.path.insert(0, str(here))
         WATCH.folder, WATCH.events = here, []
         try:
-            ddp_runner.__main__.main()
+            ddp_runner.cli.app.main()
         except SystemExit as end:
             return end.code, said.getvalue(), WATCH.events
         finally:

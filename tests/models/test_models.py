@@ -14,7 +14,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.mnist_net import MpNet, Net
 from ddp_runner.models.toy import ToyModel, ToyMpModel
-from ddp_runner.train.loop import losses, schedules
+from ddp_runner.train import losses, schedules
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

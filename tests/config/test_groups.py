@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from commands import CONFIG_DIR, refusal, resolved, run_command
+from properties import WATCHED
 from real_data import real
 from texts import write_reviews
 
@@ -22,15 +23,6 @@ from ddp_runner.host.hardware import Hardware
 from ddp_runner.train.build import MODEL_KEYS, build_schedule
 
 OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")
-# The runner inside a program that tells afterwards whether torch has been imported.
-WATCHED = """
-import runpy, sys
-sys.argv[0] = "ddp_runner"
-try:
-    runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
-finally:
-    print("torch" in sys.modules)
-"""
 
 
 @pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}={path.stem}")

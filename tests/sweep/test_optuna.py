@@ -19,8 +19,7 @@ from commands import (
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from slowed import CONVNET, brake
-from test_packing import POLL_S, both_train, needs_two_cores
-from test_sweep_ledger import statuses, table_row, the_sweep
+from sweeps import POLL_S, both_train, needs_two_cores, statuses, table_row, the_sweep
 
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resolvers import register

@@ -10,23 +10,18 @@ from pathlib import Path
 
 import psutil
 from commands import (
+    TORCHRUN,
     Ended,
     background,
     ended,
-    metrics,
     record,
     run_command,
     run_dirs,
     steps,
     wait_for,
 )
-from faults.injection import At, Fault, prepared, wait_until
-from test_runs import TORCHRUN
-
-LONG = (
-    *("model=toy", "train.max_steps=400", "train.epochs=1000", "dataset.num_samples=4000"),
-    *("checkpoint.every_steps=20", "train.num_threads=1", "backend.timeout_s=60"),
-)
+from injection import At, Fault, prepared, wait_until
+from trainings import EQUAL, assert_went_on, place
 
 
 def ranks_of(pid: int) -> dict[int, psutil.Process]:
@@ -43,28 +38,11 @@ def ranks_of(pid: int) -> dict[int, psutil.Process]:
     return found
 
 
-def place(folder: Path, name: str) -> Path:
-    """Return a folder to start a command in, whose runs are those of the other places too."""
-    (folder / "outputs").mkdir(exist_ok=True)
-    (folder / name).mkdir(exist_ok=True)
-    if not (folder / name / "outputs").exists():
-        (folder / name / "outputs").symlink_to(folder / "outputs")
-    return folder / name
-
-
-def assert_went_on(run_dir: Path, *, num_steps: int = 400) -> None:
-    """Check that a run took each step once, the second attempt's from a checkpoint on."""
-    assert (record(run_dir)["status"], record(run_dir)["step"]) == ("completed", num_steps)
-    logged = [line["step"] for line in metrics(run_dir) if "train/loss" in line]
-    assert logged == list(range(10, num_steps + 1, 10))
-    assert "resumed from" in (run_dir / "logs" / "rank-0.log").read_text()
-
-
 def test_torchrun_restarts_a_run_in_its_own_folder_while_an_equal_one_lives(
     tmp_path: Path,
 ) -> None:
     """A rank is killed; the run goes on where it stood, and the other one is left alone."""
-    command = ("-m", "ddp_runner", *LONG)
+    command = ("-m", "ddp_runner", *EQUAL)
     alone = (*TORCHRUN[:2], "--nproc-per-node=1")
     with ExitStack() as stack:
         other = stack.enter_context(
@@ -122,7 +100,7 @@ def two_launchers(folder: Path, *overrides: str, loses_a_rank: bool = False) -> 
 
 def test_a_lost_rank_of_another_machine_does_not_begin_the_run_anew(tmp_path: Path) -> None:
     """Two machines go on in one folder from the last checkpoint; `resume` works on both as well."""
-    ends = two_launchers(tmp_path, *LONG, loses_a_rank=True)
+    ends = two_launchers(tmp_path, *EQUAL, loses_a_rank=True)
     assert [end.exit_code for end in ends] == [0, 0]
     (run_dir,) = run_dirs(tmp_path)
     assert_went_on(run_dir)
@@ -183,7 +161,7 @@ def test_a_job_that_is_queued_again_goes_on_with_resume_auto_beside_an_equal_one
 
     An equal job runs all the while: neither takes the other's folder.
     """
-    command, go = (*LONG, "resume=auto"), tmp_path / "go"
+    command, go = (*EQUAL, "resume=auto"), tmp_path / "go"
     held = prepared(Fault(partial(wait_until, str(go)), At(0, 60)))
     with ThreadPoolExecutor(1) as pool:
         equal = pool.submit(srun, tmp_path, *command, job=8, prepare=held)

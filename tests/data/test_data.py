@@ -15,7 +15,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from real_data import real
+from real_data import idx_folder, real
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
@@ -30,7 +30,7 @@ from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
-CONF = Path(__file__).parents[1] / "conf" / "dataset"
+CONF = Path(__file__).parents[2] / "conf" / "dataset"
 WORLD_SIZES = (1, 2, 3, 4)
 
 
@@ -496,18 +496,6 @@ def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, cache: 
 
 
 TINY = IdxImages("tiny", folder="MNIST", mean=0.5, std=0.5)
-
-
-def idx_folder(data_root: Path) -> Path:
-    """Write a tiny MNIST: 6 train and 3 eval images, labels counting up from 0."""
-    raw = data_root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for prefix, count in (("train", 6), ("t10k", 3)):
-        header = struct.pack(">4I", IMAGES_MAGIC, count, 28, 28)
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + bytes(range(count)) * 784)
-        header = struct.pack(">2I", LABELS_MAGIC, count)
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
-    return raw
 
 
 def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
         *("--config-dir", "conf", "model=wandering", "task=check"),
         "allowed_targets=[broken_models]",
         folder=tmp_path,
-        environ={"PYTHONPATH": str(Path(__file__).parent)},
+        environ={"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},
     )
     assert end.exit_code == 2
     (line,) = end.stderr.splitlines()

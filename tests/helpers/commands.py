@@ -27,6 +27,8 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 
+TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
+
 TIME_LIMIT_S = 600.0  # far above the usual: a busy machine is no failure
 LAPTOP = Hardware(num_gpus=0, num_cores=4)
 RUNNER = (sys.executable, "-m", "ddp_runner")

@@ -1,6 +1,5 @@
 """Sweeps that are stopped, edited, shared and started again: what the ledger is for."""
 
-import json
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from commands import (
     wait_for,
     write_experiment,
 )
+from sweeps import statuses, table_row, the_sweep
 
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
@@ -34,25 +34,6 @@ from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_dir import locked
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
-
-
-def statuses(sweep: Path) -> dict[str, str]:
-    """Return the status of each job in the ledger, by folder."""
-    return {
-        one["folder"]: one["status"] for one in json.loads((sweep / LEDGER).read_text())["jobs"]
-    }
-
-
-def the_sweep(folder: Path) -> Path:
-    """Return the only sweep folder that commands in a folder have made."""
-    (ledger,) = folder.glob(f"outputs/*/{LEDGER}")
-    return ledger.parent
-
-
-def table_row(stdout: str, job: str) -> list[str]:
-    """Return the words of a job's line in the table."""
-    (line,) = [line for line in stdout.splitlines() if line.startswith(f"{job} ")]
-    return line.split()
 
 
 def test_each_job_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """One small training that faults are put into, and what must come of it; a helper, not a test."""
 
+import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from commands import (
     assert_same_state,
     background,
     ended,
+    last_step,
+    metrics,
     numbers,
     record,
     run_command,
@@ -16,11 +20,39 @@ from commands import (
     steps,
     wait_for,
 )
-from faults.injection import Fault, prepared
+from injection import Fault, prepared
 from safetensors.torch import load_file
 
 from ddp_runner.checkpoint.manifest import verify
 from ddp_runner.checkpoint.store import newest_first
+
+TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
+
+MOTHER = '''
+import os, subprocess
+from torch import nn
+from ddp_runner.models.mnist_net import Net
+
+class Mother(Net):
+    """Has a child process on each rank, in a session of its own, and says which."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(f"child-{os.environ['RANK']}", "w") as file:
+            file.write(str(child.pid))
+'''
+
+# Long enough to be hit in its midst; a step takes some milliseconds.
+LONG = (
+    *("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64", "batch.global_size=8"),
+    *("train.epochs=10000", "train.log_every_steps=1", "train.num_threads=1"),
+)
+
+EQUAL = (
+    *("model=toy", "train.max_steps=400", "train.epochs=1000", "dataset.num_samples=4000"),
+    *("checkpoint.every_steps=20", "train.num_threads=1", "backend.timeout_s=60"),
+)
 
 NUM_STEPS = 18
 RUN = "run"
@@ -92,3 +124,42 @@ def assert_resumes(folder: Path, undisturbed: Path, *, same_steps: bool = True) 
     assert "resumed from" in (folder / RUN / "logs" / "rank-0.log").read_text()
     assert_same_run(folder / RUN, undisturbed, same_steps=same_steps)
     return end
+
+
+def place(folder: Path, name: str) -> Path:
+    """Return a folder to start a command in, whose runs are those of the other places too."""
+    (folder / "outputs").mkdir(exist_ok=True)
+    (folder / name).mkdir(exist_ok=True)
+    if not (folder / name / "outputs").exists():
+        (folder / name / "outputs").symlink_to(folder / "outputs")
+    return folder / name
+
+
+def assert_went_on(run_dir: Path, *, num_steps: int = 400) -> None:
+    """Check that a run took each step once, the second attempt's from a checkpoint on."""
+    assert (record(run_dir)["status"], record(run_dir)["step"]) == ("completed", num_steps)
+    logged = [line["step"] for line in metrics(run_dir) if "train/loss" in line]
+    assert logged == list(range(10, num_steps + 1, 10))
+    assert "resumed from" in (run_dir / "logs" / "rank-0.log").read_text()
+
+
+def is_training(process: subprocess.Popen[str], folder: Path, *, step: int = 3) -> bool:
+    """Tell whether a run has come so far; fail if it has ended before."""
+    assert process.poll() is None, (folder / "stderr").read_text()
+    return last_step(folder) >= step
+
+
+def only_sentence(end: Ended, *, code: int = 2) -> str:
+    """Return the one line that a refused command has written, without its beginning."""
+    assert (end.exit_code, "Traceback" in end.stderr + end.stdout) == (code, False), end.stderr
+    (line,) = end.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port

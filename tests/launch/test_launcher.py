@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +29,8 @@ from commands import (
     steps,
     wait_for,
 )
-from faults.injection import together
+from injection import together
+from trainings import LONG, is_training
 
 from ddp_runner import worker
 from ddp_runner.dist_env import dist_env
@@ -42,11 +42,6 @@ from ddp_runner.launch.execute import execute
 from ddp_runner.launch.signals import ONE_REQUEST_S
 from ddp_runner.scratch import READY, SAVING
 
-# Long enough to be hit in its midst; a step takes some milliseconds.
-LONG = (
-    *("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64", "batch.global_size=8"),
-    *("train.epochs=10000", "train.log_every_steps=1", "train.num_threads=1"),
-)
 FAULTY = '''
 import os, time
 from torch import nn
@@ -69,12 +64,6 @@ class Faulty(nn.Linear):
 def is_gone(launcher_pid: int) -> bool:
     """Tell whether no process of a command lives any more."""
     return not session_pids(launcher_pid)
-
-
-def is_training(process: subprocess.Popen[str], folder: Path, *, step: int = 3) -> bool:
-    """Tell whether a run has come so far; fail if it has ended before."""
-    assert process.poll() is None, (folder / "stderr").read_text()
-    return last_step(folder) >= step
 
 
 def is_importing_torch(launcher_pid: int) -> bool:

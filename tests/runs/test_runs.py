@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from commands import (
     CONFIG_DIR,
+    TORCHRUN,
     Ended,
     assert_same_state,
     background,
@@ -36,7 +36,6 @@ FIELDS = (
     *("epoch", "step", "metrics", "error"),
 )
 ODD_NAME = "a b=1,c='d' {é}"  # what a shell, Hydra and a URL each read in their own way
-TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
 TOY = ("model=toy", "train.max_steps=6", "train.log_every_steps=2", "train.num_threads=1")
 STOPPABLE = (
     *("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64", "batch.global_size=8"),

@@ -1,0 +1,27 @@
+"""Where real datasets lie; a helper of the tests, not a test."""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC
+
+
+def real(path: Path) -> Path:
+    """Return a path below DDP_RUNNER_DATA_ROOT; where it is not there, the test is skipped."""
+    if not path.exists():
+        pytest.skip(f"{path} is not there: the real data are too large, or not ours, to ship")
+    return path
+
+
+def idx_folder(data_root: Path) -> Path:
+    """Write a tiny MNIST: 6 train and 3 eval images, labels counting up from 0."""
+    raw = data_root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 6), ("t10k", 3)):
+        header = struct.pack(">4I", IMAGES_MAGIC, count, 28, 28)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + bytes(range(count)) * 784)
+        header = struct.pack(">2I", LABELS_MAGIC, count)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
+    return raw
