@@ -58,7 +58,7 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
     return None
 
 
-def check_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
+def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
     """Refuse ranks that do not know where to meet.
 
     Args:

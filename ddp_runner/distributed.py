@@ -88,7 +88,7 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     return cast(T, answer)
 
 
-def check_agreement(
+def ensure_agreement(
     facts: Mapping[str, object], *, optional: Mapping[str, object] | None = None
 ) -> None:
     """Compare what must be equal on every rank. Collective: every rank must call.
@@ -119,7 +119,7 @@ def check_agreement(
                     )
 
 
-def check_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:
+def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:
     """Compare the ranks' GPUs, of which NCCL wants another for each. Collective: every rank.
 
     Raises:

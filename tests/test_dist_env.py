@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_runner.dist_env import DistEnv, check_rendezvous, dist_env
+from ddp_runner.dist_env import DistEnv, dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
 
 BATCH_STEP = str(0xFFFFFFFB)
@@ -102,9 +102,9 @@ def test_ranks_that_know_no_address_are_told_by_their_launchers_name() -> None:
     with pytest.raises(
         UserError, match=r"^mpirun started 8 ranks.*-x NAME=VALUE, MPICH: -genv NAME VALUE"
     ):
-        check_rendezvous(env, init_method=None, backend="gloo")
-    check_rendezvous(env, init_method=None, backend="mpi")
-    check_rendezvous(env, init_method="tcp://h:1", backend="gloo")
+        validate_rendezvous(env, init_method=None, backend="gloo")
+    validate_rendezvous(env, init_method=None, backend="mpi")
+    validate_rendezvous(env, init_method="tcp://h:1", backend="gloo")
     by_hand = read({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(UserError, match=r"^RANK and WORLD_SIZE tell of 2 ranks"):
-        check_rendezvous(by_hand, init_method=None, backend="gloo")
+        validate_rendezvous(by_hand, init_method=None, backend="gloo")

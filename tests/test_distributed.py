@@ -23,8 +23,8 @@ from ddp_runner.distributed import (
     broadcast_buffers,
     broadcast_object,
     broadcast_state,
-    check_agreement,
-    check_own_devices,
+    ensure_agreement,
+    ensure_own_devices,
     from_rank_zero,
     gather_objects,
     sum_over_ranks,
@@ -55,7 +55,7 @@ def test_reductions_give_every_rank_the_same() -> None:
 def agreement(env: DistEnv, facts: list[dict[str, object]]) -> str:
     """Compare this rank's facts with the others'."""
     try:
-        check_agreement(facts[env.rank])
+        ensure_agreement(facts[env.rank])
     except UserError as error:
         return str(error)
     return "agreed"
@@ -77,7 +77,7 @@ def test_disagreement_names_key_values_and_ranks() -> None:
 def optional_agreement(env: DistEnv, revisions: list[str | None]) -> str:
     """Compare what a rank may not know."""
     try:
-        check_agreement({"seed": 0}, optional={"git_revision": revisions[env.rank]})
+        ensure_agreement({"seed": 0}, optional={"git_revision": revisions[env.rank]})
     except UserError as error:
         return str(error)
     return "agreed"
@@ -147,7 +147,7 @@ def own_devices(env: DistEnv, gpus: list[str], backend: str) -> str:
     found = SimpleNamespace(uuid=gpus[env.rank])
     try:
         with patch.object(torch.cuda, "get_device_properties", return_value=found):
-            check_own_devices([torch.device("cuda", 0)], backend=backend)
+            ensure_own_devices([torch.device("cuda", 0)], backend=backend)
     except UserError as error:
         return str(error)
     return "agreed"

@@ -22,15 +22,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.known_keys import check_options, in_one_piece
-from ddp_runner.cli.preflight import check_files
-from ddp_runner.cli.resolvers import CONFIG_DIR, Folders, check_chdir, register, written
+from ddp_runner.cli.known_keys import in_one_piece, validate_options
+from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.resolvers import CONFIG_DIR, Folders, forbid_chdir, register, written
 from ddp_runner.cli.resume import resumed_command, with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import work_hash
 from ddp_runner.config.secrets import find_secrets
-from ddp_runner.dist_env import check_rendezvous, dist_env
+from ddp_runner.dist_env import dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.host.signals import answered
@@ -43,7 +43,7 @@ from ddp_runner.sweep.ledger import LEDGER
 from ddp_runner.sweep.multirun import Multirun
 from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.launch_marks import is_same_work
-from ddp_runner.tracking.run_dir import check_writable, discard_unused, locked, resume_argument
+from ddp_runner.tracking.run_dir import discard_unused, ensure_writable, locked, resume_argument
 from ddp_runner.tracking.run_record import RUN_RECORD, git_revision, versions
 
 
@@ -70,7 +70,7 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
 
 
-def _check_one_folder(run_dir: Path, resume: str | None) -> None:
+def _validate_one_folder(run_dir: Path, resume: str | None) -> None:
     if resume not in (None, AUTO) and Path(resume).resolve() != run_dir.resolve():
         raise UserError(
             f"hydra.run.dir ({run_dir}) and resume ({resume}) name two folders; leave "
@@ -92,7 +92,7 @@ class Command:
 
     def run(self) -> int:
         """Let Hydra compose and call back; return the exit code."""
-        check_options(sys.argv[1:])
+        validate_options(sys.argv[1:])
         arguments, self._implied = resumed_command(in_one_piece(sys.argv[1:]), conf=CONFIG_DIR)
         self._folders = register(self._env, implied=self._implied)
 
@@ -123,14 +123,14 @@ class Command:
         node = HydraConfig.get()
         run_dir = None if self._folders.is_left_to_ranks else Path(node.runtime.output_dir)
         try:
-            check_chdir(node)
+            forbid_chdir(node)
             job = self._plan(raw, run_dir, node, detect())
             if self._env is not None or raw.launch.nnodes > 1:
                 self._run_elsewhere(job)
                 return
             assert run_dir is not None
-            _check_one_folder(run_dir, job.config.resume)
-            check_writable(run_dir)
+            _validate_one_folder(run_dir, job.config.resume)
+            ensure_writable(run_dir)
             with locked(run_dir):
                 self._exit_code = execute(self._gone_on_with(job, raw, node)).exit_code
         except UserError as error:
@@ -145,7 +145,7 @@ class Command:
             return
         from ddp_runner.worker import run_under_launcher
 
-        check_rendezvous(
+        validate_rendezvous(
             self._env,
             init_method=job.config.launch.init_method,
             backend=job.config.backend.name,
@@ -189,7 +189,7 @@ class Command:
             config, warnings = resolve(
                 to_config(raw), hardware=hardware, chosen=chosen_keys(overrides), env=self._env
             )
-            check_files(config, env=self._env)
+            validate_files(config, env=self._env)
         if self._env is None and config.sweep.parallel_jobs == 1:
             start_fork_server()  # as early as can be: it imports torch while we go on
         return Job(

@@ -31,7 +31,7 @@ SAME_MEANING = (
 )
 
 
-def check_options(arguments: Sequence[str]) -> None:
+def validate_options(arguments: Sequence[str]) -> None:
     """Refuse an option with dashes that Hydra does not have; often it is a key.
 
     Raises:

@@ -18,7 +18,7 @@ BERT, IMAGE_FOLDER = (
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
-def check_files(config: Config, *, env: DistEnv | None = None) -> None:
+def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     """Refuse a resolved config that names a file, folder or package which is not there.
 
     Args:
@@ -53,10 +53,10 @@ def check_files(config: Config, *, env: DistEnv | None = None) -> None:
     # Rank 0 alone reads the weights, perhaps on another machine; a resumed run has read them.
     num_nodes = env.num_nodes if env else config.launch.nnodes
     if model.get("weights") is not None and config.resume is None and num_nodes == 1:
-        _check_weights(Path(str(model["weights"])))
+        _validate_weights(Path(str(model["weights"])))
 
 
-def _check_weights(path: Path) -> None:
+def _validate_weights(path: Path) -> None:
     if not path.exists():
         raise UserError(f"model.weights ({path}) does not exist; {_kinds()}")
     is_checkpoint = (path / MANIFEST).exists() or (path / "checkpoints").is_dir()

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.preflight import check_files
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import as_written, chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
@@ -68,8 +68,8 @@ def register(env: DistEnv | None, *, implied: Collection[str] = ()) -> Folders:
             config = resolve(config, hardware=detect(), chosen=chosen_keys(overrides), env=env)[0]
             is_ranks = env is not None or config.launch.nnodes > 1
             if config.resume in (None, AUTO) and not is_ranks:
-                check_files(config, env=env)
-        check_chdir(_root_.hydra)
+                validate_files(config, env=env)
+        forbid_chdir(_root_.hydra)
         if config.resume not in (None, AUTO):
             return str(config.resume)
         if is_ranks:
@@ -122,7 +122,7 @@ def register(env: DistEnv | None, *, implied: Collection[str] = ()) -> Folders:
     return claimed
 
 
-def check_chdir(hydra_node: Any) -> None:
+def forbid_chdir(hydra_node: Any) -> None:
     """Refuse to change the folder: relative paths would mean others before than after.
 
     Raises:

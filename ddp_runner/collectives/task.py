@@ -43,7 +43,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
     refusals = {
         variant: refusal(variant, device=device, backend=backend) for variant in variants(asked)
     }
-    check_reduce_ops(asked, refusals, backend=backend)
+    validate_reduce_ops(asked, refusals, backend=backend)
     tracker: Tracker | NullTracker = NullTracker()
     if env.is_rank_zero:
         config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
@@ -94,7 +94,7 @@ def _messages(
             yield variant, num_bytes
 
 
-def check_reduce_ops(
+def validate_reduce_ops(
     asked: CollectivesConfig, refusals: Mapping[Variant, str | None], *, backend: str
 ) -> None:
     """Refuse a reduction that is asked for by name and that the backend has for no dtype.

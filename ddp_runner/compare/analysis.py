@@ -84,9 +84,9 @@ def compare(
         usable = [run for run in usable if run not in benchmarks]
     settings = {run.folder: setting_of(run) for run in usable}
     if target is not None:
-        _check_metric("--target", target.metric, [set().union(*run.lines) for run in usable])
+        _validate_metric("--target", target.metric, [set().union(*run.lines) for run in usable])
     if best is not None:
-        _check_metric("--best", best, [_outcomes(run) for run in usable])
+        _validate_metric("--best", best, [_outcomes(run) for run in usable])
     groups: dict[str, list[Run]] = {}
     for run in usable:
         name = str(run.folder) if each else identity(settings[run.folder])
@@ -145,7 +145,7 @@ def _outcomes(run: Run) -> set[str]:
     return {name for name in names if outcome(run, name) is not None}
 
 
-def _check_metric(option: str, metric: str, known: Sequence[set[str]]) -> None:
+def _validate_metric(option: str, metric: str, known: Sequence[set[str]]) -> None:
     names = set().union(*known) - {"step", "epoch", "time_s"}
     if known and metric not in names:
         raise UserError(

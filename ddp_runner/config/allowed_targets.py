@@ -37,7 +37,7 @@ TORCH_LOSS_NAMES = (
 )
 
 
-def check_targets(config: Config) -> None:
+def validate_targets(config: Config) -> None:
     """Refuse a config that names what it may not: importing or calling it could run any code.
 
     Raises:
@@ -51,10 +51,10 @@ def check_targets(config: Config) -> None:
                 "without a backslash before the $, or leave it out"
             )
     for key, name in target_names(asdict(config)):
-        check_name(name, key=key, allowed=config.allowed_targets)
+        validate_name(name, key=key, allowed=config.allowed_targets)
 
 
-def check_name(name: object, *, key: str, allowed: Collection[str]) -> None:
+def validate_name(name: object, *, key: str, allowed: Collection[str]) -> None:
     """Refuse a name that a config may not give.
 
     Args:

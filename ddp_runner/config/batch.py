@@ -29,7 +29,7 @@ def num_shares(config: Config, ranks: int) -> int:
     return ranks - servers if mode["mode"] == "sync" else 1
 
 
-def check_num_samples(name: object, count: int, *, ranks: int) -> None:
+def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
     """Refuse a dataset that cannot give each rank a sample.
 
     Raises:

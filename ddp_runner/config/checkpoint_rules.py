@@ -11,7 +11,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.metric_names import MONITORS, is_lower_better
 
 
-def check_checkpoints(config: Config, *, chosen: Collection[str]) -> None:
+def validate_checkpoints(config: Config, *, chosen: Collection[str]) -> None:
     """Refuse a metric that no checkpoint will have, and starting weights for a resumed run.
 
     Args:
@@ -25,7 +25,7 @@ def check_checkpoints(config: Config, *, chosen: Collection[str]) -> None:
         value = getattr(config.checkpoint, name)
         if value is not None and not value > 0:
             raise UserError(f"checkpoint.{name} ({value}) must be greater than 0")
-    _check_monitor(config)
+    _validate_monitor(config)
     if config.resume is not None and "model.weights" in chosen:
         raise UserError(
             f"resume={config.resume} goes on with that run's own weights; leave model.weights "
@@ -33,7 +33,7 @@ def check_checkpoints(config: Config, *, chosen: Collection[str]) -> None:
         )
 
 
-def _check_monitor(config: Config) -> None:
+def _validate_monitor(config: Config) -> None:
     checkpoint = config.checkpoint
     monitor = checkpoint.monitor
     if checkpoint.mode not in ("max", "min"):

@@ -17,7 +17,7 @@ REDUCE_OPS = ("sum", "mean", "max", "min", "product")
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 
 
-def check_collectives(config: Config, *, num_ranks: int) -> None:
+def validate_collectives(config: Config, *, num_ranks: int) -> None:
     """Refuse values that the collectives benchmark cannot measure.
 
     Raises:
@@ -38,9 +38,9 @@ def check_collectives(config: Config, *, num_ranks: int) -> None:
             f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
             f"({asked.max_bytes}); give both, the smaller as min_bytes"
         )
-    _check_names("ops", asked.ops, OPS)
-    _check_names("dtypes", asked.dtypes, DTYPES)
-    _check_names("reduce_ops", asked.reduce_ops, REDUCE_OPS)
+    _validate_names("ops", asked.ops, OPS)
+    _validate_names("dtypes", asked.dtypes, DTYPES)
+    _validate_names("reduce_ops", asked.reduce_ops, REDUCE_OPS)
     if config.task == "collectives" and num_ranks < 2:
         raise UserError(
             f"task=collectives measures what ranks send each other, world_size is {num_ranks}; "
@@ -58,7 +58,7 @@ def message_sizes(config: Config) -> list[int]:
     return [*sizes, asked.max_bytes]
 
 
-def _check_names(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
+def _validate_names(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
     if names is None:
         return
     for name in names:

@@ -8,7 +8,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 
 
-def check_model(config: Config) -> None:
+def validate_model(config: Config) -> None:
     """Refuse a model for images of other channels, or for fewer classes, than the dataset has.
 
     Raises:

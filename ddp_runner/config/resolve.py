@@ -8,15 +8,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.config.allowed_targets import check_targets
-from ddp_runner.config.batch import check_num_samples, num_shares, resolve_batch
-from ddp_runner.config.checkpoint_rules import check_checkpoints
-from ddp_runner.config.collectives import check_collectives
+from ddp_runner.config.allowed_targets import validate_targets
+from ddp_runner.config.batch import num_shares, resolve_batch, validate_num_samples
+from ddp_runner.config.checkpoint_rules import validate_checkpoints
+from ddp_runner.config.collectives import validate_collectives
 from ddp_runner.config.devices import resolve_backend
-from ddp_runner.config.model_rules import check_model
-from ddp_runner.config.scheduler_rules import check_scheduler
+from ddp_runner.config.model_rules import validate_model
+from ddp_runner.config.scheduler_rules import validate_scheduler
 from ddp_runner.config.schema import BackendConfig, Config
-from ddp_runner.config.values import check_values
+from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -49,23 +49,23 @@ def resolve(
     """
     if not all(isinstance(name, str) for name in config.allowed_targets):
         raise UserError("allowed_targets must be a list of packages; write allowed_targets=[NAME]")
-    check_targets(config)
-    check_values(config)
-    _check_choices(config)
-    check_checkpoints(config, chosen=chosen)
-    check_model(config)
+    validate_targets(config)
+    validate_values(config)
+    _validate_choices(config)
+    validate_checkpoints(config, chosen=chosen)
+    validate_model(config)
     ranks = _world_size(config, hardware, env.world_size if env else None)
-    check_collectives(config, num_ranks=ranks)
+    validate_collectives(config, num_ranks=ranks)
     shares = num_shares(config, ranks)
-    _check_init_method(config, env)
+    _validate_init_method(config, env)
     nproc = env.local_world_size if env else _nproc_per_node(config, hardware, ranks)
     backend, warnings = resolve_backend(
         config, hardware, nproc=nproc, is_launched=env is not None, chosen=chosen
     )
-    _check_mode(config, ranks, backend)
-    _check_dataset(config, ranks)
+    _validate_mode(config, ranks, backend)
+    _validate_dataset(config, ranks)
     batch = resolve_batch(config, shares, chosen)
-    check_scheduler(replace(config, batch=batch))
+    validate_scheduler(replace(config, batch=batch))
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
         warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
     # Another launcher may have bound this rank to a part of the cores.
@@ -85,7 +85,7 @@ def resolve(
     return replace(config, world_size=ranks, backend=backend, batch=batch), warnings
 
 
-def _check_choices(config: Config) -> None:
+def _validate_choices(config: Config) -> None:
     for key, choice, options in (
         ("task", config.task, TASKS),
         ("train.precision", config.train.precision, PRECISIONS),
@@ -147,7 +147,7 @@ def _nproc_per_node(config: Config, hardware: Hardware, ranks: int) -> int:
     return nproc
 
 
-def _check_init_method(config: Config, env: DistEnv | None) -> None:
+def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     asked, launch = config.launch.init_method, config.launch
     if asked is None:
         return
@@ -169,15 +169,15 @@ def _check_init_method(config: Config, env: DistEnv | None) -> None:
         )
 
 
-def _check_dataset(config: Config, ranks: int) -> None:
+def _validate_dataset(config: Config, ranks: int) -> None:
     """Refuse one of our own made-up datasets that is too small; of the others a rank finds out."""
     dataset = config.dataset
     is_ours = dataset["_target_"].startswith(MADE_UP)
     if is_ours and config.task != "collectives" and isinstance(dataset.get("num_samples"), int):
-        check_num_samples(dataset.get("name"), dataset["num_samples"], ranks=ranks)
+        validate_num_samples(dataset.get("name"), dataset["num_samples"], ranks=ranks)
 
 
-def _check_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
+def _validate_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
     mode, name = config.parallelism, config.parallelism.get("name")
     if mode.get("max_ranks") and ranks > mode["max_ranks"]:
         raise UserError(

@@ -7,7 +7,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.metric_names import MONITORS, is_lower_better
 
 
-def check_scheduler(config: Config) -> None:
+def validate_scheduler(config: Config) -> None:
     """Refuse a metric that no evaluation gives, and a warm-up longer than the run; batch resolved.
 
     Raises:

@@ -54,7 +54,7 @@ class CheckpointConfig:
 
 
 @dataclass
-class LaunchSettings:
+class LaunchConfig:
     """How the gang of ranks starts. Ignored under torchrun, which has its own flags."""
 
     nnodes: int = 1  # machines
@@ -94,7 +94,7 @@ class CollectivesConfig:
 
 
 @dataclass
-class SweepSettings:
+class SweepConfig:
     """What a sweep (-m) does about its jobs; no part of any job's identity."""
 
     retry: str | None = None  # failed: run those again that failed when the sweep was last started
@@ -123,9 +123,9 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    launch: LaunchSettings = field(default_factory=LaunchSettings)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
-    sweep: SweepSettings = field(default_factory=SweepSettings)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_runner.config.allowed_targets import TORCH, check_name, is_allowed
+from ddp_runner.config.allowed_targets import TORCH, is_allowed, validate_name
 from ddp_runner.errors import UserError
 
 # No subclass in these modules takes a command, a file to read, or the name of a thing to import.
@@ -33,7 +33,7 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
     Raises:
         UserError: it is not allowed, does not exist, cannot be imported, or is no such thing.
     """
-    check_name(name, key=key, allowed=allowed)
+    validate_name(name, key=key, allowed=allowed)
     module, _, last = name.rpartition(".")
     found: Callable[..., Any]
     if is_allowed(name, allowed):

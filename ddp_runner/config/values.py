@@ -43,7 +43,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-def check_values(config: Config) -> None:
+def validate_values(config: Config) -> None:
     """Refuse a value that no run can use, whatever the other keys are.
 
     Raises:
@@ -73,8 +73,8 @@ def check_values(config: Config) -> None:
             rule = f"{least:g} or greater" if value < least else f"{most:.0f} or less"
             raise UserError(f"{key} ({value}) must be {rule}")
     for group in GROUPS:
-        _check_kinds(group, getattr(config, group))
-    _check_memory(config)
+        _validate_kinds(group, getattr(config, group))
+    _ensure_memory(config)
 
 
 def _number(key: str, value: Any) -> int | float | None:
@@ -83,7 +83,7 @@ def _number(key: str, value: Any) -> int | float | None:
     raise UserError(f"{key} ({value}) must be a number")
 
 
-def _check_kinds(group: str, keys: Mapping[str, Any]) -> None:
+def _validate_kinds(group: str, keys: Mapping[str, Any]) -> None:
     """Hold a group's keys to the kinds of value that its YAML gives them, as a schema would."""
     for key, default in _yaml_values(group, str(keys.get("name"))).items():
         *parents, last = key.split(".")
@@ -96,10 +96,10 @@ def _check_kinds(group: str, keys: Mapping[str, Any]) -> None:
                 name = ".".join([group, *parents[:depth]])
                 raise UserError(f"{name} ({inner}) is a group of keys; write {group}.{key}=VALUE")
         if inner is not None and last in inner:
-            _check_kind(f"{group}.{key}", inner[last], default)
+            _validate_kind(f"{group}.{key}", inner[last], default)
 
 
-def _check_kind(key: str, value: Any, default: Any) -> None:
+def _validate_kind(key: str, value: Any, default: Any) -> None:
     kind = type(default)
     if kind is float and isinstance(value, list):
         return  # a number for each channel, say: what is built knows how many
@@ -129,7 +129,7 @@ def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
     }
 
 
-def _check_memory(config: Config) -> None:
+def _ensure_memory(config: Config) -> None:
     """Refuse a made-up dataset that is larger than this machine's memory."""
     dataset = config.dataset
     sizes = [dataset.get(key) for key in ("channels", "height", "width")]

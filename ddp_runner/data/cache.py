@@ -20,7 +20,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from ddp_runner.config.schema import digest as digest_of
-from ddp_runner.data.checks import check_dataset, check_source, check_tensors
+from ddp_runner.data.checks import validate_dataset, validate_source, validate_tensors
 from ddp_runner.data.dataset import Dataset, Source
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
@@ -46,7 +46,7 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
         UserError: the source's files or fields are not usable, it gives what cannot be trained
             on, or the cache cannot be written.
     """
-    check_source(source)
+    validate_source(source)
     if source.fingerprint(data_root) is None:
         tensors, digest = _built(source, data_root), None
     else:
@@ -58,13 +58,13 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
         tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
         digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
     dataset = source.dataset(tensors)
-    check_dataset(source.name, dataset)
+    validate_dataset(source.name, dataset)
     return replace(dataset, digest=digest)
 
 
 def _built(source: Source, data_root: Path) -> dict[str, Tensor]:
     tensors = source.build(data_root)
-    check_tensors(source.name, tensors)
+    validate_tensors(source.name, tensors)
     return tensors
 
 

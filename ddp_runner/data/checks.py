@@ -12,7 +12,7 @@ METHODS = ("fingerprint", "build", "dataset")
 KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
 
 
-def check_source(source: object) -> None:
+def validate_source(source: object) -> None:
     """Refuse what is no source, as a torch.utils.data.Dataset.
 
     Raises:
@@ -28,7 +28,7 @@ def check_source(source: object) -> None:
         )
 
 
-def check_tensors(name: str, tensors: object) -> None:
+def validate_tensors(name: str, tensors: object) -> None:
     """Refuse what a source must not build.
 
     Raises:
@@ -52,7 +52,7 @@ def check_tensors(name: str, tensors: object) -> None:
             )
 
 
-def check_dataset(name: str, dataset: object) -> None:
+def validate_dataset(name: str, dataset: object) -> None:
     """Refuse splits that cannot be trained on, and classes out of range.
 
     Raises:
@@ -77,10 +77,10 @@ def check_dataset(name: str, dataset: object) -> None:
                 "give as many of both, one or more"
             )
         if dataset.num_classes is not None:
-            _check_classes(f"the {kind} targets of dataset={name}", split.targets, dataset)
+            _validate_classes(f"the {kind} targets of dataset={name}", split.targets, dataset)
 
 
-def _check_classes(whose: str, targets: Tensor, dataset: Dataset) -> None:
+def _validate_classes(whose: str, targets: Tensor, dataset: Dataset) -> None:
     classes = dataset.num_classes
     if targets.dtype != torch.int64 or targets.ndim != 1:
         dtype = str(targets.dtype).removeprefix("torch.")

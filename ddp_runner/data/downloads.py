@@ -93,7 +93,7 @@ def _download_lock(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def check_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
+def validate_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
     """Check that every label (num_samples,) names a class.
 
     Raises:

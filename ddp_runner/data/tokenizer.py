@@ -36,7 +36,7 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -
     Raises:
         UserError: the library is not installed.
     """
-    _check_installed()
+    _validate_installed()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     special = list(SPECIAL_TOKENS)
@@ -73,7 +73,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     Raises:
         UserError: there is none, it is damaged, or the library is not installed.
     """
-    _check_installed()
+    _validate_installed()
     from tokenizers import Tokenizer, models
 
     path = tokenizer_file(folder)
@@ -126,6 +126,6 @@ def _bracketed(tokenizer: "Tokenizer") -> "Tokenizer":
     return tokenizer
 
 
-def _check_installed() -> None:
+def _validate_installed() -> None:
     if importlib.util.find_spec("tokenizers") is None:
         raise UserError(f"dataset=csv_text: {NEEDS_TEXT_EXTRA}")

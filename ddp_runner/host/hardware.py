@@ -180,7 +180,7 @@ def _quota(group: Path) -> float | None:
 
 def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
     """Return disjoint, equal parts of this process's cores, num_cores in all. Linux only."""
-    assert sys.platform == "linux"  # elsewhere `check_sweep` has refused it
+    assert sys.platform == "linux"  # elsewhere `validate_sweep` has refused it
     cores = sorted(os.sched_getaffinity(0), key=_place)
     size, distance = num_cores // num_slots, len(cores) // num_slots
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]

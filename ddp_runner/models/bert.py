@@ -65,7 +65,7 @@ class Bert(nn.Module):
                     "dataset.tokenizer, which follows it, or name its folder, and model.ngrams"
                 )
             self.network: Any = _pretrained(pretrained, num_classes)
-            _check_sizes(self.network.config, vocab_size, max_length, pretrained)
+            _validate_sizes(self.network.config, vocab_size, max_length, pretrained)
         else:
             if width % num_heads:
                 raise UserError(
@@ -139,7 +139,7 @@ def _pretrained(folder: str, num_classes: int) -> nn.Module:
     return cast(nn.Module, network)
 
 
-def _check_sizes(config: Any, vocab_size: int, max_length: int, folder: str) -> None:
+def _validate_sizes(config: Any, vocab_size: int, max_length: int, folder: str) -> None:
     from ddp_runner.errors import UserError
 
     if vocab_size > config.vocab_size:

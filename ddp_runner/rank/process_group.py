@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ddp_runner.config.schema import BackendConfig
-from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, check_rendezvous
+from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.rank.agent_store import fresh_store, serves_ranks
 from ddp_runner.rank.loopback_store import loopback_store
@@ -34,7 +34,7 @@ def process_group(
             "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never "
             "are); write backend=gloo, or build torch from source beside an MPI library"
         )
-    check_rendezvous(env, init_method=init_method, backend=backend.name)
+    validate_rendezvous(env, init_method=init_method, backend=backend.name)
     is_local = False
     if env.num_nodes == 1:
         # One machine's traffic needs no other interface than loopback, and listens on no other.

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ddp_runner.config.allowed_targets import check_targets
+from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config, config_hash, digest, flatten, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
-    check_agreement,
-    check_own_devices,
+    ensure_agreement,
+    ensure_own_devices,
     from_rank_zero,
     gather_objects,
 )
@@ -68,7 +68,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             run folder is another run's.
     """
     config = job.config
-    check_targets(config)  # again: a config may have come with a run that somebody else made
+    validate_targets(config)  # again: a config may have come with a run that somebody else made
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -80,8 +80,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         stack.enter_context(
             process_group(env, backend=config.backend, init_method=_init_method(job, env))
         )
-        check_agreement(_comparable(job), optional=job.code)
-        check_own_devices(devices, backend=config.backend.name)
+        ensure_agreement(_comparable(job), optional=job.code)
+        ensure_own_devices(devices, backend=config.backend.name)
         num_threads = config.train.num_threads or _num_threads(env)
         torch.set_num_threads(num_threads)
         marks = _marks(job, env)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.config.schema import SweepSettings
+from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome
 from ddp_runner.sweep.ledger import REFUSED, Entry, Ledger
@@ -20,7 +20,7 @@ def run_jobs(
     jobs: Mapping[str, Job],
     *,
     ledger: Ledger,
-    settings: SweepSettings,
+    settings: SweepConfig,
     execute: Callable[[Job], Outcome],
     known_failures: Collection[str] = (),
     stop_requested: Callable[[], bool] = lambda: False,
@@ -60,7 +60,7 @@ def run_jobs(
 
 
 def failed_enough(
-    entries: Mapping[str, Entry], settings: SweepSettings, known_failures: Collection[str]
+    entries: Mapping[str, Entry], settings: SweepConfig, known_failures: Collection[str]
 ) -> bool:
     """Return whether as many jobs have failed since the start as a sweep may bear, or more."""
     most = 1 if settings.fail_fast else settings.max_failures

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.load import to_config
-from ddp_runner.config.schema import SweepSettings, config_hash
+from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
@@ -27,11 +27,11 @@ from ddp_runner.sweep.jobs import failed_enough, recorded, run_jobs
 from ddp_runner.sweep.ledger import REFUSED, UNFINISHED, Entry, Ledger, sweep_command
 from ddp_runner.sweep.slots import Batch, Slots
 from ddp_runner.sweep.table import sweep_table
-from ddp_runner.sweep.validate import check_sweep
+from ddp_runner.sweep.validate import validate_sweep
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import (
     InUseError,
-    check_writable,
+    ensure_writable,
     locked,
 )
 from ddp_runner.tracking.run_record import read_run_record
@@ -47,7 +47,7 @@ class Multirun:
     def __init__(self, plan: Callable[[DictConfig, Path, Any, Hardware], Job]) -> None:
         self.outcomes: list[Outcome] = []
         self._plan = plan
-        self._settings = SweepSettings()
+        self._settings = SweepConfig()
         self._ledger: Ledger | None = None
         self._known_failures: list[str] = []
         self._slots: Slots | None = None
@@ -96,7 +96,7 @@ class Multirun:
         for one in composed:
             raw, node = opened(one)
             config = to_config(OmegaConf.masked_copy(raw, ["sweep", "launch", "backend"]))
-            check_sweep(config, hardware, searches=searches)
+            validate_sweep(config, hardware, searches=searches)
         self._settings, folder = config.sweep, Path(node.sweep.dir)
         ledger = self._begin(folder)
         jobs, order = self._queue(composed, ledger, hardware)
@@ -135,7 +135,7 @@ class Multirun:
         """Return the ledger; the first batch of a command opens it."""
         if self._ledger is None:
             folder.mkdir(parents=True, exist_ok=True)
-            check_writable(folder)
+            ensure_writable(folder)
             ledger = Ledger(folder)
             self._known_failures = ledger.begin(
                 command=sweep_command(), retry_failed=self._settings.retry == "failed"

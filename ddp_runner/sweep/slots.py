@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TextIO
 
-from ddp_runner.config.schema import SweepSettings
+from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.host.signals import signals_ignored
@@ -41,7 +41,7 @@ class Batch:
 
     jobs: Mapping[str, Job]
     ledger: Ledger
-    settings: SweepSettings
+    settings: SweepConfig
     known_failures: Collection[str]
 
 

@@ -7,7 +7,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 
 
-def check_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
+def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
     """Refuse what a sweep cannot do with one of its jobs.
 
     Args:

@@ -25,8 +25,8 @@ from ddp_runner.tracking.launch_marks import (
     marks_in,
 )
 from ddp_runner.tracking.run_dir import (
-    check_writable,
     claim,
+    ensure_writable,
     freeze_config,
     locked,
     resume_argument,
@@ -79,10 +79,10 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
             folder = find_unfinished_run(runs, work=work)
         folder = folder or claim(run_folder(job.config))
     folder.mkdir(parents=True, exist_ok=True)
-    check_writable(folder)
+    ensure_writable(folder)
     stack.enter_context(locked(folder, patience_s=PATIENCE_S if is_own else 0.0))
     earlier = read_run_record(folder) if (folder / RUN_RECORD).exists() else {}
-    _check_earlier_failure(earlier, marks)
+    _validate_earlier_failure(earlier, marks)
     known = {*marks_in(earlier), *marks}
     write_run_record(folder, status="running", work_hash=work, launches=sorted(known))
     size = _global_size(folder) if earlier and not goes_on else None
@@ -112,7 +112,7 @@ def with_global_size(config: Config, global_size: int | None, ranks: int) -> Con
     return replace(config, batch=resolve_batch(config, num_shares(config, ranks), ()))
 
 
-def _check_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> None:
+def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> None:
     """Refuse to restart what would fail again: these agents saw it fail for the user's reason."""
     error = earlier.get("error")
     agents = {mark for mark in marks if mark.startswith("agent ")}

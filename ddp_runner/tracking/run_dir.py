@@ -63,7 +63,7 @@ def claim(path: Path) -> Path:
     """
     try:
         # Before anything is made, so that a refusal leaves nothing.
-        _check_space(path, place=next(one for one in path.parents if one.is_dir()))
+        _ensure_space(path, place=next(one for one in path.parents if one.is_dir()))
         path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, 1000):
             candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
@@ -80,7 +80,7 @@ def claim(path: Path) -> Path:
     raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
 
 
-def check_writable(path: Path) -> None:
+def ensure_writable(path: Path) -> None:
     """Refuse a folder where a run would fail later.
 
     Raises:
@@ -88,10 +88,10 @@ def check_writable(path: Path) -> None:
     """
     if not os.access(path, os.W_OK):
         raise UserError(f"the run folder {path} is not writable; give hydra.run.dir=FOLDER")
-    _check_space(path, place=path)
+    _ensure_space(path, place=path)
 
 
-def _check_space(path: Path, *, place: Path) -> None:
+def _ensure_space(path: Path, *, place: Path) -> None:
     """Refuse a run folder on a disk that is nearly full; `place` is a folder on it."""
     free_mib = shutil.disk_usage(place).free // 2**20
     if free_mib < MIN_FREE_MIB:
@@ -118,7 +118,7 @@ def newest_run() -> Path | None:
     return None if newest is None else newest.parent
 
 
-def check_links(run_dir: Path) -> None:
+def forbid_links(run_dir: Path) -> None:
     """Refuse a run folder, perhaps somebody else's, whose files would be written elsewhere.
 
     Raises:
@@ -149,7 +149,7 @@ def locked(run_dir: Path, *, patience_s: float = 0.0) -> Iterator[None]:
         InUseError: another process holds it; the message says which.
         UserError: it holds links.
     """
-    check_links(run_dir)
+    forbid_links(run_dir)
     holder = run_dir / ".lock.holder"
     lock = FileLock(run_dir / ".lock")
     try:

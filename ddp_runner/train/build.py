@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.weights import load_weights
-from ddp_runner.config.batch import check_num_samples
+from ddp_runner.config.batch import validate_num_samples
 from ddp_runner.config.instantiate import complete, keywords, make
 from ddp_runner.config.schema import Config
 from ddp_runner.config.targets import find
@@ -24,7 +24,7 @@ from ddp_runner.parallelism.mode import Mode
 from ddp_runner.seeds import derive
 from ddp_runner.train.schedules import Schedule, Scheduler, follow
 from ddp_runner.train.step import Trainee
-from ddp_runner.train.step_timer import Pace
+from ddp_runner.train.step_timer import StepTimer
 
 # Keys of `model` that are not the constructor's; `make` drops the name itself.
 MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
@@ -54,7 +54,7 @@ def build_trainee(
         UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
             fit what it names, or the model has nothing to train.
     """
-    check_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
+    validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     role, allowed = mode.role(env), config.allowed_targets
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
     build = partial(
@@ -94,7 +94,7 @@ def build_trainee(
     optimizer = complete(
         "optimizer", config.optimizer, factory, module.parameters(), kind=Optimizer
     )
-    _check_monitor(config, dataset)
+    _validate_monitor(config, dataset)
     steps_per_epoch = batches.steps_per_epoch
     schedule = build_schedule(
         config,
@@ -116,7 +116,7 @@ def build_trainee(
         devices=devices,
         config=config.train,
         env=role.loop or env,
-        pace=Pace(devices[0]),
+        pace=StepTimer(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
     )
 
@@ -148,7 +148,7 @@ def build_schedule(
     return follow(scheduler, monitor=monitor)
 
 
-def _check_monitor(config: Config, dataset: Dataset) -> None:
+def _validate_monitor(config: Config, dataset: Dataset) -> None:
     monitor = config.scheduler.get("monitor")
     if monitor in CLASS_METRICS and dataset.num_classes is None:
         raise UserError(

@@ -22,7 +22,7 @@ from ddp_runner.train.loop import Position, evaluate
 from ddp_runner.train.step import Trainee
 
 
-def check_monitor(config: Config, dataset: Dataset) -> None:
+def validate_monitor(config: Config, dataset: Dataset) -> None:
     """Refuse to train for a metric that this dataset will not have.
 
     Raises:

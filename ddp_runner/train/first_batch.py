@@ -51,7 +51,7 @@ def try_first_batch(trainee: Trainee, config: Config) -> Trial:
     batch = MicroBatch(split.inputs.index_select(0, few), split.targets.index_select(0, few))
 
     def probe(outputs: Tensor, targets: Tensor) -> Tensor:
-        _check_outputs(outputs, targets, trainee, config)
+        _validate_outputs(outputs, targets, trainee, config)
         found.append(_measured(outputs, targets, trainee, config))
         return targets.new_zeros(())
 
@@ -113,7 +113,7 @@ def _leaving_no_trace(trainee: Trainee) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def _check_outputs(outputs: object, targets: Tensor, trainee: Trainee, config: Config) -> None:
+def _validate_outputs(outputs: object, targets: Tensor, trainee: Trainee, config: Config) -> None:
     dataset = trainee.dataset
     if not isinstance(outputs, Tensor):
         what = type(outputs).__name__

@@ -35,7 +35,7 @@ def snapshot(trainee: Trainee, position: Position, config: Config) -> dict[str, 
     """
     tensors = {"model": trainee.module.state_dict(), "optimizer": trainee.optimizer.state_dict()}
     refuse_sharded(tensors)
-    check_finite(trainee, position)
+    validate_finite(trainee, position)
     return {
         **tensors,
         "scheduler": trainee.scheduler.state_dict(),
@@ -175,7 +175,7 @@ def _restore_optimizer(
         group["lr"] = own["initial_lr"] * factor(scheduler.last_epoch)
 
 
-def check_finite(trainee: Trainee, position: Position) -> None:
+def validate_finite(trainee: Trainee, position: Position) -> None:
     """Refuse to go on with broken parameters; they are equal on all ranks, so all refuse alike.
 
     Raises:

@@ -23,7 +23,7 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Gradients, Mode
 from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.train.schedules import Schedule
-from ddp_runner.train.step_timer import Pace, part_figures
+from ddp_runner.train.step_timer import StepTimer, part_figures
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,7 +45,7 @@ class Trainee:
     devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
     config: TrainConfig
     env: DistEnv  # this rank among those of the loop
-    pace: Pace
+    pace: StepTimer
     group: ProcessGroup | None = None  # the ranks of the loop; None: all
     # Where the gradients come from: this rank's own backward, or ranks that serve the loop.
     gradients: Gradients | None = None
@@ -184,6 +184,6 @@ def finite_loss(loss: float, *, step: int) -> float:
     return loss
 
 
-def _at_end_of_backward(pace: Pace) -> None:
+def _at_end_of_backward(pace: StepTimer) -> None:
     """Mark when the engine has computed all gradients; what DDP still waits for comes after."""
     torch.autograd.Variable._execution_engine.queue_callback(lambda: pace.mark(StepPart.BACKWARD))

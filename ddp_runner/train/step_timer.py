@@ -10,7 +10,7 @@ from ddp_runner.metric_names import StepPart
 MOST_EVENTS = 1024  # CUDA events kept; beyond that, the times of the older half are added up
 
 
-class Pace:
+class StepTimer:
     """Throughput and the parts of a step between two log lines; saving and evaluating excluded.
 
     The parts are measured on this rank, on a GPU in its own time: ``mark`` names what the time

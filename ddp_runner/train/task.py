@@ -24,7 +24,7 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.train.build import build_trainee
-from ddp_runner.train.export import check_monitor, deliver
+from ddp_runner.train.export import deliver, validate_monitor
 from ddp_runner.train.first_batch import refuse_mean, try_first_batch, warnings_of
 from ddp_runner.train.loop import Control, Position, train
 from ddp_runner.train.roles import take_part
@@ -42,7 +42,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     written = session.job.secrets.written(config)
     source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
     dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
-    check_monitor(config, dataset)
+    validate_monitor(config, dataset)
     weights = None
     if env.is_rank_zero:
         weights = starting_weights(config, run_dir / "checkpoints", say=say)

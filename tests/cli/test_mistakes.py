@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ddp_runner.cli.app
 import ddp_runner.sweep.multirun
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.preflight import check_files
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resolvers import register
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config, leaves
@@ -226,7 +226,7 @@ def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None
         machine = Hardware(num_gpus=index % 2 * 4, num_cores=4)
         try:
             config, _ = resolve(OmegaConf.to_object(raw), hardware=machine)
-            check_files(replace(config, data_root=str(tmp_path)))
+            validate_files(replace(config, data_root=str(tmp_path)))
         except Exception as error:
             told, reason = user_error(error), repr(error)
             num_refused += 1

@@ -35,7 +35,7 @@ import ddp_runner.launch.execute
 import ddp_runner.sweep.multirun
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.known_keys import _keys
-from ddp_runner.cli.preflight import check_files
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resolvers import CONFIG_DIR, register
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
@@ -362,7 +362,7 @@ def test_any_value_of_any_key_resolves_or_is_refused_in_one_line(
             key, value = data.draw(st.sampled_from(known)), data.draw(nested)
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
         config, _ = resolve(to_config(changed), hardware=machine)
-        check_files(replace(config, data_root=str(Path("nowhere"))))
+        validate_files(replace(config, data_root=str(Path("nowhere"))))
     except Exception as error:
         told = user_error(error)
         if told is None:

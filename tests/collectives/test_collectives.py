@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 from ddp_runner.collectives.messages import prepare, refusal
 from ddp_runner.collectives.operations import OPERATIONS, REDUCE_OPS, Variant
-from ddp_runner.collectives.task import check_reduce_ops, variants
+from ddp_runner.collectives.task import validate_reduce_ops, variants
 from ddp_runner.collectives.timing import WrongResultError, check, summary, time_calls
 from ddp_runner.config.collectives import DTYPES, OPS, message_sizes
 from ddp_runner.config.collectives import REDUCE_OPS as REDUCE_OP_NAMES
@@ -223,7 +223,7 @@ def test_a_reduction_asked_for_by_name_must_be_there() -> None:
     """Refused where no dtype has it; where one has it, the others are rows of the table."""
     mean = {dtype: Variant("reduce", dtype, "mean") for dtype in ("float32", "int32")}
     both = CollectivesConfig(reduce_ops=["sum", "mean"], dtypes=["float32", "int32"])
-    check_reduce_ops(both, {mean["float32"]: None, mean["int32"]: "no"}, backend="gloo")
+    validate_reduce_ops(both, {mean["float32"]: None, mean["int32"]: "no"}, backend="gloo")
     with pytest.raises(Exception, match=r"\(mean\) is not in gloo for .*reduce_ops=\[sum\]"):
-        check_reduce_ops(both, {mean["float32"]: "no", mean["int32"]: "no"}, backend="gloo")
-    check_reduce_ops(CollectivesConfig(), dict.fromkeys(mean.values(), "no"), backend="gloo")
+        validate_reduce_ops(both, {mean["float32"]: "no", mean["int32"]: "no"}, backend="gloo")
+    validate_reduce_ops(CollectivesConfig(), dict.fromkeys(mean.values(), "no"), backend="gloo")

@@ -17,7 +17,7 @@ import yaml
 from commands import refusal, resolved, run_command
 from omegaconf import OmegaConf
 
-from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, check_targets
+from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
@@ -207,7 +207,7 @@ def test_a_name_outside_the_parts_is_refused_as_text(key: str, name: str) -> Non
     """Before anything is imported: neither other modules nor what a part's module imports."""
     group, _, last = key.partition(".")
     with pytest.raises(UserError, match=r"name|not a part of ddp_runner") as refused:
-        check_targets(Config(**{group: {last: name}}))
+        validate_targets(Config(**{group: {last: name}}))
     assert "\n" not in str(refused.value)
 
 

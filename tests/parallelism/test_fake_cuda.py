@@ -29,7 +29,7 @@ from ddp_runner.train.export import deliver
 from ddp_runner.train.loop import Position, evaluate
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.step import Trainee, train_step
-from ddp_runner.train.step_timer import MOST_EVENTS, Pace
+from ddp_runner.train.step_timer import MOST_EVENTS, StepTimer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = ("dataset=fake_images", "dataset.num_samples=27", "batch.global_size=8")
@@ -307,7 +307,7 @@ def test_a_forward_ends_on_the_last_device() -> None:
 def test_times_are_read_once_the_gpu_has_passed_them() -> None:
     """However many parts there are between two lines: an event that is not over has no time."""
     with fake_gpus(1):
-        pace = Pace(torch.device("cuda", 0))
+        pace = StepTimer(torch.device("cuda", 0))
         for _ in range(3 * MOST_EVENTS):
             pace.mark(StepPart.FORWARD)
             pace.add(samples=1)

@@ -20,7 +20,7 @@ from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_reviews, write_rows
 
-from ddp_runner.cli.preflight import check_files
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.instantiate import make
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.errors import UserError
@@ -145,7 +145,7 @@ def test_folders_that_are_not_there_are_told_at_once(tmp_path: Path) -> None:
         (tmp_path / "reviews_zh.csv").touch()
         config, _ = resolved(*overrides)
         with pytest.raises(UserError, match=re.escape(sentence)):
-            check_files(replace(config, data_root=str(tmp_path)))
+            validate_files(replace(config, data_root=str(tmp_path)))
 
 
 def pretrained_folder() -> Path:

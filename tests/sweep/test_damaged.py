@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import resolved
 
-from ddp_runner.config.schema import SweepSettings
+from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
@@ -56,7 +56,7 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
 
     ledger = Ledger(tmp_path)
     ledger.queue({name: name for name in jobs}, refused=())
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=execute)
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
     entry = ledger.read()["b"]
@@ -77,7 +77,7 @@ def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
     def execute(job: Job) -> Outcome:
         return Outcome("completed", 0, job.run_dir)
 
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=execute)
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
     assert "is a link to" in str(ledger.read()["b"].sentence)
 

@@ -26,7 +26,7 @@ from sweeps import statuses, table_row, the_sweep
 
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
-from ddp_runner.config.schema import SweepSettings
+from ddp_runner.config.schema import SweepConfig
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import recorded, run_jobs
 from ddp_runner.sweep.ledger import LEDGER, REFUSED, Entry, Ledger, unfinished_sweep
@@ -111,7 +111,7 @@ def test_a_job_that_is_interrupted_is_the_last_one(tmp_path: Path, jobs: dict[st
         return Outcome(status, 0, job.run_dir)
 
     ledger = Ledger(tmp_path)
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=execute)
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
     assert [one.status for one in outcomes] == ["completed", "preempted"]
     assert statuses(tmp_path) == {"a": "done", "b": "interrupted", "c": "queued"}
     assert 0.0 < began[0] <= began[1]
@@ -129,7 +129,7 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
         yield
 
     monkeypatch.setattr("ddp_runner.sweep.jobs.locked", locked_late)
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepSettings(), execute=pytest.fail)
+    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=pytest.fail)
     assert [one.status for one in outcomes] == ["completed"] * 3
 
 
@@ -145,7 +145,7 @@ def test_what_had_failed_before_stops_no_sweep(tmp_path: Path, jobs: dict[str, J
     outcomes = run_jobs(
         jobs,
         ledger=ledger,
-        settings=SweepSettings(fail_fast=True),
+        settings=SweepConfig(fail_fast=True),
         execute=execute,
         known_failures=["a"],
     )

@@ -26,7 +26,7 @@ from ddp_runner.cli.resolvers import register
 from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.sweep.validate import check_sweep
+from ddp_runner.sweep.validate import validate_sweep
 
 # Seed 18 of the sampler tries 0.1 and 0.01, both with seed 1, then 1e30, which diverges, and 0.1
 # with seed 1 once more.
@@ -44,7 +44,7 @@ def test_a_search_without_a_metric_or_without_the_plugin_is_refused() -> None:
     register(None)
     config = to_config(compose_raw())
     with pytest.raises(UserError, match=r"write sweep\.objective=eval/accuracy"):
-        check_sweep(config, Hardware(num_gpus=0, num_cores=4), searches=True)
+        validate_sweep(config, Hardware(num_gpus=0, num_cores=4), searches=True)
     lacking = MissingConfigException("", "hydra/sweeper/optuna", ["basic"])
     assert "pip install 'ddp-runner[optuna]'" in str(user_error(lacking))
 

@@ -33,7 +33,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.sweep.validate import check_sweep
+from ddp_runner.sweep.validate import validate_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
 PACKED = ("-m", *TOY, "sweep.parallel_jobs=2")
@@ -95,7 +95,7 @@ def test_what_cannot_be_packed_is_refused(overrides: str, sentence: str | None) 
     config = to_config(compose_raw(*overrides.split()))
     refusal = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
     with refusal:
-        check_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
+        validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
 
 
 @needs_two_cores

@@ -10,7 +10,7 @@ from trainees import TOY, Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
-from ddp_runner.train.step_timer import Pace, part_figures
+from ddp_runner.train.step_timer import StepTimer, part_figures
 
 NAP_S = 0.1
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}
@@ -66,7 +66,7 @@ def test_one_process_exchanges_nothing() -> None:
 
 def test_parts_are_those_of_the_mean_step() -> None:
     """Time between marks is added up over the steps of a lap; the next starts at nothing."""
-    pace = Pace(torch.device("cpu"))
+    pace = StepTimer(torch.device("cpu"))
     for _ in range(4):
         time.sleep(0.01)
         pace.mark(StepPart.DATA)

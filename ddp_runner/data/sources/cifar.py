@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset
-from ddp_runner.data.downloads import REMEDY, check_labels, fetch_missing, stamps
+from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
 from ddp_runner.errors import UserError
 
 SHAPE = (3, 32, 32)  # of an image: red, green and blue, row by row
@@ -72,7 +72,7 @@ class Cifar:
         for split, paths in zip(("train", "eval"), files, strict=True):
             batches = [read_batch(path, key=key) for path in paths]
             for path, (_, labels) in zip(paths, batches, strict=True):
-                check_labels(labels, num_classes=self.num_classes, path=path)
+                validate_labels(labels, num_classes=self.num_classes, path=path)
             tensors[f"{split}_inputs"] = torch.cat([images for images, _ in batches])
             tensors[f"{split}_targets"] = torch.cat([labels for _, labels in batches])
         return tensors

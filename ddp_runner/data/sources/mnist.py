@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
-from ddp_runner.data.downloads import REMEDY, check_labels, fetch_missing, stamps
+from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
 from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
@@ -84,7 +84,7 @@ class IdxImages:
                     f"{labels_path} has {len(labels)} labels, expected {len(images)}, one for each "
                     f"image in {images_path.name}; replace both files"
                 )
-            check_labels(labels, num_classes=self.num_classes, path=labels_path)
+            validate_labels(labels, num_classes=self.num_classes, path=labels_path)
             images = images.unsqueeze(1).expand(-1, self.channels, -1, -1)
             tensors[f"{split}_inputs"] = images.contiguous()
             tensors[f"{split}_targets"] = labels.long()
