@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,17 @@ TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure")  # the rank itself ha
 
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
+
+
+class Status(StrEnum):
+    """How a run or a job of a sweep stands, in run.json and in sweep.json."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"  # stopped by a signal, its checkpoint written: it can go on
+    FAILED = "failed"
+    SKIPPED = "skipped"  # it breaks a rule of the config, and was to be left out
 
 
 @dataclass(frozen=True)
@@ -60,9 +72,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: `status` is completed, failed or preempted."""
+    """How a job ended: completed, preempted or failed."""
 
-    status: str
+    status: Status
     exit_code: int
     run_dir: Path | None = None
     failure: Failure | None = None
@@ -71,4 +83,4 @@ class Outcome:
     def refused(cls, run_dir: Path, sentence: str) -> "Outcome":
         """Return the outcome of a job that was never started, for what the user can mend."""
         failure = Failure(rank=0, kind="user", sentence=sentence)
-        return cls("failed", EXIT_USER_ERROR, run_dir, failure)
+        return cls(Status.FAILED, EXIT_USER_ERROR, run_dir, failure)

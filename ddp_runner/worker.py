@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ddp_runner.check.task import run_check
 from ddp_runner.collectives.task import run_collectives
 from ddp_runner.dist_env import DistEnv, dist_env
-from ddp_runner.job import EXIT_COMPLETED, Job
+from ddp_runner.job import EXIT_COMPLETED, Job, Status
 from ddp_runner.rank.session import Session, open_session
 from ddp_runner.rank.stop import StopRequest, die_with_launcher
 from ddp_runner.train.task import run_training
@@ -32,13 +32,13 @@ def work(job: Job) -> dict[str, Any]:
 def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
     """Run one rank that torchrun, Slurm or mpirun started, and end the process."""
     result = record(run)(job, env)
-    status = result["status"] if result else "completed"
+    status = result["status"] if result else Status.COMPLETED
     received = (result or {}).get("signal") or signal.SIGTERM
     sys.stdout.flush()
     sys.stderr.flush()
     # Not by way of the interpreter's own end, which now and then aborts under gloo's threads while
     # a peer's connection closes. Forked workers end like this, too.
-    os._exit(EXIT_COMPLETED if status == "completed" else 128 + received)
+    os._exit(EXIT_COMPLETED if status == Status.COMPLETED else 128 + received)
 
 
 def run(job: Job, env: DistEnv) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ddp_runner.data.dataset import Source
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
+from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.times import begin_anew, end_session
@@ -55,12 +56,12 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
         f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "
         f"{trainee.devices[0].type}, run {session.run_dir}"
     )
-    status, findings = "completed", list[Finding]()
+    status, findings = Status.COMPLETED, list[Finding]()
     for finding in findings_of(trainee, config, env):
         findings.append(finding)
         say(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
         if any(gather_objects(stop_requested())):
-            status = "preempted"
+            status = Status.PREEMPTED
             break
     failed = [finding for finding in findings if not finding.ok]
     if env.is_rank_zero:

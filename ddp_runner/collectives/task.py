@@ -17,6 +17,7 @@ from ddp_runner.collectives.timing import Row, measure
 from ddp_runner.config.collectives import OPS, message_sizes
 from ddp_runner.config.schema import CollectivesConfig
 from ddp_runner.errors import UserError
+from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_logger import end_summary
 from ddp_runner.tracking.times import begin_anew, end_session, note_startup
@@ -52,14 +53,14 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
         note_startup(run_dir)
 
     rows: list[Row] = []
-    status = "completed"
+    status = Status.COMPLETED
     session.say(TABLE_HEAD)
     with closing(tracker):
         for variant, num_bytes in _messages(session, refusals):
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
             row = measure(variant, prepared, asked, device=device, stop_requested=stop_requested)
             if row is None:
-                status = "preempted"
+                status = Status.PREEMPTED
                 break
             rows.append(row)
             session.say(_table_line(row))

@@ -18,6 +18,7 @@ from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError
+from ddp_runner.job import Status
 from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record
 
 METRICS_FILE, CONFIG_FILE = "metrics.jsonl", Path(".hydra", "config.yaml")
@@ -108,15 +109,15 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> str | None:
     """Return why a run that has not been completed is not compared; None: it has been."""
     status, error = record.get("status"), record.get("error")
     sentence = error.get("sentence") if isinstance(error, dict) else None
-    if status == "completed":
+    if status == Status.COMPLETED:
         return None
-    if status == "running":
+    if status == Status.RUNNING:
         lines = folder / METRICS_FILE
         written = (lines if lines.exists() else folder / RUN_RECORD).stat().st_mtime
         minutes = max(0, int(time.time() - written) // 60)
         age = "in the last minute" if minutes == 0 else f"{minutes} min ago"
         return f"still running, or killed without a word; it last wrote {age}"
-    if status in ("failed", "preempted"):
+    if status in (Status.FAILED, Status.PREEMPTED):
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
     return f"{RUN_RECORD} is of another format: status is {_brief(status)}"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import dist_env
-from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
+from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch
 from ddp_runner.launch.signals import mark_ended
 from ddp_runner.tracking.claims import freeze
@@ -23,7 +23,7 @@ def execute(job: Job) -> Outcome:
     before = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
     begin_session(
         run_dir,
-        status="running",
+        status=Status.RUNNING,
         started_at=job.started_at,
         error=None,
         work_hash=work_hash(job.config),

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.temp_folder import temp_folder
-from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome
+from ddp_runner.job import (
+    EXIT_COMPLETED,
+    EXIT_FAILED,
+    EXIT_USER_ERROR,
+    Failure,
+    Job,
+    Outcome,
+    Status,
+)
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.signals import Interrupts
 from ddp_runner.scratch import STOP
@@ -54,7 +62,7 @@ def launch(job: Job) -> Outcome:
         received = interrupts.received or signal.SIGTERM
         return Outcome(
             status=result["status"],
-            exit_code=EXIT_COMPLETED if result["status"] == "completed" else 128 + received,
+            exit_code=EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received,
             run_dir=Path(result["run_dir"]),
         )
     finally:
@@ -68,7 +76,7 @@ def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
         try:
             write_run_record(
                 run_dir,
-                status="failed",
+                status=Status.FAILED,
                 finished_at=time.time(),
                 error={"rank": failure.rank, "kind": failure.kind, "sentence": failure.sentence},
             )
@@ -83,7 +91,7 @@ def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
             way_out = f"; besides, {error}"
     exit_code = EXIT_USER_ERROR if failure.kind == "user" else EXIT_FAILED
     failure = replace(failure, sentence=failure.sentence + way_out)
-    return Outcome(status="failed", exit_code=exit_code, run_dir=run_dir, failure=failure)
+    return Outcome(status=Status.FAILED, exit_code=exit_code, run_dir=run_dir, failure=failure)
 
 
 def _quiet_agent() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.host.children import kill_descendants
 from ddp_runner.host.signals import answered
+from ddp_runner.job import Status
 from ddp_runner.scratch import SAVING, SAVING_FACTOR, STOP
 from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record, write_run_record
 
@@ -129,11 +130,14 @@ def mark_ended(run_dir: Path) -> None:
     Raises:
         UserError: run.json cannot be read or written.
     """
-    if not (run_dir / RUN_RECORD).exists() or read_run_record(run_dir).get("status") != "running":
+    if (
+        not (run_dir / RUN_RECORD).exists()
+        or read_run_record(run_dir).get("status") != Status.RUNNING
+    ):
         return
     write_run_record(
         run_dir,
-        status="preempted",
+        status=Status.PREEMPTED,
         finished_at=time.time(),
         error={"rank": None, "kind": "signal", "sentence": "ended without a checkpoint"},
     )

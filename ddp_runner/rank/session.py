@@ -27,7 +27,7 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
-from ddp_runner.job import Failure, Job
+from ddp_runner.job import Failure, Job, Status
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
@@ -152,7 +152,7 @@ def _failure_recorded(run_dir: Path) -> Iterator[None]:
         with suppress(UserError):  # a full disk: what it made fail is the error to tell
             write_run_record(
                 run_dir,
-                status="failed",
+                status=Status.FAILED,
                 finished_at=time.time(),
                 error={"rank": 0, "kind": kind, "sentence": sentence},
             )
@@ -206,7 +206,7 @@ def _record_start(
     begin_session(
         run_dir,
         started_at=job.started_at,
-        status="running",
+        status=Status.RUNNING,
         error=None,
         task=config.task,
         config_hash=config_hash(config),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
 from ddp_runner.sweep.ledger import REFUSED, Entry, Ledger
 from ddp_runner.tracking.run_dir import InUseError, locked
 
@@ -44,14 +44,14 @@ def run_jobs(
             entries = ledger.read()
             if stop_requested() or failed_enough(entries, settings, known_failures):
                 return [outcomes[one] for one in jobs if one in outcomes]
-            if entries[job_id].status in ("done", "failed"):
+            if entries[job_id].status in (Status.COMPLETED, Status.FAILED):
                 outcomes[job_id] = recorded(entries[job_id], jobs[job_id].run_dir)
                 break
             outcome = _take(entries[job_id], jobs[job_id], ledger, execute)
             if outcome is None:
                 continue
             outcomes[job_id] = outcome
-            if outcome.status == "preempted":
+            if outcome.status == Status.PREEMPTED:
                 return [outcomes[one] for one in jobs if one in outcomes]
             break
         else:
@@ -67,7 +67,7 @@ def failed_enough(
     failed = [
         one.job_id
         for one in entries.values()
-        if one.status == "failed" and one.job_id not in known_failures
+        if one.status == Status.FAILED and one.job_id not in known_failures
     ]
     return most is not None and len(failed) >= most
 
@@ -82,18 +82,17 @@ def _take(
             stack.enter_context(locked(job.run_dir))
             if ledger.read()[entry.job_id] != entry:
                 return None
-            ledger.note(entry.job_id, status="running")
+            ledger.note(entry.job_id, status=Status.RUNNING)
             outcome = execute(replace(job, started_at=time.time()))
         except InUseError:
             return None
         except (UserError, OSError) as error:  # a damaged run.json, a full disk: this job's alone
             outcome = Outcome.refused(job.run_dir, sentence(error))
             print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
-        status = {"completed": "done", "preempted": "interrupted"}.get(outcome.status, "failed")
         failure = outcome.failure
         ledger.note(
             entry.job_id,
-            status=status,
+            status=outcome.status,
             kind=failure.kind if failure else None,
             sentence=failure.sentence if failure else None,
         )
@@ -110,8 +109,8 @@ def sentence(error: Exception) -> str:
 
 def recorded(entry: Entry, run_dir: Path | None) -> Outcome:
     """Return how a job ended that an earlier start, or another launcher, has run."""
-    if entry.status == "done":
-        return Outcome("completed", 0, run_dir)
+    if entry.status == Status.COMPLETED:
+        return Outcome(Status.COMPLETED, 0, run_dir)
     failure = Failure(rank=0, kind=entry.kind or "crash", sentence=entry.sentence or "")
     exit_code = EXIT_USER_ERROR if failure.kind in ("user", REFUSED) else EXIT_FAILED
-    return Outcome("failed", exit_code, run_dir, failure)
+    return Outcome(Status.FAILED, exit_code, run_dir, failure)

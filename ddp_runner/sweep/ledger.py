@@ -8,28 +8,30 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import replace_file
+from ddp_runner.job import Status
 
 LEDGER = "sweep.json"
-UNFINISHED = ("queued", "running", "interrupted")
-ENDED = ("done", "failed", "skipped")
+UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PREEMPTED)
+EARLIER_WORDS = {"done": Status.COMPLETED, "interrupted": Status.PREEMPTED}  # of version 0.1.0
 REFUSED = "refused"  # the kind of failure of a job that breaks a rule of the config
 FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One job: `status` is one of UNFINISHED or ENDED."""
+    """One job: see ``Status``."""
 
     job_id: str  # the hash of its resolved config, and its name
     folder: str  # below the sweep's
-    status: str = "queued"
+    status: Status = Status.QUEUED
     kind: str | None = None  # of its failure: refused, user, crash, signal, late, peer
     sentence: str | None = None
 
@@ -59,10 +61,10 @@ class Ledger:
             for job_id, entry in list(entries.items()):
                 if entry.kind == REFUSED:
                     del entries[job_id]  # the rules are asked anew
-                elif entry.status == "failed" and retry_failed:
+                elif entry.status == Status.FAILED and retry_failed:
                     entries[job_id] = Entry(job_id, entry.folder)
             self._write(entries, command)
-            return [job_id for job_id, entry in entries.items() if entry.status == "failed"]
+            return [job_id for job_id, entry in entries.items() if entry.status == Status.FAILED]
 
     def queue(self, jobs: Mapping[str, str], *, refused: Sequence[Entry]) -> dict[str, Entry]:
         """Add the jobs that are not there yet; return all entries of these jobs.
@@ -87,7 +89,7 @@ class Ledger:
             return {job_id: entries[job_id] for job_id in jobs}
 
     def note(
-        self, job_id: str, *, status: str, kind: str | None = None, sentence: str | None = None
+        self, job_id: str, *, status: Status, kind: str | None = None, sentence: str | None = None
     ) -> None:
         """Write down where a job stands; kind and sentence of an earlier failure go."""
         with self._changing() as entries:
@@ -109,7 +111,7 @@ class Ledger:
             json.dumps(fields, ensure_ascii=False).encode()  # as it is to be written again
             if fields["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"format version {fields['format_version']}")
-            entries = [_checked(Entry(**one)) for one in fields["jobs"]]
+            entries = [_entry(one) for one in fields["jobs"]]
             command = fields["command"]
             if not (isinstance(command, list) and all(isinstance(one, str) for one in command)):
                 raise ValueError("a command that is no list of texts")
@@ -140,14 +142,21 @@ class Ledger:
             ) from error
 
 
-def _checked(entry: Entry) -> Entry:
-    """Return an entry whose job can be run: its folder is one name, and leads nowhere else."""
+def _entry(fields: Mapping[str, Any]) -> Entry:
+    """Return an entry whose job can be run: its folder is one name, and leads nowhere else.
+
+    Raises:
+        ValueError, TypeError: a field is missing, unknown or of another kind.
+    """
+    entry = Entry(**fields)
     texts = [entry.job_id, entry.folder, entry.status]
     texts += [one for one in (entry.kind, entry.sentence) if one is not None]
     if not all(isinstance(one, str) for one in texts):
         raise ValueError("a job with a field that is no text")
-    if entry.status not in (*UNFINISHED, *ENDED):
-        raise ValueError(f"a job with the status {entry.status[:40]}")
+    try:
+        entry = replace(entry, status=Status(EARLIER_WORDS.get(entry.status, entry.status)))
+    except ValueError:
+        raise ValueError(f"a job with the status {entry.status[:40]}") from None
     is_name = Path(entry.folder).name == entry.folder and entry.folder not in ("", "..")
     if not is_name or "\0" in entry.folder:
         raise ValueError(f"a job with the folder {entry.folder[:40]}")
@@ -163,7 +172,7 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
             entries, began_with = ledger.read(), ledger.command()
         except UserError:
             continue  # not a sweep that this program can go on with
-        wanted = (*UNFINISHED, "failed") if retry_failed else UNFINISHED
+        wanted = (*UNFINISHED, Status.FAILED) if retry_failed else UNFINISHED
         if began_with == list(command) and any(e.status in wanted for e in entries.values()):
             return path.parent
     return None

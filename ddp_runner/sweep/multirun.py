@@ -19,7 +19,7 @@ from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, detect
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.execute import complain, execute
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.sweep.calibration import calibrations
@@ -71,7 +71,7 @@ class Multirun:
             complain(
                 "every job of the sweep breaks a rule and was skipped; see the sentences above"
             )
-        found = any(outcome.status == "completed" for outcome in self.outcomes)
+        found = any(outcome.status == Status.COMPLETED for outcome in self.outcomes)
         if self._searches and isinstance(error, ValueError) and not found:
             raise UserError(
                 "the search has no best job, since none was completed; see the sentences above"
@@ -117,7 +117,7 @@ class Multirun:
         from ddp_runner.compare.runs import read_runs
 
         folder = self._ledger.folder
-        if not any(entry.status == "done" for entry in self._ledger.read().values()):
+        if not any(entry.status == Status.COMPLETED for entry in self._ledger.read().values()):
             print("\nno report: no run of this sweep was completed")
             return
         comparison = compare(read_runs([folder]))
@@ -160,7 +160,7 @@ class Multirun:
                 jobs.setdefault(job_id, replace(job, number=node.job.num + 1))
             except UserError as error:
                 job_id = f"{REFUSED}: {name}"
-                status = "skipped" if settings.skip_refused else "failed"
+                status = Status.SKIPPED if settings.skip_refused else Status.FAILED
                 refused.append(Entry(job_id, name, status, REFUSED, str(error)))
                 if not settings.skip_refused:
                     complain(f"{name}: {error}")
@@ -179,9 +179,9 @@ class Multirun:
             place = f"job {planned.number} of {total}" if planned.number else "calibration"
             job = replace(planned, run_dir=run_dir, title=f"{place}: {run_dir.name}")
             jobs[job_id] = job
-            if self._searches and planned.number and entries[job_id].status == "done":
+            if self._searches and planned.number and entries[job_id].status == Status.COMPLETED:
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
-            if entries[job_id].status == "queued":
+            if entries[job_id].status == Status.QUEUED:
                 _freeze(job, run_dir)
         return jobs, order
 
@@ -197,7 +197,7 @@ class Multirun:
                 execute=_announced,
                 known_failures=known_failures,
             )
-            if self.outcomes and self.outcomes[-1].status == "preempted":
+            if self.outcomes and self.outcomes[-1].status == Status.PREEMPTED:
                 sys.exit(self.exit_code)
             return
         if self._slots is None:
@@ -207,21 +207,22 @@ class Multirun:
         self.outcomes += [
             recorded(entries[job_id], job.run_dir)
             for job_id, job in jobs.items()
-            if entries[job_id].status in ("done", "failed")
+            if entries[job_id].status in (Status.COMPLETED, Status.FAILED)
         ]
         if received is not None:
-            self.outcomes.append(Outcome("preempted", 128 + received))
+            self.outcomes.append(Outcome(Status.PREEMPTED, 128 + received))
             sys.exit(self.exit_code)
         left = [one for one in jobs if entries[one].status in UNFINISHED]
         if left and not failed_enough(entries, settings, known_failures):
-            self.outcomes.append(Outcome("failed", EXIT_FAILED))  # all slots are gone, and told so
+            # All slots are gone, and have said so.
+            self.outcomes.append(Outcome(Status.FAILED, EXIT_FAILED))
 
     def _objective(self, entry: Entry, folder: Path) -> float | str | None:
         """Return a metric of a completed job."""
         name = self._settings.objective
         if name is None:
             return None
-        if entry.status != "done":
+        if entry.status != Status.COMPLETED:
             return entry.sentence or f"{entry.folder} is {entry.status}"
         metrics = read_run_record(folder / entry.folder).get("metrics", {})
         if name not in metrics:

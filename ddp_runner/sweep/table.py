@@ -6,6 +6,7 @@ from typing import Any
 
 from ddp_runner.compare.run import is_finite
 from ddp_runner.errors import UserError, printable
+from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.sweep.ledger import Ledger
 from ddp_runner.tracking.run_dir import is_locked
@@ -21,8 +22,8 @@ def sweep_table(folder: Path) -> str:
     for entry in entries:
         run_dir = folder / entry.folder
         status = entry.status
-        if status == "running" and not is_locked(run_dir):
-            status = "interrupted"  # its launcher was killed
+        if status == Status.RUNNING and not is_locked(run_dir):
+            status = Status.PREEMPTED  # its launcher was killed
         record = _record(run_dir)
         metrics = _numbers(record.get("metrics"))
         pace = metrics.get("perf/samples_per_s")

@@ -16,7 +16,7 @@ import yaml
 from ddp_runner.config.batch import num_shares, resolve_batch
 from ddp_runner.config.schema import Config, work_hash
 from ddp_runner.errors import UserError
-from ddp_runner.job import Job
+from ddp_runner.job import Job, Status
 from ddp_runner.tracking.launch_marks import (
     find_own_run,
     find_unfinished_run,
@@ -84,7 +84,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     earlier = read_run_record(folder) if (folder / RUN_RECORD).exists() else {}
     _validate_earlier_failure(earlier, marks)
     known = {*marks_in(earlier), *marks}
-    write_run_record(folder, status="running", work_hash=work, launches=sorted(known))
+    write_run_record(folder, status=Status.RUNNING, work_hash=work, launches=sorted(known))
     size = _global_size(folder) if earlier and not goes_on else None
     return Claim(folder, size)
 

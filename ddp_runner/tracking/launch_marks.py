@@ -13,6 +13,7 @@ from typing import Any
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import is_locked
 from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record
 
@@ -54,7 +55,7 @@ def find_unfinished_run(runs: Iterable[Path], *, work: str) -> Path | None:
     """
     for run_dir in runs:
         record = _record(run_dir)
-        is_unfinished = record.get("status") in ("running", "preempted", "failed")
+        is_unfinished = record.get("status") in (Status.RUNNING, Status.PREEMPTED, Status.FAILED)
         if record.get("work_hash") == work and is_unfinished and not is_locked(run_dir):
             return run_dir
     return None

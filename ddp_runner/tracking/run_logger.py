@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
+from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.confusion import confusion_picture
 from ddp_runner.tracking.run_dir import resume_argument
@@ -118,7 +119,7 @@ class RunLogger:
     def __exit__(self, *error: object) -> None:
         """After a failure, write what is left of the curves, and that it was one."""
         if error[0] is not None:
-            self._tracker.close(status="failed")
+            self._tracker.close(status=Status.FAILED)
 
     def finish(self, status: str, *, step: int, epoch: int) -> None:
         """Close the files and write down how the run ended."""
@@ -137,7 +138,7 @@ class RunLogger:
             metrics=metrics,
             **({} if matrix is None else {"confusion_matrix": matrix}),
         )
-        if status == "completed" and (warning := diverged(self._run_dir, metrics)):
+        if status == Status.COMPLETED and (warning := diverged(self._run_dir, metrics)):
             print(f"warning: {warning}")
         wall_s = time.time() - self._started_at  # of this session: what this command took
         print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir), flush=True)
@@ -182,7 +183,7 @@ def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_d
     )
     folder = shlex.quote(str(run_dir))
     lines = [f"{status} in {wall_s:.1f} s  {results}"]
-    if status == "preempted":
+    if status == Status.PREEMPTED:
         lines.append(f"go on: python -m ddp_runner {resume_argument(run_dir)}")
     lines.append(f"tensorboard --logdir {folder}")
     return "\n".join(lines)

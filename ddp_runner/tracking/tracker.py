@@ -20,12 +20,13 @@ from tqdm import tqdm
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
+from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.tensorboard import header, layout, session_end
 
 METRICS_FILE, EVENT_FILES = "metrics.jsonl", "events.out.tfevents.*"
 NO_METRICS = {"step", "epoch", "time_s"}  # the other fields of a line
-ENDED = ("completed", "failed")
+ENDED = (Status.COMPLETED, Status.FAILED)
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
 
 
@@ -112,7 +113,7 @@ class Tracker:
         with self._writing():
             self._lines.close()
             if status in ENDED:
-                self._events.add_summary(session_end(succeeded=status == "completed"))
+                self._events.add_summary(session_end(succeeded=status == Status.COMPLETED))
             self._events.close()
 
     def _begin_events(self, config_text: str) -> None:

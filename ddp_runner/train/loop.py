@@ -17,6 +17,7 @@ from ddp_runner.distributed import (
     broadcast_buffers,
     sum_over_ranks,
 )
+from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.classification import classification_metrics, confusion_counts
@@ -90,7 +91,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, logger: Log
             # After the last step only the evaluation is left: a stop would lose it.
             if not finished and vote.agreed(control.stop_requested()):
                 control.save(position, metrics)
-                return "preempted"
+                return Status.PREEMPTED
             if finished or position.step_in_epoch == steps_per_epoch:
                 break
             if _due(position.step, control.save_every_steps):
@@ -112,7 +113,7 @@ def train(trainee: Trainee, *, position: Position, control: Control, logger: Log
         if finished or _due(position.step, every_steps) or _due(epoch, every_epochs):
             control.save(position, metrics)
     vote.close()
-    return "completed"
+    return Status.COMPLETED
 
 
 @torch.no_grad()

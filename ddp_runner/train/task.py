@@ -18,6 +18,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Source
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.scratch import READY, ended_ranks
 from ddp_runner.tracking.claims import freeze
@@ -128,7 +129,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         if trainee.gradients is not None:
             trainee.gradients.close(status)
             write_run_record(run_dir, lost_ranks=trainee.gradients.lost)
-        if status == "completed":
+        if status == Status.COMPLETED:
             deliver(trainee, position, config, run_dir, logger=logger, say=say)
         logger.finish(status, step=position.step, epoch=position.epoch)
     return status

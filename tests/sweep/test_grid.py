@@ -33,7 +33,7 @@ def test_a_grid_leaves_out_what_the_rules_refuse_and_reports(tmp_path: Path) -> 
     calibration = "calibration,world_size=2,backend=gloo"
     found = statuses(sweep)
     assert {name for name, status in found.items() if status == "skipped"} == skipped
-    assert {name for name, status in found.items() if status == "done"} == {
+    assert {name for name, status in found.items() if status == "completed"} == {
         calibration,
         *(jobs - skipped),
     }

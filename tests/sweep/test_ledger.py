@@ -51,7 +51,7 @@ def test_a_start_asks_the_rules_anew_and_leaves_failures_unless_asked(tmp_path: 
     ledger, command = Ledger(tmp_path), ["seed=1,2"]
     broken = Entry("broken", "broken", "failed", REFUSED, "a rule")
     ledger.queue({"done": "done", "lost": "lost"}, refused=[broken])
-    ledger.note("done", status="done")
+    ledger.note("done", status="completed")
     ledger.note("lost", status="failed", kind="crash", sentence="why")
     assert ledger.begin(command=command, retry_failed=False) == ["lost"]
     assert ledger.read().keys() == {"done", "lost"}
@@ -64,7 +64,7 @@ def test_a_start_asks_the_rules_anew_and_leaves_failures_unless_asked(tmp_path: 
 
 def test_the_newest_unfinished_sweep_of_the_command_goes_on(tmp_path: Path) -> None:
     """Not one that is done, nor another command's; one with failures where they are retried."""
-    statuses = {"older": "queued", "newer": "interrupted", "lost": "failed", "done": "done"}
+    statuses = {"older": "queued", "newer": "preempted", "lost": "failed", "done": "completed"}
     for age, (name, status) in enumerate([*statuses.items(), ("other", "queued")]):
         (tmp_path / name).mkdir()
         ledger = Ledger(tmp_path / name)
@@ -82,13 +82,13 @@ def test_a_ledger_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
     """Else one would write down again what it had read before the other's change."""
     ledger = Ledger(tmp_path)
     ledger.queue({"a": "a"}, refused=())
-    other = threading.Thread(target=ledger.note, args=("a",), kwargs={"status": "done"})
+    other = threading.Thread(target=ledger.note, args=("a",), kwargs={"status": "completed"})
     with ledger._changing():
         other.start()
         other.join(0.5)
         assert ledger.read()["a"].status == "queued"
     other.join()
-    assert ledger.read()["a"].status == "done"
+    assert ledger.read()["a"].status == "completed"
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_job_that_is_interrupted_is_the_last_one(tmp_path: Path, jobs: dict[st
     ledger = Ledger(tmp_path)
     outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
     assert [one.status for one in outcomes] == ["completed", "preempted"]
-    assert statuses(tmp_path) == {"a": "done", "b": "interrupted", "c": "queued"}
+    assert statuses(tmp_path) == {"a": "completed", "b": "preempted", "c": "queued"}
     assert 0.0 < began[0] <= began[1]
 
 
@@ -125,7 +125,7 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
 
     @contextmanager
     def locked_late(folder: Path) -> Iterator[None]:
-        ledger.note(folder.name, status="done")
+        ledger.note(folder.name, status="completed")
         yield
 
     monkeypatch.setattr("ddp_runner.sweep.jobs.locked", locked_late)
@@ -163,7 +163,7 @@ def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
     Ledger(tmp_path).note("a", status="running")
     with locked(tmp_path / "a"):
         assert table_row(sweep_table(tmp_path), "a")[1] == "running"
-    assert table_row(sweep_table(tmp_path), "a")[1] == "interrupted"
+    assert table_row(sweep_table(tmp_path), "a")[1] == "preempted"
 
 
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
@@ -175,12 +175,18 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     sweep = the_sweep(tmp_path)
-    assert list(statuses(sweep).values()) == ["done", "done", "running", "queued", "queued"]
+    assert list(statuses(sweep).values()) == [
+        "completed",
+        "completed",
+        "running",
+        "queued",
+        "queued",
+    ]
     done = {path: (path / "run.json").stat().st_mtime_ns for path in run_dirs(sweep)[:2]}
 
     program = (sys.executable, "-m", "ddp_runner.sweep")
     told = run_command(str(sweep), folder=tmp_path / "elsewhere", program=program)
-    assert table_row(told.stdout, "seed=2")[1] == "interrupted"
+    assert table_row(told.stdout, "seed=2")[1] == "preempted"
 
     end = run_command(*command, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
@@ -203,7 +209,7 @@ def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
     first = run_command(*rows, folder=tmp_path)
     sweep = tmp_path / "sweep"
     assert first.exit_code == 2
-    assert statuses(sweep) == {"optimizer.lr=0.1": "done", "optimizer.lr=1e+30": "failed"}
+    assert statuses(sweep) == {"optimizer.lr=0.1": "completed", "optimizer.lr=1e+30": "failed"}
     began = {path.name: record(path)["started_at"] for path in run_dirs(sweep)}
 
     again = run_command(*rows, folder=tmp_path)
@@ -257,5 +263,5 @@ def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
     ]
     assert sorted(started) == [f"seed={seed}" for seed in range(1, 7)]
     assert all(
-        table_row(end.stdout, f"seed={seed}")[1] == "done" for end in ends for seed in (1, 6)
+        table_row(end.stdout, f"seed={seed}")[1] == "completed" for end in ends for seed in (1, 6)
     )

@@ -88,7 +88,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     first, second, third = (
         f"optimizer.lr={rate},seed={seed}" for rate, seed in ((0.1, 1), (0.01, 1), ("1e+30", 3))
     )
-    assert statuses(sweep) == {first: "interrupted", second: "queued"}
+    assert statuses(sweep) == {first: "preempted", second: "queued"}
 
     packed = (*SEARCH, "sweep.parallel_jobs=2")
     with background(*packed, folder=tmp_path, environ=slow.environ, fresh=True) as process:
@@ -97,7 +97,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
         slow.let_go()
         end = ended(process, tmp_path)
     assert the_sweep(tmp_path) == sweep
-    assert statuses(sweep) == {first: "done", second: "done", third: "failed"}
+    assert statuses(sweep) == {first: "completed", second: "completed", third: "failed"}
     assert end.exit_code == 2
     assert all(table_row(end.stdout, name) for name in (first, second, third))
     assert f"job 4 of 4: {first} was run before: its result is taken" in end.stdout

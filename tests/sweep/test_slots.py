@@ -114,7 +114,7 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     check_places(end, seen)
     check_lines(end)
     found = list(statuses(the_sweep(tmp_path)).values())
-    assert found[:5] == ["done"] * 5
+    assert found[:5] == ["completed"] * 5
     assert found.count("failed") in (2, 3)  # what another slot had begun came to its end
     assert set(found[5:]) == {"failed", "queued"}
 
@@ -190,7 +190,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
         wait_for(lambda: not session_pids(process.pid))
     assert (end.exit_code, end.stderr) == (130, "")
     assert end.stdout.count("again to end at once") == 1
-    assert list(statuses(sweep).values()) == ["interrupted", "interrupted", "queued"]
+    assert list(statuses(sweep).values()) == ["preempted", "preempted", "queued"]
     for run_dir in end.run_dirs:
         assert record(run_dir)["status"] == "preempted"
         assert steps(run_dir)[-1] == record(run_dir)["step"] > 20

@@ -55,7 +55,7 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
         completed = name in ("first", "last")
         assert status.get(folder, "failed") == ("completed" if completed else "failed")
         (row,) = [line for line in end.stdout.splitlines() if line.startswith(f"{folder} ")]
-        assert row.split()[1] == ("done" if completed else "failed")
+        assert row.split()[1] == ("completed" if completed else "failed")
     for name, reason in {
         "refused": "parallelism=single runs 1 process, world_size is 2",
         "too_small": "dataset=random has 1 training samples and world_size is 2",

@@ -206,7 +206,7 @@ def test_a_ledger_holds_entries_or_is_refused(content: bytes) -> None:
             for job_id, entry in ledger.read().items():
                 assert job_id == entry.job_id
                 assert isinstance(job_id, str)
-                assert entry.status in (*UNFINISHED, "done", "failed", "skipped")
+                assert entry.status in (*UNFINISHED, "completed", "failed", "skipped")
                 assert (sweep / entry.folder).parent == sweep
                 assert Path(entry.folder).name == entry.folder
                 assert all(isinstance(one, str | None) for one in (entry.kind, entry.sentence))
@@ -215,7 +215,7 @@ def test_a_ledger_holds_entries_or_is_refused(content: bytes) -> None:
         with refused_in_one_line(path) as again:
             assert all(line.isprintable() for line in sweep_table(sweep).splitlines())
             assert ledger.queue({"new": "new"}, refused=())["new"].status == "queued"
-            ledger.note("new", status="done")
+            ledger.note("new", status="completed")
             ledger.begin(command=COMMAND, retry_failed=True)
         assert bool(again) == bool(refusals)
 

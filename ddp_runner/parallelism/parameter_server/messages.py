@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-STATUS_OF = {-1: "completed", -2: "preempted"}  # what a trainer is sent in place of a batch
+from ddp_runner.job import Status
+
+# What a trainer is sent in place of a batch, once the run has ended.
+STATUS_OF = {-1: Status.COMPLETED, -2: Status.PREEMPTED}
 ALIVE = -3  # what a trainer is sent while there is no batch for it, this often within a timeout:
 ALIVE_PER_TIMEOUT = 4
 
