@@ -41,7 +41,7 @@ def main() -> None:
     slowed: list[float] = []
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         writer = CheckpointWriter(
-            Path(folder, "thread"), CheckpointConfig(keep=1), scratch=None, say=print, pinned=False
+            Path(folder, "thread"), CheckpointConfig(keep=1), scratch=None, log=print, pinned=False
         )
         with writer:
             for turn in range(asked.turns + 1):
@@ -122,7 +122,7 @@ def steps_per_s(step: Callable[[], None]) -> float:
 def save(folder: Path, state: dict[str, Any], *, step: int) -> None:
     """Save as the loop itself would."""
     save_checkpoint(
-        folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", say=print
+        folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", log=print
     )
 
 

@@ -80,7 +80,7 @@ class Outcome:
     failure: Failure | None = None
 
     @classmethod
-    def refused(cls, run_dir: Path, sentence: str) -> "Outcome":
+    def invalid(cls, run_dir: Path, sentence: str) -> "Outcome":
         """Return the outcome of a job that was never started, for what the user can mend."""
         failure = Failure(rank=0, kind="user", sentence=sentence)
         return cls(Status.FAILED, EXIT_USER_ERROR, run_dir, failure)

@@ -44,14 +44,14 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     Raises:
         UserError: a check failed; on every rank, after the report.
     """
-    config, env, say = session.config, session.env, session.say
+    config, env, log = session.config, session.env, session.log
     note_restart(session, step=0)
     if env.is_rank_zero:
         begin_anew(session.run_dir)
     trainee = _build(session)
     for warning in session.job.warnings:
-        say(f"warning: {warning}")
-    say(
+        log(f"warning: {warning}")
+    log(
         f"model={config.model.get('name')} dataset={config.dataset.get('name')} "
         f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "
         f"{trainee.devices[0].type}, run {session.run_dir}"
@@ -59,7 +59,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     status, findings = Status.COMPLETED, list[Finding]()
     for finding in findings_of(trainee, config, env):
         findings.append(finding)
-        say(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
+        log(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
         if any(gather_objects(stop_requested())):
             status = Status.PREEMPTED
             break
@@ -73,7 +73,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
             f"{failed[0].detail}; mend what is named, then check again"
         )
     wall_s = time.time() - session.job.started_at
-    say(f"{status} in {wall_s:.1f} s, {len(findings)} checks ok")
+    log(f"{status} in {wall_s:.1f} s, {len(findings)} checks ok")
     if env.is_rank_zero:
         end_session(session.run_dir, status=status)
     return status
@@ -112,15 +112,15 @@ def findings_of(trainee: Trainee, config: Config, env: DistEnv) -> Iterator[Find
 
 
 def _build(session: Session) -> Trainee:
-    config, env, run_dir, say = session.config, session.env, session.run_dir, session.say
+    config, env, run_dir, log = session.config, session.env, session.run_dir, session.log
     if config.train.compile:
-        say("train.compile=true is left out: its random numbers are not the bare model's")
+        log("train.compile=true is left out: its random numbers are not the bare model's")
         config = replace(config, train=replace(config.train, compile=False))
     source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
-    dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
+    dataset = load_dataset(source, data_root=Path(config.data_root), log=log)
     weights = None
     if env.is_rank_zero:
-        weights = starting_weights(config, run_dir / "checkpoints", say=say)
+        weights = starting_weights(config, run_dir / "checkpoints", log=log)
     trainee = build_trainee(
         config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
     )

@@ -40,7 +40,7 @@ def save_checkpoint(
     keep: int,
     monitor: str | None,
     mode: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Path:
     """Saves the state as this step's checkpoint, then deletes those no longer kept. Rank 0 only.
 
@@ -52,7 +52,7 @@ def save_checkpoint(
         keep: How many of the newest checkpoints stay (at least 1); the best one stays besides.
         monitor: The metric that tells which one is best, or None.
         mode: ``max`` or ``min``: which value of `monitor` is best.
-        say: Takes a sentence for the user where an old checkpoint cannot be deleted.
+        log: Takes a sentence for the user where an old checkpoint cannot be deleted.
 
     Returns:
         The new checkpoint's folder.
@@ -68,7 +68,7 @@ def save_checkpoint(
     temp = folder / (TEMP_PREFIX + final.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder, say=say)
+        _clear_leftovers(folder, log=log)
         temp.mkdir(exist_ok=True)
         _write_files(temp, state, step=step, metrics=metrics)
         replaced = _put_in_place(temp, final)
@@ -79,8 +79,8 @@ def save_checkpoint(
             "make the folder writable, then resume: the checkpoints before it are intact"
         ) from error
     if replaced:
-        _delete(replaced, say=say)
-    retain(folder, step=step, keep=keep, monitor=monitor, mode=mode, say=say)
+        _delete(replaced, log=log)
+    retain(folder, step=step, keep=keep, monitor=monitor, mode=mode, log=log)
     return final
 
 
@@ -91,34 +91,34 @@ def retain(
     keep: int,
     monitor: str | None,
     mode: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Deletes the checkpoints up to `step` that are no longer kept, and what killed saves left.
 
     Rank 0 only, after a save and after a resume; the arguments are those of `save_checkpoint`.
     """
     for path in folder.glob(TEMP_PREFIX + "*"):
-        _delete(path, say=say)
+        _delete(path, log=log)
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
     # Later ones than this are left alone: they are those that this run could not resume from.
     up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
     for path in up_to_now[:-keep]:
         if path not in ranking[:1]:
-            _delete(path, say=say)
+            _delete(path, log=log)
 
 
-def latest_checkpoint(folder: Path, *, say: Callable[[str], None]) -> Path | None:
+def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | None:
     """Returns the newest checkpoint whose state matches its checksum, None where there is none.
 
     Args:
         folder: The run's checkpoints folder; it need not exist.
-        say: Takes a sentence for each damaged checkpoint, and for the one used in its place.
+        log: Takes a sentence for each damaged checkpoint, and for the one used in its place.
 
     Raises:
         UserError: There are checkpoints and all of them are damaged.
     """
     paths = newest_first(folder)
-    found = first_whole(paths, say=say)
+    found = first_whole(paths, log=log)
     if found is None and paths:
         raise UserError(
             f"nothing is left to resume from: every checkpoint in {folder} is damaged "
@@ -132,18 +132,18 @@ def newest_first(folder: Path) -> list[Path]:
     return list(reversed(_checkpoints(folder).values()))
 
 
-def first_whole(paths: Iterable[Path], *, say: Callable[[str], None]) -> Path | None:
+def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
     """Returns the first checkpoint that matches its checksum; says which were passed over."""
     damaged = False
     for path in paths:
         try:
             verify(path)
         except UserError as error:
-            say(f"{error}; it is skipped")
+            log(f"{error}; it is skipped")
             damaged = True
             continue
         if damaged:
-            say(f"{path} is used in its place")
+            log(f"{path} is used in its place")
         return path
     return None
 
@@ -239,22 +239,22 @@ def _put_in_place(temp: Path, final: Path) -> Path | None:
     return replaced
 
 
-def _clear_leftovers(folder: Path, *, say: Callable[[str], None]) -> None:
+def _clear_leftovers(folder: Path, *, log: Callable[[str], None]) -> None:
     """Deletes what killed saves left, and completes or undoes a replacement cut short."""
     for path in folder.glob(TEMP_PREFIX + "*"):
-        _delete(path, say=say)
+        _delete(path, log=log)
     for path in folder.glob("step-*" + REPLACED_SUFFIX):
         original = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
         if original.exists():
-            _delete(path, say=say)
+            _delete(path, log=log)
         else:
             path.rename(original)
 
 
-def _delete(path: Path, *, say: Callable[[str], None]) -> None:
+def _delete(path: Path, *, log: Callable[[str], None]) -> None:
     """Deletes a folder, renamed first: a kill midway must not leave a half-deleted checkpoint."""
     temp = path.with_name(TEMP_PREFIX + path.name.removeprefix(TEMP_PREFIX))
     try:
         shutil.rmtree(path.rename(temp))
     except OSError as error:
-        say(f"{path} could not be deleted ({error.strerror or error}); the run goes on")
+        log(f"{path} could not be deleted ({error.strerror or error}); the run goes on")

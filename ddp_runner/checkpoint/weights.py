@@ -30,14 +30,14 @@ MOST_NAMES = 3  # of a mismatch that are listed
 
 
 def starting_weights(
-    config: Config, checkpoints: Path, *, say: Callable[[str], None]
+    config: Config, checkpoints: Path, *, log: Callable[[str], None]
 ) -> Path | None:
     """Return what a run starts from; None where nothing was asked for, or where it goes on.
 
     Args:
         config: of the run.
         checkpoints: its own; if it has saved any, the run has read its weights before.
-        say: gets a line with what was found.
+        log: gets a line with what was found.
 
     Raises:
         UserError: there is nothing to start from where `model.weights` points.
@@ -45,8 +45,8 @@ def starting_weights(
     asked = config.model.get("weights")
     if asked is None or newest_first(checkpoints):
         return None
-    found = _find(Path(asked), say=say)
-    say(f"starts from the weights in {found}")
+    found = _find(Path(asked), log=log)
+    log(f"starts from the weights in {found}")
     return found
 
 
@@ -115,7 +115,7 @@ def export_weights(
         ) from error
 
 
-def _find(path: Path, *, say: Callable[[str], None]) -> Path:
+def _find(path: Path, *, log: Callable[[str], None]) -> Path:
     """Return the checkpoint folder or file to load; of a run its best checkpoint, or its newest."""
     if path.is_file() or (path / MANIFEST).exists():
         return path
@@ -130,7 +130,7 @@ def _find(path: Path, *, say: Callable[[str], None]) -> Path:
         ) from error
     folder = path / "checkpoints"
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
-    found = first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), say=say)
+    found = first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
     if found is None:
         raise UserError(f"model.weights ({path}) has no whole checkpoint; give another run")
     return found

@@ -25,7 +25,7 @@ class CheckpointWriter:
         folder: the run's checkpoints folder.
         config: which ones are kept.
         scratch: of the worker group; a file there tells the launcher to let a save end.
-        say: takes a sentence for the user; from the thread, too.
+        log: takes a sentence for the user; from the thread, too.
         pinned: whether the state lies on CUDA devices, and is copied to page-locked memory.
     """
 
@@ -35,10 +35,10 @@ class CheckpointWriter:
         config: CheckpointConfig,
         *,
         scratch: Path | None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         pinned: bool,
     ) -> None:
-        self._folder, self._scratch, self._say = folder, scratch, say
+        self._folder, self._scratch, self._log = folder, scratch, log
         self._kept: Any = {
             "keep": config.keep,
             "monitor": config.monitor,
@@ -50,7 +50,7 @@ class CheckpointWriter:
 
     def retain(self, *, step: int) -> None:
         """Delete what a kill kept the save of this step, or one before, from deleting."""
-        retain(self._folder, step=step, say=self._say, **self._kept)
+        retain(self._folder, step=step, log=self._log, **self._kept)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> None:
         """Copy a state, once the save before has ended, and have the copy written.
@@ -93,7 +93,7 @@ class CheckpointWriter:
         except (UserError, TypeError) as failed:
             if error is None:
                 raise
-            self._say(f"besides, {failed}")  # what made the run end comes first
+            self._log(f"besides, {failed}")  # what made the run end comes first
         finally:
             self._thread.shutdown()
 
@@ -104,6 +104,6 @@ class CheckpointWriter:
                 state,
                 step=step,
                 metrics=metrics,
-                say=self._say,
+                log=self._log,
                 **self._kept,
             )

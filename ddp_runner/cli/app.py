@@ -36,7 +36,7 @@ from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.host.signals import answered
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.launch.execute import complain, execute, told
+from ddp_runner.launch.execute import execute, print_error, print_failure
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.launcher import launch
 from ddp_runner.sweep.ledger import LEDGER
@@ -62,7 +62,7 @@ def main() -> None:
         explained = user_error(error)
         if explained is None or wants_traceback:
             raise
-        complain(str(explained))
+        print_error(str(explained))
         sys.exit(EXIT_USER_ERROR)
 
 
@@ -141,7 +141,7 @@ class Command:
     def _run_elsewhere(self, job: Job) -> None:
         """Run a job whose folder rank 0 claims, since this process may not be on its machine."""
         if self._env is None:
-            self._exit_code = told(launch(job)).exit_code
+            self._exit_code = print_failure(launch(job)).exit_code
             return
         from ddp_runner.worker import run_under_launcher
 

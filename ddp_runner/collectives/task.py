@@ -40,7 +40,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
     env, device, run_dir = session.env, session.devices[0], session.run_dir
     asked, backend = session.config.collectives, session.config.backend.name
     note_restart(session, step=0)
-    session.say(_start_block(session))
+    session.log(_start_block(session))
     refusals = {
         variant: refusal(variant, device=device, backend=backend) for variant in variants(asked)
     }
@@ -54,7 +54,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
 
     rows: list[Row] = []
     status = Status.COMPLETED
-    session.say(TABLE_HEAD)
+    session.log(TABLE_HEAD)
     with closing(tracker):
         for variant, num_bytes in _messages(session, refusals):
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
@@ -63,7 +63,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
                 status = Status.PREEMPTED
                 break
             rows.append(row)
-            session.say(_table_line(row))
+            session.log(_table_line(row))
             tracker.log(_metrics(variant, row), step=row.bytes, epoch=0)
     if env.is_rank_zero:
         _record_end(session, status, rows, refusals, metrics=tracker.last_metrics)
@@ -89,7 +89,7 @@ def _messages(
     for variant, reason in refusals.items():
         if reason is not None:
             backend = session.config.backend.name
-            session.say(f"{_title(variant)} not in {backend}: {reason}")
+            session.log(f"{_title(variant)} not in {backend}: {reason}")
             continue
         for num_bytes in message_sizes(session.config) if variant.dtype else (0,):
             yield variant, num_bytes

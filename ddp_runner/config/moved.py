@@ -22,11 +22,16 @@ MOVED_MODULES = {
 }
 
 
+RENAMED_KEYS = {"skip_refused": "skip_invalid"}
+
+
 def with_moved_names(tree: Any) -> Any:
-    """Return a frozen config with each ``_target_`` and ``loss`` by its present name."""
+    """Return a frozen config with its keys, ``_target_``s and losses by their present names."""
     if isinstance(tree, dict):
         return {
-            key: present_name(value) if key in ("_target_", "loss") else with_moved_names(value)
+            RENAMED_KEYS.get(key, key): present_name(value)
+            if key in ("_target_", "loss")
+            else with_moved_names(value)
             for key, value in tree.items()
         }
     if isinstance(tree, list):

@@ -100,7 +100,7 @@ class SweepConfig:
     retry: str | None = None  # failed: run those again that failed when the sweep was last started
     fail_fast: bool = False  # stop at the first failure
     max_failures: int | None = None  # stop at so many failures; null: run every job
-    skip_refused: bool = False  # leave out jobs that break a rule, in place of failing them
+    skip_invalid: bool = False  # leave out jobs that break a rule, in place of failing them
     parallel_jobs: int = 1  # jobs side by side, each on cores and GPUs of its own
     calibrate: bool = False  # first measure all_reduce for each world size and backend of the jobs
     report: bool = False  # at the end compare the runs, also in the sweep's folder report

@@ -32,7 +32,7 @@ CHECKSUM = "checksum"  # of the manifest's other fields
 TRUST_S = 3600.0  # how long a note counts: a disk may damage a file without touching its times
 
 
-def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None]) -> Dataset:
+def load_dataset(source: Source, *, data_root: Path, log: Callable[[str], None]) -> Dataset:
     """The dataset on CPU, memory-mapped: all ranks of a machine share one copy of its pages.
 
     Every rank calls it, none waits in a collective: the first to take a file lock prepares.
@@ -40,7 +40,7 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
     Args:
         source: what to load.
         data_root: folder of the files that the source reads.
-        say: gets one line when the cache is prepared or a damaged one is rebuilt.
+        log: gets one line when the cache is prepared or a damaged one is rebuilt.
 
     Raises:
         UserError: the source's files or fields are not usable, it gives what cannot be trained
@@ -54,7 +54,7 @@ def load_dataset(source: Source, *, data_root: Path, say: Callable[[str], None])
         folder, fingerprint = _identity(source, data_root)
         noted = _noted(folder)
         if noted is None or _fault(folder, fingerprint, sha256=noted) is not None:
-            folder = _prepare(source, data_root, say)
+            folder = _prepare(source, data_root, log)
         tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
         digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
     dataset = source.dataset(tensors)
@@ -157,7 +157,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Path:
+def _prepare(source: Source, data_root: Path, log: Callable[[str], None]) -> Path:
     """Verify or build the cache under the lock, unless somebody just did; returns its folder."""
     root = _cache_root()
     lock = FileLock(root / f"{safe_name(source.name)}.lock")
@@ -180,9 +180,9 @@ def _prepare(source: Source, data_root: Path, say: Callable[[str], None]) -> Pat
                     _note(folder, json.loads((folder / MANIFEST).read_bytes())["sha256"])
             return folder
         if folder.exists():
-            say(f"dataset {source.name}: rebuilding the cache in {folder} ({fault})")
+            log(f"dataset {source.name}: rebuilding the cache in {folder} ({fault})")
         else:
-            say(f"dataset {source.name}: preparing it, once, in {root}")
+            log(f"dataset {source.name}: preparing it, once, in {root}")
         tensors = _built(source, data_root)
         folder, fingerprint = _identity(source, data_root)  # build may have downloaded files
         with _cache_writable(root):

@@ -30,7 +30,7 @@ def execute(job: Job) -> Outcome:
         **_place(job.slot),
     )
     try:
-        outcome = told(launch(job))
+        outcome = print_failure(launch(job))
     except SystemExit:  # a signal before the launcher had begun to answer them
         mark_ended(run_dir)
         raise
@@ -39,16 +39,16 @@ def execute(job: Job) -> Outcome:
     return outcome
 
 
-def told(outcome: Outcome) -> Outcome:
+def print_failure(outcome: Outcome) -> Outcome:
     """Print how a job failed, if it did; return its outcome."""
     if outcome.failure is not None:
-        complain(outcome.failure.sentence)
+        print_error(outcome.failure.sentence)
         if outcome.failure.kind != "user":
             print(outcome.failure.traceback, file=sys.stderr, flush=True)
     return outcome
 
 
-def complain(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """Print one line to stderr; of the ranks of a machine, which stumble alike, one speaks."""
     env = dist_env()
     if env is None or env.local_rank == 0:

@@ -61,7 +61,7 @@ class Serving(Protocol):
         outstanding: Sequence[int],
         timeout_s: float,
         ended: Callable[[], Collection[int]],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> Gradients:
         """Return the loop's side.
 
@@ -72,7 +72,7 @@ class Serving(Protocol):
             outstanding: batches to compute before any new one.
             timeout_s: after so long without a message a rank counts as lost.
             ended: tells which ranks' processes are known to have ended.
-            say: takes a line for the user.
+            log: takes a line for the user.
         """
 
     def follow(

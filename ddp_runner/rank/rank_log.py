@@ -53,7 +53,7 @@ class RankLog:
             sys.stdout = sys.stderr = _Lines(self._logger)
         return self
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Log the text; rank 0 also prints it."""
         for line in text.splitlines():
             self._logger.info(line)

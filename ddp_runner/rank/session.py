@@ -51,7 +51,7 @@ class Session:
     mode: Mode
     devices: tuple[torch.device, ...]  # of this rank, as its mode wants them
     run_dir: Path
-    say: Callable[[str], None]  # into this rank's log; rank 0 also prints it
+    log: Callable[[str], None]  # into this rank's log; rank 0 also prints it
 
     @property
     def config(self) -> Config:
@@ -89,7 +89,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         if env.is_rank_zero:
             stack.enter_context(_failure_recorded(run.folder))
         job = replace(job, config=with_global_size(config, run.global_size, env.world_size))
-        log = stack.enter_context(RankLog(run.folder, env, hide=job.secrets.hide))
+        rank_log = stack.enter_context(RankLog(run.folder, env, hide=job.secrets.hide))
         if env.is_rank_zero:
             if not is_frozen(run.folder):
                 freeze(job, run.folder)
@@ -100,7 +100,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
                 num_devices=mode.num_devices(env, kind=config.backend.device),
             )
         with job.secrets.hidden_in_errors():
-            yield Session(job, env, mode, devices, run.folder, log.say)
+            yield Session(job, env, mode, devices, run.folder, rank_log.write)
 
 
 def _comparable(job: Job) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def note_restart(session: Session, *, step: int) -> None:
         return
     causes = [cause(scratch, attempt=attempt) for attempt in range(env.restart_count)]
     allowed = session.config.launch.max_restarts
-    session.say(f"restart {env.restart_count} of {allowed}: {_sentence(causes[-1])}")
+    session.log(f"restart {env.restart_count} of {allowed}: {_sentence(causes[-1])}")
     path = scratch / f"attempts-{env.rank}.json"
     steps = [*(json.loads(path.read_text()) if path.exists() else []), step]
     path.write_text(json.dumps(steps))

@@ -10,7 +10,7 @@ from pathlib import Path
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
-from ddp_runner.sweep.ledger import REFUSED, Entry, Ledger
+from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
 from ddp_runner.tracking.run_dir import InUseError, locked
 
 POLL_S = 0.5  # between two looks at jobs that another launcher runs
@@ -87,7 +87,7 @@ def _take(
         except InUseError:
             return None
         except (UserError, OSError) as error:  # a damaged run.json, a full disk: this job's alone
-            outcome = Outcome.refused(job.run_dir, sentence(error))
+            outcome = Outcome.invalid(job.run_dir, sentence(error))
             print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
         failure = outcome.failure
         ledger.note(
@@ -112,5 +112,5 @@ def recorded(entry: Entry, run_dir: Path | None) -> Outcome:
     if entry.status == Status.COMPLETED:
         return Outcome(Status.COMPLETED, 0, run_dir)
     failure = Failure(rank=0, kind=entry.kind or "crash", sentence=entry.sentence or "")
-    exit_code = EXIT_USER_ERROR if failure.kind in ("user", REFUSED) else EXIT_FAILED
+    exit_code = EXIT_USER_ERROR if failure.kind in ("user", INVALID) else EXIT_FAILED
     return Outcome(Status.FAILED, exit_code, run_dir, failure)

@@ -21,7 +21,7 @@ from ddp_runner.job import Status
 LEDGER = "sweep.json"
 UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PREEMPTED)
 EARLIER_WORDS = {"done": Status.COMPLETED, "interrupted": Status.PREEMPTED}  # of version 0.1.0
-REFUSED = "refused"  # the kind of failure of a job that breaks a rule of the config
+INVALID = "invalid"  # the kind of failure of a job that breaks a rule of the config
 FORMAT_VERSION = 1
 
 
@@ -59,7 +59,7 @@ class Ledger:
         """
         with self._changing() as entries:
             for job_id, entry in list(entries.items()):
-                if entry.kind == REFUSED:
+                if entry.kind in (INVALID, "refused"):  # as version 0.1.0 called it
                     del entries[job_id]  # the rules are asked anew
                 elif entry.status == Status.FAILED and retry_failed:
                     entries[job_id] = Entry(job_id, entry.folder)

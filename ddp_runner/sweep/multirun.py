@@ -20,11 +20,11 @@ from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
-from ddp_runner.launch.execute import complain, execute
+from ddp_runner.launch.execute import execute, print_error
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import failed_enough, recorded, run_jobs
-from ddp_runner.sweep.ledger import REFUSED, UNFINISHED, Entry, Ledger, sweep_command
+from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger, sweep_command
 from ddp_runner.sweep.slots import Batch, Slots
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.sweep.validate import validate_sweep
@@ -68,7 +68,7 @@ class Multirun:
             return
         print(sweep_table(self._ledger.folder), flush=True)
         if error is None and not self.outcomes:
-            complain(
+            print_error(
                 "every job of the sweep breaks a rule and was skipped; see the sentences above"
             )
         found = any(outcome.status == Status.COMPLETED for outcome in self.outcomes)
@@ -159,12 +159,12 @@ class Multirun:
                 job_id = f"{config_hash(job.config)} {name}"
                 jobs.setdefault(job_id, replace(job, number=node.job.num + 1))
             except UserError as error:
-                job_id = f"{REFUSED}: {name}"
-                status = Status.SKIPPED if settings.skip_refused else Status.FAILED
-                refused.append(Entry(job_id, name, status, REFUSED, str(error)))
-                if not settings.skip_refused:
-                    complain(f"{name}: {error}")
-                    self.outcomes.append(Outcome.refused(folder / name, str(error)))
+                job_id = f"{INVALID}: {name}"
+                status = Status.SKIPPED if settings.skip_invalid else Status.FAILED
+                refused.append(Entry(job_id, name, status, INVALID, str(error)))
+                if not settings.skip_invalid:
+                    print_error(f"{name}: {error}")
+                    self.outcomes.append(Outcome.invalid(folder / name, str(error)))
             order.append(job_id)
         if settings.calibrate:
             jobs = calibrations(jobs.values()) | jobs

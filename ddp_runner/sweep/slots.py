@@ -23,7 +23,7 @@ from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.host.signals import signals_ignored
 from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
 from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
-from ddp_runner.launch.execute import complain, execute
+from ddp_runner.launch.execute import execute, print_error
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.signals import Interrupts
 from ddp_runner.rank.stop import die_with_launcher
@@ -129,7 +129,7 @@ class Slots:
     def _bury(self, link: Connection) -> None:
         process = self._slots.pop(link)
         process.join()
-        complain(
+        print_error(
             f"a slot of the sweep ended with exit code {process.exitcode}; the others go on with "
             "its jobs, or the same command does when it is given again"
         )
@@ -162,7 +162,7 @@ def serve(slot: Slot, link: Connection, stdout: Connection, stderr: Connection) 
                 stop_requested=(slot.folder / STOP).exists,
             )
         except UserError as error:
-            complain(str(error))
+            print_error(str(error))
             sys.exit(EXIT_USER_ERROR)
         _mark("")
         link.send(None)

@@ -43,7 +43,7 @@ def deliver(
     run_dir: Path,
     *,
     logger: Logger,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Export the best model, without a monitor the last; with load_best evaluate it once more.
 
@@ -58,7 +58,7 @@ def deliver(
     best = None
     if is_rank_zero:
         last = _Model(trainee.module.state_dict(), position.step, _metrics_of(folder, position))
-        best = _best(folder, last, config, say=say) if settings.monitor else last
+        best = _best(folder, last, config, log=log) if settings.monitor else last
     if settings.load_best:
         if best is not None:
             trainee.module.load_state_dict(dict(best.state))
@@ -74,7 +74,7 @@ def deliver(
         if settings.monitor is not None:
             score = best.metrics.get(settings.monitor)
             told = "not finite" if score is None else f"{score:.4f}"
-            say(f"best by {settings.monitor}: {told} at step {best.step}, in {EXPORT}")
+            log(f"best by {settings.monitor}: {told} at step {best.step}, in {EXPORT}")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _metrics_of(folder: Path, position: Position) -> Mapping[str, float | None]:
         return {}
 
 
-def _best(folder: Path, last: _Model, config: Config, *, say: Callable[[str], None]) -> _Model:
+def _best(folder: Path, last: _Model, config: Config, *, log: Callable[[str], None]) -> _Model:
     """Return the best model that can be loaded; what is damaged is said. Rank 0 only.
 
     The training is complete: no damage to a file may turn it into a failure, so the last model,
@@ -109,10 +109,10 @@ def _best(folder: Path, last: _Model, config: Config, *, say: Callable[[str], No
                 return last
             state = _fitting(load_checkpoint(path, map_location="cpu"), last.state, path)
         except UserError as error:
-            say(f"{error}: it is not the best model then, the next best one is taken")
+            log(f"{error}: it is not the best model then, the next best one is taken")
         else:
             return _Model(state, manifest.step, manifest.metrics)
-    say(f"no whole checkpoint has a finite {settings.monitor}: the last model is the best")
+    log(f"no whole checkpoint has a finite {settings.monitor}: the last model is the best")
     return last
 
 

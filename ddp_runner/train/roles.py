@@ -20,7 +20,7 @@ def take_part(
     num_steps: int,
     timeout_s: float,
     ended: Callable[[], Collection[int]],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Trainee | str:
     """Return what runs the loop on this rank; where it serves the loop, do so to its end.
 
@@ -34,7 +34,7 @@ def take_part(
         num_steps: how many steps the loop will take.
         timeout_s: after so long without an answer a rank counts as lost.
         ended: tells which ranks' processes are known to have ended.
-        say: into this rank's log.
+        log: into this rank's log.
 
     Returns:
         The trainee; or, for a rank that has served the loop, the run's status.
@@ -56,7 +56,7 @@ def take_part(
             outstanding=position.outstanding,
             timeout_s=timeout_s,
             ended=ended,
-            say=say,
+            log=log,
         )
         return replace(trainee, gradients=gradients)
     order = lru_cache(maxsize=2)(trainee.batches.order)

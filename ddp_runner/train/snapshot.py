@@ -54,7 +54,7 @@ def restore(
     config: Config,
     folder: Path,
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int | None:
     """Load the newest whole checkpoint of `folder` into the trainee and position, if there is one.
 
@@ -67,10 +67,10 @@ def restore(
         UserError: on every rank alike: the checkpoint belongs to another model, optimizer or
             dataset, or every checkpoint is damaged.
     """
-    path = from_rank_zero(lambda: latest_checkpoint(folder, say=say))
+    path = from_rank_zero(lambda: latest_checkpoint(folder, log=log))
     if path is None:
         if config.resume is not None:
-            say(f"{folder} holds no checkpoint: the run begins at step 0")
+            log(f"{folder} holds no checkpoint: the run begins at step 0")
         return None
     # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
     # counts on the CPU, where a step reads them without waiting for a GPU.
@@ -114,7 +114,7 @@ def restore(
         if len(state["rng"]) == trainee.env.world_size:
             _set_rng_state(state["rng"][trainee.env.rank], trainee.devices[0])
         elif trainee.env.is_rank_zero:
-            say("the world size differs from the checkpoint's: dropout draws new random numbers")
+            log("the world size differs from the checkpoint's: dropout draws new random numbers")
     # Of any kind: what a foreign state makes of torch's loaders.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -123,7 +123,7 @@ def restore(
     position.step_in_epoch, position.outstanding = saved.step_in_epoch, saved.outstanding
     told = read_manifest(path).metrics
     position.metrics.update({name: one for name, one in told.items() if one is not None})
-    say(f"resumed from {path}, step {position.step}")
+    log(f"resumed from {path}, step {position.step}")
     return position.step
 
 

@@ -39,21 +39,21 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
 
     Collective: every rank must call.
     """
-    config, env, run_dir, say = session.config, session.env, session.run_dir, session.say
+    config, env, run_dir, log = session.config, session.env, session.run_dir, session.log
     written = session.job.secrets.written(config)
     source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
-    dataset = load_dataset(source, data_root=Path(config.data_root), say=say)
+    dataset = load_dataset(source, data_root=Path(config.data_root), log=log)
     validate_monitor(config, dataset)
     weights = None
     if env.is_rank_zero:
-        weights = starting_weights(config, run_dir / "checkpoints", say=say)
+        weights = starting_weights(config, run_dir / "checkpoints", log=log)
     trainee = build_trainee(
         config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
     )
     trial = try_first_batch(trainee, config)
     refuse_mean(trial, config)
     position = Position()
-    resume_step = restore(trainee, position, written, run_dir / "checkpoints", say=say)
+    resume_step = restore(trainee, position, written, run_dir / "checkpoints", log=log)
     note_restart(session, step=position.step)
     if env.is_rank_zero:
         freeze(session.job, run_dir)  # only now: a resume that is refused leaves it as it was
@@ -61,7 +61,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
 
     if not env.is_rank_zero:  # whose start block says it
-        say(f"rank {env.rank} is process {os.getpid()}")
+        log(f"rank {env.rank} is process {os.getpid()}")
     part = take_part(
         trainee,
         env,
@@ -70,7 +70,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         num_steps=max(0, max_steps - position.step),
         timeout_s=config.backend.timeout_s,
         ended=partial(ended_ranks, session.job.scratch),
-        say=say,
+        log=log,
     )
     if isinstance(part, str):
         return part
@@ -89,7 +89,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             config, trainee, env, run_dir, max_steps=max_steps, code=session.job.code
         )
         keep_files(run_dir, dataset.files)
-        say("\n".join([*warnings, *dataset.notes, block]))
+        log("\n".join([*warnings, *dataset.notes, block]))
         logger = RunLogger(
             run_dir,
             started_at=session.job.started_at,
@@ -105,7 +105,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             run_dir / "checkpoints",
             config.checkpoint,
             scratch=session.job.scratch,
-            say=say,
+            log=log,
             pinned=session.devices[0].type == "cuda",
         )
         if resume_step is not None:
@@ -130,7 +130,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             trainee.gradients.close(status)
             write_run_record(run_dir, lost_ranks=trainee.gradients.lost)
         if status == Status.COMPLETED:
-            deliver(trainee, position, config, run_dir, logger=logger, say=say)
+            deliver(trainee, position, config, run_dir, logger=logger, log=log)
         logger.finish(status, step=position.step, epoch=position.epoch)
     return status
 

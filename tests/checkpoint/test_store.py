@@ -54,10 +54,10 @@ def save(
     keep: int = 9,
     monitor: str | None = None,
     mode: str = "max",
-    say: Callable[[str], None] = pytest.fail,
+    log: Callable[[str], None] = pytest.fail,
     **more_state: Any,
 ) -> Path:
-    """Saves a small state; a sentence said fails the test unless `say` takes it."""
+    """Saves a small state; a sentence said fails the test unless `log` takes it."""
     return save_checkpoint(
         folder,
         state_of(step, run=run) | more_state,
@@ -66,13 +66,13 @@ def save(
         keep=keep,
         monitor=monitor,
         mode=mode,
-        say=say,
+        log=log,
     )
 
 
 def load_latest(folder: Path) -> dict[str, Any]:
     """Loads the newest checkpoint, where nothing is to be complained of."""
-    path = latest_checkpoint(folder, say=pytest.fail)
+    path = latest_checkpoint(folder, log=pytest.fail)
     assert path is not None
     return load_checkpoint(path, map_location="cpu")
 
@@ -116,9 +116,9 @@ def test_a_loaded_state_equals_the_saved_one(tmp_path: Path) -> None:
 
 def test_a_folder_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
     """Neither a missing folder nor foreign files are an error."""
-    assert latest_checkpoint(tmp_path / "none", say=pytest.fail) is None
+    assert latest_checkpoint(tmp_path / "none", log=pytest.fail) is None
     (tmp_path / "step-notes.txt").touch()
-    assert latest_checkpoint(tmp_path, say=pytest.fail) is None
+    assert latest_checkpoint(tmp_path, log=pytest.fail) is None
 
 
 def run_until_killed(set_trap: Callable[[], None], work: Callable[[], object]) -> bool:
@@ -351,7 +351,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     previous, newest = save(tmp_path, 500), save(tmp_path, 600)
     fault = f"{newest}.*{damage(newest)}"
     said: list[str] = []
-    assert latest_checkpoint(tmp_path, say=said.append) == previous
+    assert latest_checkpoint(tmp_path, log=said.append) == previous
     assert len(said) == 2
     with pytest.raises(UserError, match=fault):
         load_checkpoint(newest, map_location="cpu")
@@ -385,7 +385,7 @@ def test_a_manifest_with_odd_fields_is_damaged(tmp_path: Path, changed: dict[str
     with pytest.raises(UserError, match="is damaged: expected a manifest") as caught:
         read_manifest(newest)
     assert "\n" not in str(caught.value)
-    assert latest_checkpoint(tmp_path, say=lambda _: None) == previous
+    assert latest_checkpoint(tmp_path, log=lambda _: None) == previous
     assert best_checkpoints(tmp_path, monitor="eval/f1", mode="max") == []
 
 
@@ -420,7 +420,7 @@ def test_where_all_checkpoints_are_damaged_nothing_is_resumed(tmp_path: Path) ->
         truncate(save(tmp_path, step))
     said: list[str] = []
     with pytest.raises(UserError, match="nothing is left to resume from") as caught:
-        latest_checkpoint(tmp_path, say=said.append)
+        latest_checkpoint(tmp_path, log=said.append)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(said) == 2
@@ -434,7 +434,7 @@ def test_the_best_that_is_whole_is_found(tmp_path: Path) -> None:
     ranking = best_checkpoints(tmp_path, monitor="eval/f1", mode="max")
     assert [path.name[-3:] for path in ranking] == ["200", "300", "100"]
     said: list[str] = []
-    assert first_whole(ranking, say=said.append) == tmp_path / "step-00000300"
+    assert first_whole(ranking, log=said.append) == tmp_path / "step-00000300"
     assert len(said) == 2
 
 
@@ -484,9 +484,9 @@ def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> 
             keep=1,
             monitor=None,
             mode="max",
-            say=pytest.fail,
+            log=pytest.fail,
         )
-    assert latest_checkpoint(tmp_path, say=pytest.fail) is None
+    assert latest_checkpoint(tmp_path, log=pytest.fail) is None
 
 
 class Part(torch.Tensor):
@@ -527,7 +527,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
     said: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", fail)
-        save(tmp_path, 200, keep=1, say=said.append)
+        save(tmp_path, 200, keep=1, log=said.append)
     assert len(said) == 1
     assert str(tmp_path / "step-00000100") in said[0]
     assert os.strerror(errno.EBUSY) in said[0]

@@ -49,7 +49,7 @@ def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def as_checkpoint(path: Path, state: dict[str, Tensor]) -> Path:
     """Save a state_dict as a checkpoint of ours."""
     return save_checkpoint(
-        path, {"model": state}, step=3, metrics={}, keep=1, monitor=None, mode="max", say=print
+        path, {"model": state}, step=3, metrics={}, keep=1, monitor=None, mode="max", log=print
     )
 
 
@@ -177,32 +177,32 @@ def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) 
     said: list[str] = []
     config = compose_config(*TOY, f"model.weights={saved(tmp_path / 'a.pt', {})}")
     own = tmp_path / "checkpoints"
-    assert starting_weights(config, own, say=said.append) == tmp_path / "a.pt"
+    assert starting_weights(config, own, log=said.append) == tmp_path / "a.pt"
     assert said == [f"starts from the weights in {tmp_path / 'a.pt'}"]
     as_checkpoint(own, dict(toy().state_dict()))
-    assert starting_weights(config, own, say=pytest.fail) is None
+    assert starting_weights(config, own, log=pytest.fail) is None
     empty = tmp_path / "run"
     (empty / "checkpoints").mkdir(parents=True)
     config = compose_config(*TOY, f"model.weights={empty}")
     with pytest.raises(UserError, match="does not tell which checkpoint is the best"):
-        starting_weights(config, tmp_path / "none", say=pytest.fail)
+        starting_weights(config, tmp_path / "none", log=pytest.fail)
     (empty / ".hydra").mkdir()
     settings = {"checkpoint": {"monitor": "eval/f1", "mode": "max"}}
     (empty / ".hydra" / "config.yaml").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="has no whole checkpoint"):
-        starting_weights(config, tmp_path / "none", say=pytest.fail)
+        starting_weights(config, tmp_path / "none", log=pytest.fail)
     damaged = as_checkpoint(empty / "checkpoints", {})
     (damaged / "state.pt").write_bytes(b"")
-    assert starting_weights(config, empty / "checkpoints", say=pytest.fail) is None
+    assert starting_weights(config, empty / "checkpoints", log=pytest.fail) is None
     said.clear()
     with pytest.raises(UserError, match="has no whole checkpoint; give another run"):
-        starting_weights(config, tmp_path / "none", say=said.append)
+        starting_weights(config, tmp_path / "none", log=said.append)
     assert len(said) == 1
 
 
 def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:
     """Build on ranks of which only the first reads the weights."""
-    dataset = load_dataset(make("dataset", config.dataset), data_root=Path("data"), say=print)
+    dataset = load_dataset(make("dataset", config.dataset), data_root=Path("data"), log=print)
     mode, weights = make("parallelism", config.parallelism), path if env.is_rank_zero else None
     trainee = build_trainee(
         config, env, mode=mode, devices=(CPU,), dataset=dataset, weights=weights
@@ -226,7 +226,7 @@ def test_weights_that_rank_zero_reads_reach_all_ranks(mode: str, tmp_path: Path)
             assert torch.equal(second[name], tensor)
 
 
-REFUSED = {
+INVALID = {
     "model.weights=nowhere": "model.weights (nowhere) does not exist; give a run folder, its "
     "checkpoints/step-XXXXXXXX, or a file that ends in .safetensors, .pt, .pth",
     "experiment=start_from_weights": "model.weights (PATH) does not exist; give a run folder, its "
@@ -242,10 +242,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("overrides", REFUSED)
+@pytest.mark.parametrize("overrides", INVALID)
 def test_each_broken_rule_is_one_line(overrides: str) -> None:
     """Rule, values and fix, word for word, before torch is imported."""
-    assert refusal(*overrides.split()) == REFUSED[overrides]
+    assert refusal(*overrides.split()) == INVALID[overrides]
 
 
 def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Path) -> None:

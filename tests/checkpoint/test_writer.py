@@ -56,7 +56,7 @@ def writer(
         folder / "checkpoints",
         CheckpointConfig(**config),
         scratch=folder / "scratch",
-        say=(said if said is not None else []).append,
+        log=(said if said is not None else []).append,
         pinned=False,
     ) as opened:
         yield opened

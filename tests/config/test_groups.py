@@ -53,7 +53,7 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
         return  # needs files: see the test with real data
     if "path" in config.dataset:
         write_reviews(tmp_path / config.dataset["path"])
-    dataset = load_dataset(source, data_root=tmp_path, say=print)
+    dataset = load_dataset(source, data_root=tmp_path, log=print)
     outputs = model(dataset.normalize(dataset.train.inputs[:4]))
     find(config.model["loss"], key="model.loss")(outputs, dataset.train.targets[:4]).backward()
     optimizer.step()
@@ -70,7 +70,7 @@ def test_each_dataset_of_files_loads(path: Path, data_root: Path) -> None:
     """A dataset that is read from files has as many classes as its YAML says."""
     settings = yaml.safe_load(path.read_text())
     real(data_root / settings["folder"])
-    dataset = load_dataset(make("dataset", settings), data_root=data_root, say=print)
+    dataset = load_dataset(make("dataset", settings), data_root=data_root, log=print)
     assert int(dataset.train.targets.max()) + 1 == settings["num_classes"]
 
 

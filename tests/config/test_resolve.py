@@ -46,7 +46,7 @@ def test_negative_numbers_are_refused(key: str) -> None:
     assert refusal(f"{key}=-1") == f"{key} (-1) must be 0 or greater"
 
 
-REFUSED = [
+INVALID = [
     ("batch.global_size=100 world_size=3",
      "batch.global_size (100) is not divisible by world_size (3); use 99 or 102"),
     ("batch.global_size=2 world_size=3",
@@ -181,7 +181,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[row[0] for row in REFUSED])
+@pytest.mark.parametrize(("overrides", "sentence"), INVALID, ids=[row[0] for row in INVALID])
 def test_each_broken_rule_is_one_line(
     overrides: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,7 @@ def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:
     said: list[str] = []
     for augmentation in (source.augmentation, None, FlipAndCrop(True, 4)):
         one = replace(source, augmentation=augmentation)
-        load_dataset(one, data_root=tmp_path, say=said.append)
+        load_dataset(one, data_root=tmp_path, log=said.append)
     assert len(said) == 1
 
 

@@ -57,7 +57,7 @@ def changed(**tensors: Any) -> dict[str, Any]:
     return {key: one for key, one in (GOOD | tensors).items() if one is not None}
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
+INVALID: dict[str, tuple[Any, str]] = {
     "torch Dataset": (
         TensorDataset(torch.zeros(3)),
         "is no source of data: it has no fingerprint, build, dataset; write a class",
@@ -86,21 +86,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", INVALID)
 def test_each_mistake_is_one_sentence(name: str, tmp_path: Path) -> None:
     """It names the dataset, the split and what was found."""
-    source, part = REFUSED[name]
+    source, part = INVALID[name]
     with pytest.raises(UserError) as error:
-        load_dataset(source, data_root=tmp_path, say=print)
+        load_dataset(source, data_root=tmp_path, log=print)
     assert part in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_what_can_be_trained_on_is_loaded(tmp_path: Path) -> None:
     """Classes from 0 on, and float targets where there are no classes."""
-    assert len(load_dataset(Own(GOOD), data_root=tmp_path, say=print).train) == 4
+    assert len(load_dataset(Own(GOOD), data_root=tmp_path, log=print).train) == 4
     regression = Own(changed(train_targets=torch.rand(4, 2)), num_classes=None)
-    assert load_dataset(regression, data_root=tmp_path, say=print).num_classes is None
+    assert load_dataset(regression, data_root=tmp_path, log=print).num_classes is None
 
 
 def test_a_build_that_lacks_a_key_is_not_cached(
@@ -109,6 +109,6 @@ def test_a_build_that_lacks_a_key_is_not_cached(
     """Once mended, the source is built again."""
     monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="returned no eval_inputs"):
-        load_dataset(Cached(changed(eval_inputs=None)), data_root=tmp_path, say=print)
+        load_dataset(Cached(changed(eval_inputs=None)), data_root=tmp_path, log=print)
     assert sorted(KEYS) == sorted(GOOD)
-    assert len(load_dataset(Cached(GOOD), data_root=tmp_path, say=print).eval) == 2
+    assert len(load_dataset(Cached(GOOD), data_root=tmp_path, log=print).eval) == 2

@@ -81,14 +81,14 @@ def test_batches_are_read_in_order_and_followed(
 ) -> None:
     """Five batches train, one evaluates; a changed file gets a new cache."""
     folder = cifar_folder(tmp_path, write)
-    data = load_dataset(source("cifar10"), data_root=tmp_path, say=print)
+    data = load_dataset(source("cifar10"), data_root=tmp_path, log=print)
     assert torch.equal(data.train.inputs, torch.cat([images_of(seed) for seed in range(5)]))
     assert torch.equal(data.eval.inputs, images_of(5))
     assert (data.eval.targets.dtype, data.eval.targets.tolist()) == (torch.int64, [5, 6, 7, 8])
     assert data.train.targets.tolist()[-5:] == [6, 4, 5, 6, 7]
     (folder / "test_batch").write_bytes(write(images_of(6, 2), [9, 0]))
     os.utime(folder / "test_batch", (1, 1))
-    again = load_dataset(source("cifar10"), data_root=tmp_path, say=print)
+    again = load_dataset(source("cifar10"), data_root=tmp_path, log=print)
     assert again.eval.targets.tolist() == [9, 0]
 
 
@@ -100,7 +100,7 @@ def test_the_hundred_classes_are_the_fine_ones(tmp_path: Path) -> None:
         pixels = images_of(label, 1).flatten(1).numpy()
         labels = {b"fine_labels": [label], b"coarse_labels": [3]}
         (folder / name).write_bytes(pickle.dumps({b"data": pixels, **labels}, protocol=4))
-    data = load_dataset(source("cifar100"), data_root=tmp_path, say=print)
+    data = load_dataset(source("cifar100"), data_root=tmp_path, log=print)
     assert (data.train.targets.tolist(), data.eval.targets.tolist()) == ([99], [7])
     assert torch.equal(data.train.inputs, images_of(99, 1))
 
@@ -108,7 +108,7 @@ def test_the_hundred_classes_are_the_fine_ones(tmp_path: Path) -> None:
 def test_images_are_normalised_by_channel(tmp_path: Path) -> None:
     """As torchvision's Normalize does, from whichever memory format."""
     cifar_folder(tmp_path)
-    data = load_dataset(source("cifar10"), data_root=tmp_path, say=print)
+    data = load_dataset(source("cifar10"), data_root=tmp_path, log=print)
     mean, std = (torch.tensor(one).view(3, 1, 1) for one in (data.mean, data.std))
     expected = (data.train.inputs.float() / 255 - mean) / std
     torch.testing.assert_close(data.normalize(data.train.inputs), expected)
@@ -135,7 +135,7 @@ def test_a_batch_that_runs_code_is_refused(where: str, tmp_path: Path) -> None:
     content = Hostile(trace) if where == "whole" else content | {where.encode(): Hostile(trace)}
     path.write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(UserError, match=r"it asks for posix\.system, which is refused") as caught:
-        load_dataset(source("cifar10"), data_root=tmp_path, say=print)
+        load_dataset(source("cifar10"), data_root=tmp_path, log=print)
     assert str(caught.value).startswith(f"{path} ")
     assert not trace.exists()
 
@@ -173,7 +173,7 @@ def test_a_damaged_batch_is_named(content: bytes, message: str, tmp_path: Path) 
     path = cifar_folder(tmp_path) / "data_batch_2"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        load_dataset(source("cifar10"), data_root=tmp_path, say=print)
+        load_dataset(source("cifar10"), data_root=tmp_path, log=print)
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
     assert "replace the file, or delete it" in str(caught.value)
@@ -192,7 +192,7 @@ def test_missing_files_without_network_say_what_to_do(
     folder = cifar_folder(tmp_path)
     (folder / "test_batch").unlink()
     with pytest.raises(UserError) as caught:
-        load_dataset(source("cifar10"), data_root=tmp_path, say=print)
+        load_dataset(source("cifar10"), data_root=tmp_path, log=print)
     message = str(caught.value)
     for part in (f"test_batch not found in {folder}", "service not known", "dataset=digits"):
         assert part in message

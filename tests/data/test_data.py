@@ -264,7 +264,7 @@ def test_offline_yaml_builds_the_same_data_each_time(
     """Sizes and types are right, statistics match the pixels, a second load is equal."""
     source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
     said: list[str] = []
-    first, second = (load_dataset(source, data_root=tmp_path, say=said.append) for _ in range(2))
+    first, second = (load_dataset(source, data_root=tmp_path, log=said.append) for _ in range(2))
     assert first.train.inputs.shape == (train, *shape)
     assert first.eval.inputs.shape == (evaluation, *shape)
     assert len(first.train) == len(first.train.targets) == train
@@ -296,7 +296,7 @@ def test_size_below_one_is_refused(tmp_path: Path) -> None:
     """The message names the key and the value."""
     source = FakeImages("f", 0, 1, 1, 8, 8, 2, seed=0)
     with pytest.raises(UserError, match=r"dataset\.num_samples \(0\)"):
-        load_dataset(source, data_root=tmp_path, say=print)
+        load_dataset(source, data_root=tmp_path, log=print)
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def test_processes_prepare_a_cache_once(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:  # leave by os._exit alone: pytest must not go on twice
             try:
-                data = load_dataset(Counting("c"), data_root=tmp_path, say=lambda line: None)
+                data = load_dataset(Counting("c"), data_root=tmp_path, log=lambda line: None)
                 os._exit(0 if data.train.targets.tolist() == list(range(1000)) else 1)
             finally:
                 os._exit(2)
@@ -396,16 +396,16 @@ def test_damaged_cache_is_rebuilt_and_said(
 ) -> None:
     """Whatever is wrong with a cache, it is replaced, in one line that says why."""
     assert callable(damage)
-    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     damage(folder)
     said: list[str] = []
-    data = load_dataset(Counting("c"), data_root=tmp_path, say=said.append)
+    data = load_dataset(Counting("c"), data_root=tmp_path, log=said.append)
     assert data.train.targets.tolist() == list(range(1000))
     (line,) = said
     assert "rebuilding" in line
     assert reason in line
-    load_dataset(Counting("c"), data_root=tmp_path, say=said.append)
+    load_dataset(Counting("c"), data_root=tmp_path, log=said.append)
     assert (len(said), num_builds(tmp_path)) == (1, 2)
 
 
@@ -426,22 +426,22 @@ def test_one_process_verifies_a_cache_and_the_others_trust_it(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read in full once it was noted too long ago, or has changed in any way."""
-    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     read = hashed(monkeypatch)
     for _ in range(3):
-        load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+        load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert read == []
     note = json.loads((folder / "verified.json").read_text())
     (folder / "verified.json").write_text(json.dumps(note | {"at": note["at"] - 9999}))
     for _ in range(3):
-        load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+        load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert read == [folder / "tensors.pt"]
     before = (folder / "tensors.pt").stat()
     flip_a_byte(folder)
     os.utime(folder / "tensors.pt", ns=(before.st_atime_ns, before.st_mtime_ns))
     said: list[str] = []
-    load_dataset(Counting("c"), data_root=tmp_path, say=said.append)
+    load_dataset(Counting("c"), data_root=tmp_path, log=said.append)
     assert len(said) == 1
     assert "sha256" in said[0]
 
@@ -449,10 +449,10 @@ def test_one_process_verifies_a_cache_and_the_others_trust_it(
 @pytest.mark.parametrize("note", ["", "[]", "{}", "[" * 9999, '{"at": "x", "stamp": 1}'])
 def test_a_damaged_note_is_no_note(note: str, tmp_path: Path, cache: Path) -> None:
     """The cache is read in full then, and not rebuilt."""
-    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     (folder / "verified.json").write_text(note)
-    load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+    load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert num_builds(tmp_path) == 1
 
 
@@ -460,7 +460,7 @@ def test_a_cache_that_only_others_may_write_to_serves(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sound, it is read without a lock and without a note."""
-    load_dataset(Counting("c"), data_root=tmp_path, say=print)
+    load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     (folder / "verified.json").unlink()
 
@@ -468,11 +468,11 @@ def test_a_cache_that_only_others_may_write_to_serves(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("filelock.FileLock.acquire", refuse)  # root may write everywhere
-    data = load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+    data = load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert data.train.targets.tolist() == list(range(1000))
     flip_a_byte(folder)
     with pytest.raises(UserError, match="cannot be written"):
-        load_dataset(Counting("c"), data_root=tmp_path, say=pytest.fail)
+        load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
 
 
 def test_the_digest_is_that_of_the_samples_alone(tmp_path: Path) -> None:
@@ -480,19 +480,19 @@ def test_the_digest_is_that_of_the_samples_alone(tmp_path: Path) -> None:
     raw = idx_folder(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     os.utime(tmp_path / "b" / "MNIST" / "raw" / "t10k-labels-idx1-ubyte", (1, 1))
-    first, copied = (load_dataset(TINY, data_root=tmp_path / x, say=print) for x in "ab")
+    first, copied = (load_dataset(TINY, data_root=tmp_path / x, log=print) for x in "ab")
     assert first.digest is not None
     assert first.digest == copied.digest
     (raw / "t10k-labels-idx1-ubyte").write_bytes(struct.pack(">2I", LABELS_MAGIC, 3) + bytes(3))
     os.utime(raw / "t10k-labels-idx1-ubyte", (2, 2))
-    assert load_dataset(TINY, data_root=tmp_path / "a", say=print).digest != first.digest
+    assert load_dataset(TINY, data_root=tmp_path / "a", log=print).digest != first.digest
 
 
 def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, cache: Path) -> None:
     """The way out is another folder; root ignores permissions, hence a file in the way."""
     cache.write_text("a file")
     with pytest.raises(UserError, match="DDP_RUNNER_CACHE"):
-        load_dataset(Counting("c"), data_root=tmp_path, say=print)
+        load_dataset(Counting("c"), data_root=tmp_path, log=print)
 
 
 TINY = IdxImages("tiny", folder="MNIST", mean=0.5, std=0.5)
@@ -501,31 +501,31 @@ TINY = IdxImages("tiny", folder="MNIST", mean=0.5, std=0.5)
 def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:
     """Images are uint8 NCHW; a changed file gets a new cache."""
     raw = idx_folder(tmp_path)
-    data = load_dataset(TINY, data_root=tmp_path, say=print)
+    data = load_dataset(TINY, data_root=tmp_path, log=print)
     assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
     assert data.train.inputs.flatten()[:7].tolist() == [0, 1, 2, 3, 4, 5, 0]
     assert (data.eval.targets.dtype, data.eval.targets.tolist()) == (torch.int64, [0, 1, 2])
     labels = raw / "t10k-labels-idx1-ubyte"
     labels.write_bytes(struct.pack(">2I", LABELS_MAGIC, 3) + bytes([9, 8, 7]))
     os.utime(labels, (1, 1))
-    again = load_dataset(TINY, data_root=tmp_path, say=print)
+    again = load_dataset(TINY, data_root=tmp_path, log=print)
     assert again.eval.targets.tolist() == [9, 8, 7]
 
 
 def test_gzipped_idx_files_are_read_as_they_are(tmp_path: Path) -> None:
     """Debian's package lays them so; where both are there, the plain file counts."""
     raw = idx_folder(tmp_path)
-    plain = load_dataset(TINY, data_root=tmp_path, say=print)
+    plain = load_dataset(TINY, data_root=tmp_path, log=print)
     for path in raw.glob("*ubyte"):
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
-    gzipped = load_dataset(TINY, data_root=tmp_path, say=print)
+    gzipped = load_dataset(TINY, data_root=tmp_path, log=print)
     assert torch.equal(gzipped.train.inputs, plain.train.inputs)
     assert torch.equal(gzipped.eval.targets, plain.eval.targets)
     (raw / "t10k-labels-idx1-ubyte").write_bytes(
         struct.pack(">2I", LABELS_MAGIC, 3) + bytes([9, 8, 7])
     )
-    both = load_dataset(TINY, data_root=tmp_path, say=print)
+    both = load_dataset(TINY, data_root=tmp_path, log=print)
     assert both.eval.targets.tolist() == [9, 8, 7]
 
 
@@ -542,7 +542,7 @@ def test_a_damaged_gzipped_file_is_named(damage: str, tmp_path: Path) -> None:
     else:
         path.write_bytes({"cut": content[:-20], "flipped": flipped, "plain": b"abc"}[damage])
     with pytest.raises(UserError) as caught:
-        load_dataset(TINY, data_root=tmp_path, say=print)
+        load_dataset(TINY, data_root=tmp_path, log=print)
     assert str(caught.value).startswith(f"{path} cannot be read (")
     assert "\n" not in str(caught.value)
 
@@ -608,7 +608,7 @@ def test_damaged_idx_file_is_named(file: str, content: bytes, message: str, tmp_
     path = idx_folder(tmp_path) / file
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        load_dataset(TINY, data_root=tmp_path, say=print)
+        load_dataset(TINY, data_root=tmp_path, log=print)
     assert str(path) in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -627,7 +627,7 @@ def test_missing_files_without_network_say_what_to_do(
     raw = idx_folder(tmp_path)
     (raw / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(UserError) as caught:
-        load_dataset(TINY, data_root=tmp_path, say=print)
+        load_dataset(TINY, data_root=tmp_path, log=print)
     message = str(caught.value)
     for part in (str(raw), "t10k-labels-idx1-ubyte", "service not known", "dataset=digits"):
         assert part in message
@@ -642,7 +642,7 @@ def test_real_images_have_the_yamls_statistics(name: str, data_root: Path) -> No
     """The real files load, and the mean and std in the YAML are theirs."""
     source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
     real(data_root / source.folder)
-    data = load_dataset(source, data_root=data_root, say=print)
+    data = load_dataset(source, data_root=data_root, log=print)
     assert (len(data.train), len(data.eval)) == (60000, 10000)
     pixels = data.train.inputs.float() / 255
     assert float(pixels.mean()) == pytest.approx(source.mean, abs=1e-4)

@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_pictures_become_scaled_samples(root: Path, tmp_path: Path) -> None:
     """Classes are numbered by name, colours stay, and both splits have the asked shape."""
-    data = load_dataset(SOURCE, data_root=tmp_path, say=print)
+    data = load_dataset(SOURCE, data_root=tmp_path, log=print)
     assert data.train.inputs.shape == (5, 3, 8, 6)
     assert data.eval.inputs.shape == (2, 3, 8, 6)
     assert data.train.targets.tolist() == [0, 0, 0, 1, 1]
@@ -75,7 +75,7 @@ def test_the_shorter_side_is_scaled_and_the_middle_kept(tmp_path: Path) -> None:
         wide.save(tmp_path / "pets" / split / "wide" / "0.png")
         lying.save(tmp_path / "pets" / split / "lying" / "0.png", exif=tags)
     source = replace(SOURCE, height=10, width=10)
-    turned, cut = load_dataset(source, data_root=tmp_path, say=print).eval.inputs
+    turned, cut = load_dataset(source, data_root=tmp_path, log=print).eval.inputs
     assert (cut[0] == 254).all()
     assert (cut[2] == 0).all()
     assert (turned[0, :4] > 200).all()
@@ -90,7 +90,7 @@ def test_odd_names_and_grey_pictures_work(root: Path, tmp_path: Path) -> None:
         (odd / split / "dog").rename(odd / split / ODD)
     (odd / "train" / "cat" / "0.png").rename(odd / "train" / "cat" / f"{ODD}.png")
     source = replace(SOURCE, folder=ODD, channels=1, std=0.5)
-    data = load_dataset(source, data_root=tmp_path, say=print)
+    data = load_dataset(source, data_root=tmp_path, log=print)
     assert data.train.inputs.shape == (5, 1, 8, 6)
     assert data.train.targets.tolist() == [0, 0, 1, 1, 1]  # "a b…" comes before "cat"
     assert data.train.inputs.flatten(1).float().std(dim=1).max() < 1
@@ -192,7 +192,7 @@ def test_each_fault_is_named(
     """One line with the file or folder, what is wrong and what to do."""
     damage(root)
     with pytest.raises(UserError) as caught:
-        load_dataset(SOURCE, data_root=tmp_path, say=print)
+        load_dataset(SOURCE, data_root=tmp_path, log=print)
     assert str(root / place) in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -215,7 +215,7 @@ def test_keys_that_cannot_be_are_refused(
 ) -> None:
     """Key, value and rule; a dataset larger than the memory is refused before it is decoded."""
     with pytest.raises(UserError, match=message):
-        load_dataset(replace(SOURCE, **keys), data_root=tmp_path, say=print)
+        load_dataset(replace(SOURCE, **keys), data_root=tmp_path, log=print)
 
 
 def test_a_link_to_nowhere_is_named(root: Path, tmp_path: Path) -> None:
@@ -223,4 +223,4 @@ def test_a_link_to_nowhere_is_named(root: Path, tmp_path: Path) -> None:
     link = root / "train" / "cat" / "9.png"
     link.symlink_to(tmp_path / "gone.png")
     with pytest.raises(UserError, match=r"cat/9\.png cannot be read \(No such file"):
-        load_dataset(SOURCE, data_root=tmp_path, say=print)
+        load_dataset(SOURCE, data_root=tmp_path, log=print)

@@ -108,7 +108,7 @@ def prepare(env: DistEnv, path: Path) -> tuple[str, list[str]]:
     """The digest of the tensors that one of several processes gets, and what it said."""
     said: list[str] = []
     dataset = load_dataset(
-        csv_text(path, vocabulary="wordpiece"), data_root=path.parent, say=said.append
+        csv_text(path, vocabulary="wordpiece"), data_root=path.parent, log=said.append
     )
     parts = [dataset.train.inputs, dataset.train.targets, dataset.eval.inputs, dataset.eval.targets]
     content = b"".join([*(part.numpy().tobytes() for part in parts), dataset.files[KEPT]])

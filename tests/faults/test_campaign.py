@@ -33,7 +33,7 @@ def one_weight(run: Path) -> None:
     next(iter(state["model"].values())).view(-1)[0] += 1e-6
     shutil.rmtree(path)
     facts = {"step": manifest.step, "metrics": manifest.metrics, "keep": 9}
-    save_checkpoint(path.parent, state, **facts, monitor=None, mode="min", say=print)
+    save_checkpoint(path.parent, state, **facts, monitor=None, mode="min", log=print)
 
 
 def one_figure(run: Path) -> None:

@@ -84,7 +84,7 @@ def build(env: DistEnv, config: Config) -> Trainee:
     """
     source = make("dataset", config.dataset)
     data_root = Path(config.data_root)
-    dataset = load_dataset(source, data_root=data_root, say=lambda _: None)
+    dataset = load_dataset(source, data_root=data_root, log=lambda _: None)
     if torch.get_default_dtype() != torch.float32:
         dataset = replace(
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)
@@ -130,7 +130,7 @@ def take_steps(
         num_steps=num_steps,
         timeout_s=240,
         ended=set,
-        say=trace.said.append,
+        log=trace.said.append,
     )
     if isinstance(part, str):
         trace.weights = flat_weights(trainee.module)
@@ -172,7 +172,7 @@ def run_loop(
     """
     trainee, trace, position = trainee or build(env, config), Trace(), Position()
     if folder is not None:
-        restore(trainee, position, config, folder, say=trace.said.append)
+        restore(trainee, position, config, folder, log=trace.said.append)
 
     def save(position: Position, metrics: dict[str, float]) -> None:
         state = snapshot(trainee, position, config)
@@ -187,7 +187,7 @@ def run_loop(
                 keep=config.checkpoint.keep,
                 monitor=None,
                 mode="max",
-                say=trace.said.append,
+                log=trace.said.append,
             )
 
     def stop_requested() -> bool:
@@ -205,7 +205,7 @@ def run_loop(
         num_steps=max(0, max_steps - position.step),
         timeout_s=240,
         ended=set,
-        say=trace.said.append,
+        log=trace.said.append,
     )
     if isinstance(part, str):  # this rank has served the loop
         trace.status, trace.weights = part, flat_weights(trainee.module)

@@ -75,8 +75,8 @@ def test_a_log_on_a_full_disk_is_told_of_once(
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
     try:
         with RankLog(tmp_path, env) as log:
-            log.say("one")
-            log.say("two")
+            log.write("one")
+            log.write("two")
     finally:
         logging.captureWarnings(False)
     out, err = capfd.readouterr()

@@ -123,7 +123,7 @@ def save(trainee: Trainee, config: Config, folder: Path, *, step: int, epoch: in
             keep=3,
             monitor=None,
             mode="max",
-            say=print,
+            log=print,
         )
 
 
@@ -199,7 +199,7 @@ def test_a_resumed_run_steps_as_before(
         save(trainee, config, tmp_path, step=4, epoch=1)
         trainee = build(case, config, real)
         gpus.rng.clear()
-        assert restore(trainee, Position(), config, tmp_path, say=print) == 4
+        assert restore(trainee, Position(), config, tmp_path, log=print) == 4
         assert {index: state.numel() for index, state in gpus.rng.items()} == sizes
         take_epoch(trainee, 1)
         for parameter, state in trainee.optimizer.state.items():
@@ -228,7 +228,7 @@ def test_checkpoints_with_one_state_of_random_numbers_still_load(tmp_path: Path)
         trainee = build(case, config, real)
         patch.setattr("ddp_runner.train.snapshot.rng_states", lambda first: torch.zeros(5).byte())
         save(trainee, config, tmp_path, step=4, epoch=1)
-        restore(trainee, Position(), config, tmp_path, say=print)
+        restore(trainee, Position(), config, tmp_path, log=print)
         assert {index: state.numel() for index, state in gpus.rng.items()} == {
             **{0: 16, 1: 17, 2: 5, 3: 19}
         }
@@ -256,7 +256,7 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
         trainee = build(case, config, real)
         for step in (2, 4):
             save(trainee, config, tmp_path / "checkpoints", step=step, epoch=1)
-        deliver(trainee, Position(step=4), config, tmp_path, logger=trace, say=trace.said.append)
+        deliver(trainee, Position(step=4), config, tmp_path, logger=trace, log=trace.said.append)
         devices = {parameter.device.index for parameter in trainee.module.parameters()}
     assert devices == set(case.devices)
     assert loaded_onto == ["cpu"]

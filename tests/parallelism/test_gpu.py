@@ -186,7 +186,7 @@ def losses_on(env: DistEnv, config: Config, devices_by_rank: list[list[str]]) ->
     devices = tuple(torch.device(name) for name in devices_by_rank[env.rank])
     torch.cuda.set_device(devices[0])
     source = make("dataset", config.dataset)
-    dataset = load_dataset(source, data_root=Path(config.data_root), say=lambda _: None)
+    dataset = load_dataset(source, data_root=Path(config.data_root), log=lambda _: None)
     mode = make("parallelism", config.parallelism)
     trainee = build_trainee(config, env, mode=mode, devices=devices, dataset=dataset)
     found = list[float]()

@@ -173,7 +173,7 @@ def serving(
         outstanding=outstanding,
         timeout_s=timeout_s,
         ended=set,
-        say=print,
+        log=print,
     )
 
 
@@ -234,7 +234,7 @@ def test_batches_that_wait_for_a_trainer_are_outstanding() -> None:
         outstanding=[7, 3],
         timeout_s=60,
         ended=set,
-        say=pytest.fail,
+        log=pytest.fail,
     )
     assert server.outstanding() == (3, 7)
 

@@ -78,7 +78,7 @@ def reloaded(run_dir: Path, data_root: Path) -> tuple[Any, Any]:
     model = make("model", keys)
     path = run_dir / "checkpoints" / f"step-{steps(run_dir)[-1]:08d}" / "state.pt"
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
-    dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, say=print)
+    dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, log=print)
     return dataset, model.eval()
 
 

@@ -18,7 +18,7 @@ def test_a_grid_leaves_out_what_the_rules_refuse_and_reports(tmp_path: Path) -> 
     """
     end = run_command(
         *("-m", "model=glob(toy*)", "seed=range(1,3)", "world_size=1,2", "scaling=strong", *TOY),
-        *("sweep.skip_refused=true", "sweep.calibrate=true", "sweep.report=true"),
+        *("sweep.skip_invalid=true", "sweep.calibrate=true", "sweep.report=true"),
         folder=tmp_path,
     )
     assert (end.exit_code, end.stderr) == (0, "")
@@ -64,7 +64,7 @@ def test_a_grid_leaves_out_what_the_rules_refuse_and_reports(tmp_path: Path) -> 
 def test_refused_alone_is_an_error_still(tmp_path: Path) -> None:
     """A grid of which nothing is left has no exit code of its jobs; without a run no report."""
     end = run_command(
-        *("-m", "model=toy_mp", "seed=1,2", "sweep.skip_refused=true", "sweep.report=true"),
+        *("-m", "model=toy_mp", "seed=1,2", "sweep.skip_invalid=true", "sweep.report=true"),
         folder=tmp_path,
     )
     assert end.exit_code == 2

@@ -29,7 +29,7 @@ from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import recorded, run_jobs
-from ddp_runner.sweep.ledger import LEDGER, REFUSED, Entry, Ledger, unfinished_sweep
+from ddp_runner.sweep.ledger import INVALID, LEDGER, Entry, Ledger, unfinished_sweep
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_dir import locked
 
@@ -49,7 +49,7 @@ def test_each_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_start_asks_the_rules_anew_and_leaves_failures_unless_asked(tmp_path: Path) -> None:
     """What had been refused may fit by now; a job that is queued again has no failure."""
     ledger, command = Ledger(tmp_path), ["seed=1,2"]
-    broken = Entry("broken", "broken", "failed", REFUSED, "a rule")
+    broken = Entry("broken", "broken", "failed", INVALID, "a rule")
     ledger.queue({"done": "done", "lost": "lost"}, refused=[broken])
     ledger.note("done", status="completed")
     ledger.note("lost", status="failed", kind="crash", sentence="why")
@@ -136,11 +136,11 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
 def test_what_had_failed_before_stops_no_sweep(tmp_path: Path, jobs: dict[str, Job]) -> None:
     """Under fail_fast the first failure since the start does; a mistake has its exit code."""
     ledger = Ledger(tmp_path)
-    ledger.note("a", status="failed", kind=REFUSED, sentence="a rule")
+    ledger.note("a", status="failed", kind=INVALID, sentence="a rule")
 
     def execute(job: Job) -> Outcome:
         assert job.run_dir is not None
-        return Outcome.refused(job.run_dir, "broken")
+        return Outcome.invalid(job.run_dir, "broken")
 
     outcomes = run_jobs(
         jobs,
@@ -151,7 +151,7 @@ def test_what_had_failed_before_stops_no_sweep(tmp_path: Path, jobs: dict[str, J
     )
     assert [one.run_dir for one in outcomes] == [tmp_path / "a", tmp_path / "b"]
     assert statuses(tmp_path) == {"a": "failed", "b": "failed", "c": "queued"}
-    kinds = (REFUSED, "user", "crash", "signal")
+    kinds = (INVALID, "user", "crash", "signal")
     found = [recorded(Entry("a", "a", "failed", kind, ""), None).exit_code for kind in kinds]
     assert found == [2, 2, 1, 1]
 

@@ -91,7 +91,7 @@ def checkpoint() -> tuple[bytes, bytes]:
             keep=1,
             monitor=None,
             mode="max",
-            say=pytest.fail,
+            log=pytest.fail,
         )
         return (saved / STATE).read_bytes(), (saved / MANIFEST).read_bytes()
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_is_loaded_as_it_was_or_refused(files: tuple[bytes, bytes])
         with refused_in_one_line(path) as refusals:
             assert equal(load_checkpoint(path, map_location="cpu"), STATE_SAVED)
         said: list[str] = []
-        latest = latest_checkpoint(here, say=said.append)
+        latest = latest_checkpoint(here, log=said.append)
         assert latest == (whole if refusals else path)
         assert all(sentence.isprintable() for sentence in said)
 
@@ -423,7 +423,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dic
     write_images(root)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(root / "cache"))
-        load_dataset(TINY, data_root=root, say=lambda _: None)
+        load_dataset(TINY, data_root=root, log=lambda _: None)
         files = (root / "cache").glob("tiny-*/*")
         yield root, {path: path.read_bytes() for path in sorted(files) if path.name != NOTE}
 
@@ -437,14 +437,14 @@ def test_a_cache_of_any_bytes_gives_the_dataset(
     root, whole = cached
     for path, content in whole.items():
         path.write_bytes(content)
-    mapped = load_dataset(TINY, data_root=root, say=pytest.fail)
+    mapped = load_dataset(TINY, data_root=root, log=pytest.fail)
     # A file that is mapped must not be written to, as this test is about to do.
     inputs, targets = mapped.train.inputs.clone(), mapped.eval.targets.clone()
     path = data.draw(st.sampled_from(list(whole)))
     path.write_bytes(data.draw(faulty(whole[path], is_json=path.suffix == ".json")))
     if data.draw(st.booleans()):
         path.with_name(NOTE).unlink()
-    found = load_dataset(TINY, data_root=root, say=lambda _: None)
+    found = load_dataset(TINY, data_root=root, log=lambda _: None)
     assert torch.equal(found.train.inputs, inputs)
     assert torch.equal(found.eval.targets, targets)
     assert found.digest == mapped.digest

@@ -40,14 +40,14 @@ def delivered(
         if env.is_rank_zero:
             save_checkpoint(
                 run_dir / "checkpoints", state, step=step, metrics={"eval/loss": loss}, keep=9,
-                monitor="eval/loss", mode="min", say=print,
+                monitor="eval/loss", mode="min", log=print,
             )  # fmt: skip
     if env.is_rank_zero:
         for step in damaged:
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
     position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, logger=trace, say=trace.said.append)
+    deliver(trainee, position, config, run_dir, logger=trace, log=trace.said.append)
     return flat_weights(trainee.module), trace.said
 
 
@@ -106,5 +106,5 @@ def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     fill(trainee.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
     position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, logger=trace, say=trace.said.append)
+    deliver(trainee, position, config, run_dir, logger=trace, log=trace.said.append)
     return trace.said

@@ -34,7 +34,7 @@ def loss(name: str, *keys: str) -> tuple[str, ...]:
 
 F = "torch.nn.functional"
 # what is wrong: the command line, and what the sentence says of it
-REFUSED: dict[str, tuple[tuple[str, ...], list[str]]] = {
+INVALID: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "mean": (
         loss(f"{F}.cross_entropy"),
         ["a mean over the samples", "write model.loss=ddp_runner.train.losses.cross_entropy"],
@@ -115,7 +115,7 @@ TAKEN: dict[str, tuple[tuple[str, ...], str]] = {
 def attempts(env: DistEnv) -> dict[str, str]:
     """Try the first batch of each row; return the refusal, or what kind the loss is of."""
     found = {}
-    rows = {name: keys for name, (keys, _) in (REFUSED | TAKEN).items()}
+    rows = {name: keys for name, (keys, _) in (INVALID | TAKEN).items()}
     for name, keys in rows.items():
         config = compose_config(*keys)
         try:
@@ -138,11 +138,11 @@ def answers() -> dict[str, str]:
     return answers
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", INVALID)
 def test_a_mistake_is_one_sentence(name: str, answers: dict[str, str]) -> None:
     """It names the keys, the shapes and the exception."""
     assert len(answers[name].splitlines()) == 1
-    for part in REFUSED[name][1]:
+    for part in INVALID[name][1]:
         assert part in answers[name]
 
 

@@ -120,7 +120,7 @@ def unevaluated(env: DistEnv, config: Config, folder: Path) -> Trace:
     state = snapshot(trainee, position, config)
     if env.is_rank_zero:
         save_checkpoint(
-            folder, state, step=EPOCH_END, metrics={}, keep=1, monitor=None, mode="max", say=print
+            folder, state, step=EPOCH_END, metrics={}, keep=1, monitor=None, mode="max", log=print
         )
     return run_loop(env, config, max_steps=EPOCH_END, folder=folder, trainee=trainee)
 
@@ -184,7 +184,7 @@ def attempts(
     answers = []
     for other in others:
         try:
-            step = restore(build(env, other), Position(), other, folder, say=lambda _: None)
+            step = restore(build(env, other), Position(), other, folder, log=lambda _: None)
             answers.append(f"resumed at step {step}")
         except UserError as error:
             answers.append(str(error))
@@ -260,7 +260,7 @@ def schedule_step(env: DistEnv, config: Config, other: Config, folder: Path) -> 
     """Train, resume under another config, and return the step of the schedule."""
     run_loop(env, config, max_steps=None, folder=folder)
     trainee = build(env, other)
-    restore(trainee, Position(), other, folder, say=print)
+    restore(trainee, Position(), other, folder, log=print)
     return int(trainee.scheduler.scheduler.last_epoch)
 
 
@@ -285,7 +285,7 @@ def keys_of_the_group(
     """Train, resume under another config, and return what is in the optimizer's group."""
     run_loop(env, config, max_steps=2, folder=folder)
     trainee = build(env, other)
-    restore(trainee, Position(), other, folder, say=print)
+    restore(trainee, Position(), other, folder, log=print)
     return dict(trainee.optimizer.param_groups[0])
 
 
@@ -303,7 +303,7 @@ def made_of_another_model(
     """Resume a run with other keys of its model; return the steps that it goes on from."""
     run_loop(env, config, max_steps=2, folder=folder)
     return [
-        restore(build(env, config), Position(), replace(config, model=one), folder, say=print)
+        restore(build(env, config), Position(), replace(config, model=one), folder, log=print)
         for one in models
     ]
 
@@ -322,7 +322,7 @@ def scaler_states(env: DistEnv, config: Config, folder: Path) -> list[dict[str, 
     first = replace(first, scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
     run_loop(env, config, max_steps=2, folder=folder, trainee=first)
     second = replace(second, scaler=torch.amp.GradScaler("cpu"))
-    restore(second, Position(), config, folder, say=print)
+    restore(second, Position(), config, folder, log=print)
     return [first.scaler.state_dict(), second.scaler.state_dict()]
 
 
@@ -338,7 +338,7 @@ def with_a_scaler(env: DistEnv, config: Config, folder: Path) -> int | None:
     run_loop(env, config, max_steps=2, folder=folder)
     trainee = build(env, config)
     trainee = replace(trainee, scaler=torch.amp.GradScaler("cpu", enabled=True))
-    return restore(trainee, Position(), config, folder, say=print)
+    return restore(trainee, Position(), config, folder, log=print)
 
 
 def test_a_run_may_go_on_in_fp16(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def of_the_old_order(env: DistEnv, config: Config, folder: Path, step_in_epoch: 
     del state["order_version"]
     save_whatever(folder, state, step=position.step)
     try:
-        return f"resumed at {restore(trainee, Position(), config, folder, say=print)}"
+        return f"resumed at {restore(trainee, Position(), config, folder, log=print)}"
     except UserError as error:
         return str(error)
 
@@ -375,9 +375,9 @@ def misfit(env: DistEnv, config: Config, folder: Path) -> str:
     trainee, position = build(env, config), Position(step=1)
     state = snapshot(trainee, position, config)
     state["model"]["net1.weight"] = torch.zeros(3, 3)
-    save_checkpoint(folder, state, step=1, metrics={}, keep=1, monitor=None, mode="max", say=print)
+    save_checkpoint(folder, state, step=1, metrics={}, keep=1, monitor=None, mode="max", log=print)
     with pytest.raises(UserError) as error:
-        restore(trainee, position, config, folder, say=print)
+        restore(trainee, position, config, folder, log=print)
     return str(error.value)
 
 
@@ -405,7 +405,7 @@ def test_resumed_run_takes_the_rate_that_it_is_given(tmp_path: Path, scheduler: 
 def save_whatever(folder: Path, state: Any, *, step: int = 1) -> None:
     """Save whatever it is as a checkpoint whose checksums are right."""
     save_checkpoint(
-        folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", say=print
+        folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", log=print
     )
 
 
@@ -413,7 +413,7 @@ def refusal_of(trainee: Trainee, config: Config, folder: Path) -> str:
     """Return the sentence with which the folder's checkpoint is refused. Collective."""
     position = Position()
     with pytest.raises(UserError) as error:
-        restore(trainee, position, config, folder, say=lambda _: None)
+        restore(trainee, position, config, folder, log=lambda _: None)
     assert position == Position()
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -456,7 +456,7 @@ def refusals(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
         save_whatever(folder / str(number), forge(dict(state)))
         answers[name] = refusal_of(trainee, config, folder / str(number))
     save_whatever(folder / "whole", state)
-    assert restore(trainee, Position(), config, folder / "whole", say=print) == 1
+    assert restore(trainee, Position(), config, folder / "whole", log=print) == 1
     return answers
 
 
@@ -471,7 +471,7 @@ def all_damaged(env: DistEnv, config: Config, folder: Path) -> tuple[str, list[s
     """Return how a rank answers to a folder where nothing is whole, and what it says of none."""
     said: list[str] = []
     asked = replace(config, resume="a run")
-    assert restore(build(env, asked), Position(), asked, folder / "none", say=said.append) is None
+    assert restore(build(env, asked), Position(), asked, folder / "none", log=said.append) is None
     return refusal_of(build(env, config), config, folder), said
 
 
@@ -529,9 +529,9 @@ def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     for name, dataset in others.items():
         other = replace(trainee, dataset=dataset)
         answers[name] = refusal_of(other, config, folder / "new")
-        assert restore(other, Position(), config, folder / "old", say=print) == 1
+        assert restore(other, Position(), config, folder / "old", log=print) == 1
     drawn = replace(trainee, dataset=replace(data, digest=None))
-    assert restore(drawn, Position(), config, folder / "new", say=print) == 1
+    assert restore(drawn, Position(), config, folder / "new", log=print) == 1
     return answers
 
 
@@ -567,9 +567,9 @@ def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], 
     state = snapshot(trainee, Position(epoch=1, step=4), config)
     save_whatever(folder, state | {"position": stands}, step=4)
     position = Position()
-    assert restore(trainee, position, config, folder, say=print) == 4
+    assert restore(trainee, position, config, folder, log=print) == 4
     part = take_part(
-        trainee, env, seed=0, position=position, num_steps=4, timeout_s=30, ended=set, say=print
+        trainee, env, seed=0, position=position, num_steps=4, timeout_s=30, ended=set, log=print
     )
     assert not isinstance(part, str)
     numbers, left = [], []

@@ -98,7 +98,7 @@ class ParameterServer:
         outstanding: Sequence[int],
         timeout_s: float,
         ended: Callable[[], Collection[int]],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> Server:
         """Return the server's side. Rank 0 only."""
         return Server(
@@ -109,7 +109,7 @@ class ParameterServer:
             outstanding=outstanding,
             timeout_s=timeout_s,
             ended=ended,
-            say=say,
+            log=log,
         )
 
     def follow(

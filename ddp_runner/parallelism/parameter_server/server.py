@@ -60,9 +60,9 @@ class Server:
         outstanding: Sequence[int],
         timeout_s: float,
         ended: Callable[[], Collection[int]],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._module, self._waits, self._ended, self._say = module, waits, ended, say
+        self._module, self._waits, self._ended, self._log = module, waits, ended, log
         self._links = dict(enumerate(links, start=1))  # by trainer
         self._idle, self._tasks = list(self._links), dict[int, _Task]()
         self._version = 0  # updates taken
@@ -236,4 +236,4 @@ class Server:
         self._inboxes[rank].put(None)
         left = len(self._idle) + len(self._tasks)
         reason = "no answer within backend.timeout_s" if was_silent else "its process ended"
-        self._say(f"rank {rank} is lost ({reason}); the run goes on with {left} trainer(s)")
+        self._log(f"rank {rank} is lost ({reason}); the run goes on with {left} trainer(s)")
