@@ -16,9 +16,10 @@ from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Split
+from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
+from ddp_runner.parallelism.mode import Mode
 from ddp_runner.train.build import build_trainee
 from ddp_runner.train.loop import Control, Position, train
 from ddp_runner.train.roles import take_part
@@ -82,14 +83,14 @@ def build(env: DistEnv, config: Config) -> Trainee:
 
     Its samples have torch's default dtype, as its parameters do.
     """
-    source = make("dataset", config.dataset)
+    source = make("dataset", config.dataset, kind=Source)
     data_root = Path(config.data_root)
     dataset = load_dataset(source, data_root=data_root, log=lambda _: None)
     if torch.get_default_dtype() != torch.float32:
         dataset = replace(
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)
         )
-    mode = make("parallelism", config.parallelism)
+    mode = make("parallelism", config.parallelism, kind=Mode)
     devices = mode.devices(env, kind=config.backend.device)
     return build_trainee(config, env, mode=mode, devices=devices, dataset=dataset)
 

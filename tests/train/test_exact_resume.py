@@ -94,8 +94,8 @@ BASE = (
     *("dataset=fake_images", "dataset.height=8", "dataset.width=8", "dataset.eval_samples=9"),
     *("dataset.num_samples=13", "batch.global_size=12", "train.epochs=3", "optimizer=momentum"),
     *("optimizer.lr=0.05", "train.log_every_steps=1", "checkpoint.every_steps=1"),
-    *("checkpoint.keep=99", "model._target_=test_exact_resume.Tiny"),
-    *("allowed_targets=[test_exact_resume]", "model.dropout1=0.0", "model.dropout2=0.0"),
+    *("checkpoint.keep=99", f"model._target_={__name__}.Tiny"),
+    *(f"allowed_targets=[{__name__}]", "model.dropout1=0.0", "model.dropout2=0.0"),
 )
 NUM_STEPS = 6
 LARGE = 2.0**20  # times the loss: its scale makes it overflow
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "augmentation": AUGMENTED,
     "bf16": ("train.precision=bf16",),
     "adam": ("optimizer=adam",),
-    "an optimizer that counts": ("optimizer._target_=test_exact_resume.Counting",),
+    "an optimizer that counts": (f"optimizer._target_={__name__}.Counting",),
     "warm-up": WARM_UP,
     "step": ("scheduler=step",),
     "plateau": (
