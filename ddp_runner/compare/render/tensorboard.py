@@ -3,7 +3,8 @@
 TensorBoard smooths every curve, by 0.6 unless the user changes it, and no event file can change
 that: of a curve with two points it would show 1.6x where 1.95x was measured. A run with a single
 point keeps its value. So each row is a TensorBoard run with one point, at the row's number of
-devices, and the images have the curves.
+devices, and the images have the curves. A chart may still hide its highest and lowest points
+("Ignore outliers in chart scaling"); the table below the chart has all of them.
 
 The tensorboard package writes the files, without torch.
 """
