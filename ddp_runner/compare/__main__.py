@@ -1,9 +1,7 @@
-"""The command ``python -m ddp_runner.compare PATHS…``.
+"""The command ``python -m ddp_runner.compare``: how the settings of runs differ, and the results.
 
-    python -m ddp_runner.compare outputs
-    python -m ddp_runner.compare outputs/SWEEP --target eval/accuracy=0.95 --out report
-
-It reads the run folders below the paths and shows how their settings differ, beside their results.
+python -m ddp_runner.compare outputs
+python -m ddp_runner.compare outputs/SWEEP --target eval/accuracy=0.95 --out report
 """
 
 import argparse
@@ -50,9 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     print(FORMATS[args.format](comparison), flush=True)
     if args.format == "csv":
         for title, sentences in remark_sections(comparison):
-            print(
-                f"{title}:", *(f"  {sentence}" for sentence in sentences), sep="\n", file=sys.stderr
-            )
+            print("\n  ".join([f"{title}:", *sentences]), file=sys.stderr)
     for line in written:
         print(line, file=sys.stderr)
     return 0

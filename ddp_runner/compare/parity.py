@@ -51,10 +51,8 @@ def parities(
         setting = settings[run.folder]
         has_losses = setting.get("batch.global_size") is not None and run.values(LOSS)
         if has_losses and promises_parity(run):
-            groups.setdefault(f"{run.seed!r}\n{identity(setting, without=MAY_DIFFER)}", []).append(
-                run
-            )
-
+            key = f"{run.seed!r}\n{identity(setting, without=MAY_DIFFER)}"
+            groups.setdefault(key, []).append(run)
     found = []
     for group in groups.values():
         reference = min(group, key=lambda run: (run.world_size, *_simplicity(settings[run.folder])))

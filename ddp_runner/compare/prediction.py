@@ -61,8 +61,8 @@ def fit_all_reduces(runs: Sequence[Run]) -> dict[tuple[str, int], AllReduceFit]:
             kind = (call.get("op"), call.get("reduce_op"), call.get("dtype"))
             if kind == ("all_reduce", "sum", "float32"):
                 points.setdefault(key, []).append((call["bytes"], call["latency_us"]["median"]))
-    fits = {key: _fit(*key, measured) for key, measured in points.items()}
-    return {key: fit for key, fit in fits.items() if fit is not None}
+    fits = [_fit(backend, ranks, measured) for (backend, ranks), measured in points.items()]
+    return {(fit.backend, fit.world_size): fit for fit in fits if fit is not None}
 
 
 def predict(

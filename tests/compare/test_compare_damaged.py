@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,14 @@ def test_a_thousand_runs_are_compared_or_listed(tmp_path: Path) -> None:
     assert len(comparison.rows) == 200
     assert sum(len(row.runs) for row in comparison.rows) == 800
     assert len(comparison.skipped) == 200
+
+
+def test_a_setting_of_any_yaml_type_is_shown(tmp_path: Path) -> None:
+    """YAML has dates, for which JSON has no type."""
+    for day in (1, 2):
+        write_run(tmp_path / str(day), config={"tags.day": date(2026, 1, day)})
+    for form in FORMATS.values():
+        assert "2026-01-02" in form(compare(read_runs([tmp_path])))
 
 
 @pytest.mark.parametrize("form", ["table", "markdown"])

@@ -175,7 +175,7 @@ def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
         for group in groups:
             same_steps = line.xs == group[0].xs
             pairs = zip(line.ys, group[0].ys, strict=False)
-            if same_steps and all(math.isclose(*pair, rel_tol=tolerance) for pair in pairs):
+            if same_steps and all(math.isclose(y, z, rel_tol=tolerance) for y, z in pairs):
                 group.append(line)
                 break
         else:

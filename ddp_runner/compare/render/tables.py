@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from shutil import get_terminal_size
@@ -93,7 +93,7 @@ def as_csv(comparison: Comparison) -> str:
 
 def as_json(comparison: Comparison) -> str:
     """Return the whole Comparison; a run is its folder, and null stands for NaN and infinities."""
-    return json.dumps(json_safe(_plain(comparison)), indent=2, allow_nan=False)
+    return json.dumps(comparison, default=_json_value, indent=2, allow_nan=False)
 
 
 FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_json}
@@ -208,12 +208,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
     return [*lines[:MAX_LINES], *more]
 
 
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold."""
-    if isinstance(value, Run | Path):
-        return str(value.folder if isinstance(value, Run) else value)
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+def _json_value(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, Run):
+        return json_safe({one.name: getattr(value, one.name) for one in fields(value)})
+    return str(value.folder if isinstance(value, Run) else value)  # a path, or a date from YAML
