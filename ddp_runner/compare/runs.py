@@ -127,18 +127,14 @@ def _unusable(record: Mapping[str, Any]) -> str | None:
     for name, kind in REQUIRED.items():
         value = record.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
-            return (
-                f"{RUN_RECORD} has an unknown format: {name} is {_brief(value)}, expected "
-                f"{kind.__name__}"
-            )
+            wrong = f"{name} is {_brief(value)}, expected {kind.__name__}"
+            return f"{RUN_RECORD} has an unknown format: {wrong}"
     return None
 
 
 def _sentence(folder: Path, error: Exception, record: Mapping[str, Any]) -> str:
     if isinstance(error, UserError):
-        return str(error).replace(
-            f"{folder}{os.sep}", ""
-        )  # the same sentence for all runs with this fault
+        return str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
     if isinstance(error, OSError):
         return f"{Path(error.filename).name} cannot be read ({error.strerror})"
     name = CONFIG_FILE if record else RUN_RECORD

@@ -2,7 +2,6 @@
 
 import json
 import re
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,9 @@ def test_a_thousand_runs_are_compared_or_listed(tmp_path: Path) -> None:
 def test_a_setting_of_any_yaml_type_is_shown(tmp_path: Path) -> None:
     """YAML has dates, for which JSON has no type."""
     for day in (1, 2):
-        write_run(tmp_path / str(day), config={"tags.day": date(2026, 1, day)})
+        run = write_run(tmp_path / str(day))
+        with (run / ".hydra" / "config.yaml").open("a") as file:
+            file.write(f"day: 2026-01-0{day}\n")
     for form in FORMATS.values():
         assert "2026-01-02" in form(compare(read_runs([tmp_path])))
 
