@@ -78,7 +78,14 @@ def compare(
     for run in usable:
         name = str(run.folder) if each else identity(settings[run.folder])
         groups.setdefault(name, []).append(run)
-    rows = _rows([*groups.values()], settings, keys, parity, target, include_parallel_jobs)
+    rows = _rows(
+        [*groups.values()],
+        settings=settings,
+        keys=keys,
+        parity=parity,
+        target=target,
+        include_parallel_jobs=include_parallel_jobs,
+    )
     rows = [replace(row, predicted=_predictions(row, rows, fits)) for row in rows]
     rows.sort(key=lambda row: [_sort_key(value) for value in row.setting.values()])
     return Comparison(
@@ -129,6 +136,7 @@ def _validate_metric(option: str, metric: str, names: set[str]) -> None:
 
 def _rows(
     groups: Sequence[Sequence[Run]],
+    *,
     settings: Mapping[Path, Setting],
     keys: Sequence[str],
     parity: Sequence[Parity],

@@ -88,12 +88,12 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
     else:
         has_repetitions = any(_num_seeds(row) < len(row.runs) for row in rows)
         yield Column("runs", "runs", lambda row: len(row.runs), str)
-        yield Column("seeds", "seeds", _num_seeds, str, has_repetitions)
+        yield Column("seeds", "seeds", _num_seeds, str, is_brief=has_repetitions)
     if "num_devices" not in comparison.keys:
-        yield Column("num_devices", "devices", lambda row: row.num_devices, str, False)
+        yield Column("num_devices", "devices", lambda row: row.num_devices, str, is_brief=False)
     yield Column("samples_per_s", "samples/s", lambda row: row.samples_per_s, digits)
-    yield from _scaling("strong", len(_bases(comparison, "strong")) > 1)
-    yield from _scaling("weak", len(_bases(comparison, "weak")) > 1)
+    for kind in ("strong", "weak"):
+        yield from _scaling(kind, has_several_bases=len(_bases(comparison, kind)) > 1)
     yield Column("remark", "remark", speed_remark, str)
     asked = {comparison.best.metric} if comparison.best else set()
     if target := comparison.target:
@@ -106,9 +106,9 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
     yield Column("peak_memory_gib", "memory GiB", lambda row: row.peak_memory_gib, digits)
     yield Column("comm_share", "communication", lambda row: row.comm_share, percent)
     yield Column("startup_s", "start-up s", lambda row: row.startup_s, digits)
-    yield Column("wall_s", "wall s", lambda row: row.wall_s, digits, False)
-    yield Column("sessions", "sessions", lambda row: row.num_sessions, digits, False)
-    yield Column("step_time_ms", "step ms", lambda row: row.step_time_ms, digits, False)
+    yield Column("wall_s", "wall s", lambda row: row.wall_s, digits, is_brief=False)
+    yield Column("sessions", "sessions", lambda row: row.num_sessions, digits, is_brief=False)
+    yield Column("step_time_ms", "step ms", lambda row: row.step_time_ms, digits, is_brief=False)
     for name in dict.fromkeys(name for row in rows for name in row.step_parts_ms):
         yield _step_part(name)
     references = {parity.reference.folder for parity in comparison.parity}
@@ -120,12 +120,12 @@ def _setting(key: str) -> Column:
 
 
 def _metric(name: str, *, is_brief: bool) -> Column:
-    return Column(name, name, lambda row: row.metrics.get(name), digits, is_brief)
+    return Column(name, name, lambda row: row.metrics.get(name), digits, is_brief=is_brief)
 
 
 def _step_part(name: str) -> Column:
     return Column(
-        f"{name}_ms", f"{name} ms", lambda row: row.step_parts_ms.get(name), digits, False
+        f"{name}_ms", f"{name} ms", lambda row: row.step_parts_ms.get(name), digits, is_brief=False
     )
 
 
@@ -137,7 +137,7 @@ def _bases(comparison: Comparison, kind: str) -> list[str]:
     return sorted({row.scalings[kind].base for row in comparison.rows if kind in row.scalings})
 
 
-def _scaling(kind: str, has_several_bases: bool) -> Iterator[Column]:
+def _scaling(kind: str, *, has_several_bases: bool) -> Iterator[Column]:
     """Yield the columns of strong or weak scaling."""
 
     def fact(row: ComparisonRow, name: str) -> Any:
@@ -150,7 +150,7 @@ def _scaling(kind: str, has_several_bases: bool) -> Iterator[Column]:
     yield Column(f"{kind}_efficiency", "efficiency", lambda row: fact(row, "efficiency"), percent)
     yield Column(f"{kind}_predicted", "predicted", predicted, times)
     yield Column(
-        f"{kind}_against", "against", lambda row: fact(row, "base"), str, has_several_bases
+        f"{kind}_against", "against", lambda row: fact(row, "base"), str, is_brief=has_several_bases
     )
 
 

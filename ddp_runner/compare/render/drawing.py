@@ -34,7 +34,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a plot. Every sequence is empty or has one value for each point."""
+    """A line of a plot. Sequences, except `doubtful`, are empty or have a value for each point."""
 
     name: str  # written at its end
     xs: Sequence[float]

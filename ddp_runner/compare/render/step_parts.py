@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ddp_runner.compare.analysis import Comparison
+from ddp_runner.compare.prediction import REST
 from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.render.drawing import COLOURS, GREY, TEXT, new_figure
 from ddp_runner.compare.rows import ComparisonRow
@@ -27,9 +28,9 @@ def step_parts(comparison: Comparison) -> "Figure | str":
     rows = sorted(rows, key=lambda row: sum(_parts(row).values()))[:MAX_BARS]
     names = list(dict.fromkeys([*StepPart, *(name for row in rows for name in _parts(row))]))
     names = [name for name in names if any(_parts(row).get(name) for row in rows)]
-    names.sort(key="rest".__eq__)
+    names.sort(key=lambda name: name == REST)
     colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
-    colours |= {"rest": GREY} if "rest" in names else {}
+    colours |= {REST: GREY} if REST in names else {}
     has_predicted = any(row.predicted for row in rows)
     height = 1.8 + (0.65 if has_predicted else 0.4) * len(rows)
     figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
@@ -37,8 +38,9 @@ def step_parts(comparison: Comparison) -> "Figure | str":
     measured = {"at": -0.15, "height": 0.5} if has_predicted else {"at": 0.0, "height": 0.8}
     for place, row in enumerate(rows):
         _bar(axes, place + measured["at"], _parts(row), colours, longest, measured["height"])
-        for one in list(row.predicted.values())[:1]:
-            _bar(axes, place + 0.22, one.parts_ms, colours, longest, 0.18, word=" predicted")
+        for prediction in list(row.predicted.values())[:1]:
+            parts = prediction.parts_ms
+            _bar(axes, place + 0.22, parts, colours, longest, 0.18, word=" predicted")
     axes.set_yticks(range(len(rows)), [label(row.setting, comparison.keys) for row in rows])
     axes.set_xlim(0, 1.2 * longest)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -78,4 +80,4 @@ def _parts(row: ComparisonRow) -> dict[str, float]:
     """Return the measured parts of a row's step, and the rest of its time."""
     parts = dict(row.step_parts_ms)
     whole = row.step_time_ms.mean if row.step_time_ms else 0.0
-    return {**parts, "rest": max(0.0, whole - sum(parts.values()))}
+    return {**parts, REST: max(0.0, whole - sum(parts.values()))}
