@@ -144,7 +144,7 @@ def _rows(
     include_parallel_jobs: bool,
 ) -> list[ComparisonRow]:
     """Return a row for each group of runs with one setting, without its predictions."""
-    parity_of = {one.run.folder: one for one in parity}
+    parity_of = {result.run.folder: result for result in parity}
     speeds = [stat(steady_median(run, SAMPLES_PER_S) for run in group) for group in groups]
     strong, weak = (
         scalings(

@@ -35,6 +35,11 @@ class Parity:
     first_break: int | None  # first step that rounding does not explain; None if parity holds
     verdict: str  # in words: ok; ok, rounding grows to 1.1%; breaks at step 45; …
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether rounding does not explain the difference."""
+        return self.first_break is not None
+
 
 def parities(
     runs: Sequence[Run], *, settings: Mapping[Path, Setting], tolerance: float
@@ -53,15 +58,15 @@ def parities(
         if has_losses and promises_parity(run):
             key = f"{run.seed!r}\n{identity(setting, without=MAY_DIFFER)}"
             groups.setdefault(key, []).append(run)
-    found = []
+    results = []
     for group in groups.values():
         reference = min(group, key=lambda run: (run.world_size, *_simplicity(settings[run.folder])))
         same = identity(settings[reference.folder], without=("parallel_jobs",))
         for run in group:
             if identity(settings[run.folder], without=("parallel_jobs",)) != same:
                 parity = _compare(run, reference, tolerance=tolerance)
-                found += [parity] if parity.num_steps else []
-    return tuple(found)
+                results += [parity] if parity.num_steps else []
+    return tuple(results)
 
 
 def promises_parity(run: Run) -> bool:
@@ -77,7 +82,8 @@ def _simplicity(setting: Setting) -> tuple[int, str]:
 
 def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
     ours, theirs = (
-        {line["step"]: line[LOSS] for line in one.lines if LOSS in line} for one in (run, reference)
+        {line["step"]: line[LOSS] for line in lines if LOSS in line}
+        for lines in (run.lines, reference.lines)
     )
     differences = {
         int(step or 0): _difference(loss, theirs[step])

@@ -79,7 +79,8 @@ def predict(
     measured_ms, base_ms = _all_parts_ms(step), _all_parts_ms(base)
     if not (measured_ms and base_ms and fit and num_bytes and cap_mb):
         return None
-    samples, base_samples = (int(one.run.config["batch.global_size"]) for one in (step, base))
+    samples = int(run.config["batch.global_size"])
+    base_samples = int(base.run.config["batch.global_size"])
     growth = (samples / run.world_size) / (base_samples / base.run.world_size)
     parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
     parts_ms |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}

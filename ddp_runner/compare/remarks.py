@@ -36,9 +36,10 @@ def warnings_about(
     """Yield why the rows may not be comparable, and which of their speeds are doubtful."""
     runs = [run for row in rows for run in row.runs]
     versions = [run.record.get("versions") for run in runs]
+    torch_versions = [known.get("torch") if isinstance(known, dict) else None for known in versions]
     origins = {
         "hosts": [run.record.get("host") for run in runs],
-        "torch versions": [one.get("torch") if isinstance(one, dict) else None for one in versions],
+        "torch versions": torch_versions,
         "git revisions": [run.record.get("git_revision") for run in runs],
     }
     for name, values in origins.items():

@@ -40,9 +40,8 @@ class Run:
     def sessions(self) -> list[Mapping[str, Any]]:
         """One entry for the start and one for each resume; empty for earlier versions."""
         sessions = self.record.get("sessions")
-        return (
-            [one for one in sessions if isinstance(one, dict)] if isinstance(sessions, list) else []
-        )
+        listed = sessions if isinstance(sessions, list) else []
+        return [session for session in listed if isinstance(session, dict)]
 
     @property
     def busy_share(self) -> float | None:

@@ -69,15 +69,15 @@ def scalings(
                 modes = one_device.setdefault(group_of(setting, "parallelism."), {})
                 modes.setdefault(group_of(setting), []).append(speed)
 
-    found: list[Scaling | None] = [None] * len(settings)
+    results: list[Scaling | None] = [None] * len(settings)
     for group in groups.values():
         modes = one_device.get(group_of(group[0].setting, "parallelism."), {})
         base, name = _baseline(group, modes.values())
         if any(speed.num_devices != base[0].num_devices for speed in group):
             for speed in (*group, *base):
                 scaling = _scaling(speed, base, name, int(speed.setting[batch_key]))
-                found[speed.index] = found[speed.index] or scaling
-    return found
+                results[speed.index] = results[speed.index] or scaling
+    return results
 
 
 def _baseline(

@@ -97,10 +97,11 @@ def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[st
     assert float(ddp["samples_per_s"]) == 300.5
     assert float(single["samples_per_s_sd"]) == pytest.approx(0.5**0.5)
     assert (ddp["strong_against"], ddp["world_size"]) == ("single, 1 rank", "2")
-    found = json.loads(printed(capsys, outputs, "--format", "json"))
-    assert found["rows"][0]["samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
-    assert found["rows"][0]["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
-    assert found["skipped"] == [
+    comparison = json.loads(printed(capsys, outputs, "--format", "json"))
+    row = comparison["rows"][0]
+    assert row["samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
+    assert row["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
+    assert comparison["skipped"] == [
         {"folder": str(outputs / "lost"), "sentence": "failed: it fell | over"}
     ]
 
@@ -149,8 +150,8 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     lines = lines_of([1.0, 4000.0], **PARTS, **SHARE)
     write_run(outputs / "parts", config={"optimizer.lr": 0.5}, lines=lines)
     comparison = compare(read_runs([outputs]))
-    found = figures(comparison)
-    scaling, parts = found["scaling"], found["step_parts"]
+    plots = figures(comparison)
+    scaling, parts = plots["scaling"], plots["step_parts"]
     assert not isinstance(scaling, str)
     assert not isinstance(parts, str)
     ideal, ddp, *_ = scaling.axes[0].get_lines()
@@ -158,7 +159,8 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert " ".join(str(ddp.get_label()).split()) == "ddp, optimizer.lr 0.1: 1.50x (75%)"
     assert list(ddp.get_xdata()) == [1, 2]
     assert list(ddp.get_ydata()) == pytest.approx([1, 300.5 / 200.5])
-    (error,) = [one for one in scaling.axes[0].containers if isinstance(one, ErrorbarContainer)]
+    containers = scaling.axes[0].containers
+    (error,) = [bars for bars in containers if isinstance(bars, ErrorbarContainer)]
     (bar_lines,) = error.lines[2]
     ((_, low), (_, high)) = bar_lines.get_segments()[-1]
     assert (high - low) / 2 == pytest.approx(0.5**0.5 / 200.5)  # of two seeds
@@ -196,10 +198,10 @@ def test_a_doubtful_speed_is_marked_wherever_it_is_shown(
     assert "ddp, 2 ranks, optimizer.lr 0.5, superlinear" in points
     plot = figures(compare(read_runs([outputs])))["scaling"]
     assert not isinstance(plot, str)
-    labels = " ".join(" ".join(one.get_text() for one in plot.findobj(Text)).split())
+    labels = " ".join(" ".join(text.get_text() for text in plot.findobj(Text)).split())
     assert "ddp, optimizer.lr 0.5: 4.95x (248%), superlinear" in labels
-    hollow = [one for one in plot.axes[0].get_lines() if one.get_markerfacecolor() == "white"]
-    assert [list(one.get_xdata()) for one in hollow] == [[2]]
+    hollow = [line for line in plot.axes[0].get_lines() if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_xdata()) for line in hollow] == [[2]]
 
 
 @pytest.mark.parametrize(
@@ -255,17 +257,19 @@ def test_a_sweep_and_its_comparison_by_the_real_commands(tmp_path: Path) -> None
     assert sweep.exit_code == 0, sweep.stderr
     end = run_command("outputs", "--format", "json", folder=tmp_path, program=COMPARE)
     assert (end.exit_code, end.stderr) == (0, "")
-    found = json.loads(end.stdout)
-    one, two = found["rows"]
+    comparison = json.loads(end.stdout)
+    one, two = comparison["rows"]
     assert [row["samples_per_s"]["count"] for row in (one, two)] == [2, 2]
     expected = two["samples_per_s"]["mean"] / one["samples_per_s"]["mean"]
     assert two["strong"]["speedup"] == pytest.approx(expected)
     assert [len(row["parity"]) for row in (one, two)] == [0, 2]
     assert [parity["first_break"] for parity in two["parity"]] == [None, None]
-    assert found["skipped"] == found["notes"] == []
+    assert comparison["skipped"] == comparison["notes"] == []
     # Only this machine may cause warnings, if it is busy.
-    assert not [sentence for sentence in found["warnings"] if "lack keys" in sentence]
-    assert not [sentence for sentence in found["warnings"] if sentence.startswith("the runs used")]
+    assert not [sentence for sentence in comparison["warnings"] if "lack keys" in sentence]
+    assert not [
+        sentence for sentence in comparison["warnings"] if sentence.startswith("the runs used")
+    ]
 
 
 def test_the_scripts_of_the_package_exist() -> None:

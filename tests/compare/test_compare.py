@@ -74,7 +74,7 @@ def test_strong_and_weak_scaling_share_the_run_with_one_rank(tmp_path: Path) -> 
     write_scaling(tmp_path / "weak", {2: 380.0}, batches=WEAK)
     comparison = compared(tmp_path)
     assert comparison.keys == ("parallelism.name", "world_size", "batch.global_size")
-    two_ranks = {one.setting["batch.global_size"]: one for one in comparison.rows[1:]}
+    two_ranks = {row.setting["batch.global_size"]: row for row in comparison.rows[1:]}
     assert two_ranks[64].strong is not None
     assert two_ranks[128].weak is not None
     assert (two_ranks[64].weak, two_ranks[128].strong) == (None, None)
@@ -148,8 +148,10 @@ def test_the_baseline_is_the_mean_of_all_on_the_fewest_devices(tmp_path: Path) -
     modes = (("ddp_mp", 1, 2, 100.0), ("ddp_mp", 2, 2, 300.0), ("ddp_mp", 4, 4, 400.0))
     write_modes(tmp_path, *modes)
     scalings = [at(compared(tmp_path), world_size).strong for world_size in (1, 2, 4)]
-    assert [one and one.speedup for one in scalings] == pytest.approx([0.5, 1.5, 2.0])
-    assert [one and one.efficiency for one in scalings] == pytest.approx([0.5, 1.5, 1.0])
+    assert [scaling and scaling.speedup for scaling in scalings] == pytest.approx([0.5, 1.5, 2.0])
+    assert [scaling and scaling.efficiency for scaling in scalings] == pytest.approx(
+        [0.5, 1.5, 1.0]
+    )
 
 
 def test_runs_on_one_and_on_four_gpus_are_different_settings(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_parallel_jobs_have_no_speedup_unless_asked_for(tmp_path: Path, field: s
     write_scaling(tmp_path, {4: 500.0}, batches=STRONG)
     assert [row.strong for row in compared(tmp_path).rows] == [None, None, None]
     scalings = [row.strong for row in compared(tmp_path, include_parallel_jobs=True).rows]
-    assert [one and one.speedup for one in scalings] == pytest.approx([1.0, 1.5, 2.5])
+    assert [scaling and scaling.speedup for scaling in scalings] == pytest.approx([1.0, 1.5, 2.5])
 
 
 def test_seeds_are_one_row_with_mean_and_standard_deviation(tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_seeds_are_one_row_with_mean_and_standard_deviation(tmp_path: Path) -> N
     assert accuracy.sd == pytest.approx(math.sqrt((0.03**2 + 0.01**2 + 0.04**2) / 2))
     assert (accuracy.count, speed) == (3, Stat(110.0, pytest.approx(10.0), 3))
     each = compared(tmp_path, each=True)
-    assert [one.setting["seed"] for one in each.rows] == [0, 1, 2]
+    assert [row.setting["seed"] for row in each.rows] == [0, 1, 2]
     assert each.rows[2].metrics["eval/accuracy"] == Stat(0.97, None, 1)
 
 

@@ -75,8 +75,8 @@ def test_strong_and_weak_scaling_have_different_charts(
         folder = tmp_path / "outputs" / f"{world_size}-{per_rank}"
         write_run(folder, config=keys, lines=lines_of([1.0, 100.0 * world_size]))
     board = compared(tmp_path / "outputs", capsys)
-    found = [set(events_of(next((board / kind).iterdir())).Tags()["scalars"]) for kind in KINDS]
-    assert found == [STRONG, WEAK]
+    tags = [set(events_of(next((board / kind).iterdir())).Tags()["scalars"]) for kind in KINDS]
+    assert tags == [STRONG, WEAK]
 
 
 def test_table_and_plots_equal_the_files(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,5 +123,5 @@ def test_names_that_are_too_long_for_a_folder_stay_different(tmp_path: Path) -> 
             folder = tmp_path / "outputs" / f"{world_size}-{name}"
             write_run(folder, config=keys, lines=lines_of([1.0, 100.0]))
     write_board(compare(read_runs([tmp_path / "outputs"])), tmp_path / "board", pictures=[])
-    curves = [events_of(path) for path in (tmp_path / "board" / "strong").iterdir()]
-    assert [len(one.Scalars("scaling, strong/speedup")) for one in curves] == [1, 1, 1, 1]
+    runs = [events_of(path) for path in (tmp_path / "board" / "strong").iterdir()]
+    assert [len(run.Scalars("scaling, strong/speedup")) for run in runs] == [1, 1, 1, 1]

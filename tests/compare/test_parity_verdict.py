@@ -78,14 +78,14 @@ def test_a_difference_is_judged_by_its_start_and_its_growth(
     tmp_path: Path, difference: Callable[[int], float], words: str, every: int
 ) -> None:
     """It stays small, grows slowly, or appears at once, as with another order in epoch 2."""
-    found = verdict(tmp_path, changed(difference), every=every)
+    parity = verdict(tmp_path, changed(difference), every=every)
     expected = words
     if "{" in words:
         before, _, number = words.strip("}").partition("{")
         first_line = -(-int(number) // every) * every
         expected = f"{before}{first_line}"
-        assert found.first_break == first_line
-    assert found.verdict == expected
+        assert parity.first_break == first_line
+    assert parity.verdict == expected
 
 
 @pytest.mark.parametrize("every", [1, 5, 10])
@@ -101,23 +101,23 @@ def test_a_difference_from_the_first_step_on_is_a_break(
     tmp_path: Path, difference: Callable[[int], float], every: int
 ) -> None:
     """Even if the difference is small at first."""
-    found = verdict(tmp_path, changed(difference), every=every)
-    assert found.first_break in (every, 2)
-    if found.first_break == every:
-        assert found.verdict == f"differs from the first line on (step {every})"
+    parity = verdict(tmp_path, changed(difference), every=every)
+    assert parity.first_break in (every, 2)
+    if parity.first_break == every:
+        assert parity.verdict == f"differs from the first line on (step {every})"
 
 
 def test_lines_that_are_far_apart_count_as_ten_steps(tmp_path: Path) -> None:
     """Otherwise any difference could have grown from one line to the next."""
-    found = verdict(tmp_path, changed(lambda _: 0.02), every=30)
-    assert found.verdict == "differs from the first line on (step 30)"
+    parity = verdict(tmp_path, changed(lambda _: 0.02), every=30)
+    assert parity.verdict == "differs from the first line on (step 30)"
 
 
 def test_thousands_of_steps_do_not_overflow(tmp_path: Path) -> None:
     """The bound of the growth stays within the range of a float."""
     losses = [1.0 - (1e-5 if step < 2000 else 0.011) for step in range(1, 3001)]
-    found = verdict(tmp_path, losses, theirs=[1.0] * 3000, every=1000)
-    assert found.verdict == "ok, rounding grows to 1.1%"
+    parity = verdict(tmp_path, losses, theirs=[1.0] * 3000, every=1000)
+    assert parity.verdict == "ok, rounding grows to 1.1%"
 
 
 def test_half_precisions_may_differ_more(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_a_difference_is_relative_to_the_larger_loss(
     tmp_path: Path, ours: float, theirs: float
 ) -> None:
     """Whichever run is the reference."""
-    found = verdict(tmp_path, [ours, 0.0], theirs=[theirs, 0.0])
-    assert found.largest == (1.0 if ours == 0 else 0.5)
-    assert found.num_steps == 2
+    parity = verdict(tmp_path, [ours, 0.0], theirs=[theirs, 0.0])
+    assert parity.largest == (1.0 if ours == 0 else 0.5)
+    assert parity.num_steps == 2
 
 
 def test_the_reference_is_the_simplest_mode_on_the_fewest_ranks(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_the_reference_is_the_simplest_mode_on_the_fewest_ranks(tmp_path: Path) 
     two = {"world_size": 2, "batch.per_rank": 32}
     for name, config in {"ddp": {}, "single": SINGLE, "ddp_2": two}.items():
         write_run(tmp_path / name, config=config, lines=lines_of([1.0] * 3))
-    found = compare(read_runs([tmp_path])).parity
-    assert {one.run.folder.name for one in found} == {"ddp", "ddp_2"}
-    assert {one.reference.folder.name for one in found} == {"single"}
+    parities = compare(read_runs([tmp_path])).parity
+    assert {parity.run.folder.name for parity in parities} == {"ddp", "ddp_2"}
+    assert {parity.reference.folder.name for parity in parities} == {"single"}
 
 
 def test_verdicts_are_in_the_table_and_in_json(
@@ -211,20 +211,20 @@ def real_losses(
     inputs = torch.randn(8, 32, 20, generator=draws)  # (batches, samples, features)
     targets = torch.randint(10, (8, 32), generator=draws)
     shapes = ((20, 64), *[(64, 64)] * 4, (64, 10))
-    weights = [1.4 * torch.randn(one, generator=draws) / one[0] ** 0.5 for one in shapes]
-    noise = [torch.randn(one.shape, generator=draws) for one in weights]
-    weights = [one * (1 + perturbation * own) for one, own in zip(weights, noise, strict=True)]
+    weights = [1.4 * torch.randn(shape, generator=draws) / shape[0] ** 0.5 for shape in shapes]
+    noise = [torch.randn(shape, generator=draws) for shape in shapes]
+    weights = [(1 + perturbation * by) * weight for weight, by in zip(weights, noise, strict=True)]
     losses = []
     for step in range(1, 101):
         batch = (3 * step + 1 if step >= other_order_from else step) % 8
-        weights = [one.requires_grad_() for one in weights]
+        weights = [weight.requires_grad_() for weight in weights]
         hidden = inputs[batch]
-        for one in weights[:-1]:
-            hidden = torch.nn.functional.gelu(hidden @ one)
+        for weight in weights[:-1]:
+            hidden = torch.nn.functional.gelu(hidden @ weight)
         loss = torch.nn.functional.cross_entropy(hidden @ weights[-1], targets[batch])
         gradients = torch.autograd.grad(loss, weights)
         pairs = zip(weights, gradients, strict=True)
-        weights = [one.detach() - rate * scale * gradient for one, gradient in pairs]
+        weights = [weight.detach() - rate * scale * gradient for weight, gradient in pairs]
         losses.append(loss.item())
     return losses
 
@@ -236,10 +236,10 @@ def test_rounding_of_a_real_training_is_no_break(
 ) -> None:
     """Weights that differ by one part in ten million lead to losses that differ by percents."""
     ours, theirs = real_losses(perturbation=perturbation), real_losses()
-    found = verdict(tmp_path, ours, theirs=theirs, every=every)
-    assert found.largest > 0.002, "the training is too stable to show anything"
-    assert found.first_break is None
-    assert found.verdict.startswith("ok, rounding grows to ")
+    parity = verdict(tmp_path, ours, theirs=theirs, every=every)
+    assert parity.largest > 0.002, "the training is too stable to show anything"
+    assert parity.first_break is None
+    assert parity.verdict.startswith("ok, rounding grows to ")
 
 
 @pytest.mark.parametrize("every", [1, 5, 10])
@@ -257,5 +257,5 @@ def test_a_fault_of_a_real_training_is_a_break_where_it_begins(
     tmp_path: Path, fault: dict[str, Any], first_step: int, every: int
 ) -> None:
     """Other weights, a sum instead of a mean, a rate 1% too large, another order."""
-    found = verdict(tmp_path, real_losses(**fault), theirs=real_losses(), every=every)
-    assert found.first_break == -(-first_step // every) * every
+    parity = verdict(tmp_path, real_losses(**fault), theirs=real_losses(), every=every)
+    assert parity.first_break == -(-first_step // every) * every

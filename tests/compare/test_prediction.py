@@ -91,9 +91,9 @@ def test_a_step_is_predicted_from_its_parts_and_the_all_reduce(tmp_path: Path) -
     assert [row.world_size for row in comparison.rows] == [1, 2]  # the benchmark has no row
     (base, row) = comparison.rows
     assert base.predicted == {}
-    one = row.predicted["strong"]
+    prediction = row.predicted["strong"]
     exchange_ms = 0.1 + 4 * 2**20 / 2e6  # one bucket of 4 MiB: one latency
-    assert one.parts_ms == pytest.approx(
+    assert prediction.parts_ms == pytest.approx(
         {
             "data": 0.5,
             "forward": 2.0,
@@ -104,9 +104,9 @@ def test_a_step_is_predicted_from_its_parts_and_the_all_reduce(tmp_path: Path) -
             "wait": 0.0,
         }
     )
-    assert one.samples_per_s == pytest.approx(64_000 / (9.5 + exchange_ms))
-    assert one.speedup == pytest.approx(16 / (9.5 + exchange_ms))
-    assert sum(one.measured_ms.values()) == pytest.approx(64_000 / 4571)
+    assert prediction.samples_per_s == pytest.approx(64_000 / (9.5 + exchange_ms))
+    assert prediction.speedup == pytest.approx(16 / (9.5 + exchange_ms))
+    assert sum(prediction.measured_ms.values()) == pytest.approx(64_000 / 4571)
     text = as_text(comparison)
     assert "2 ranks (strong): 14.00 ms, predicted 11.70; wait +1, comm +0.803, data +0.5" in text
     assert "gloo, 2 ranks: 100 us + bytes / 2.00 GB/s, from 4 sizes, median error 0%" in text

@@ -156,7 +156,7 @@ def _scaling(kind: str, *, has_several_bases: bool) -> Iterator[Column]:
 
 def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:
     """Return the worst verdict of a row's runs; None if they have none."""
-    breaks = [parity for parity in row.parity if parity.first_break is not None]
+    breaks = [parity for parity in row.parity if parity.is_broken]
     if breaks:
         return min(breaks, key=lambda parity: parity.first_break or 0).verdict
     if row.parity:

@@ -150,7 +150,7 @@ def _sections(
         for fit in comparison.all_reduces
     ]:
         yield "time of an all-reduce, fitted to task=collectives", lines
-    if breaks := [_broken(one) for one in comparison.parity if one.first_break is not None]:
+    if breaks := [_broken(parity) for parity in comparison.parity if parity.is_broken]:
         title = f"loss parity broken, {counted(len(breaks), 'run')}"
         yield title, [*_shortened(breaks), *PARITY_HINTS]
     yield from remark_sections(comparison)
@@ -210,5 +210,5 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 
 def _json_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, Run):
-        return json_safe({one.name: getattr(value, one.name) for one in fields(value)})
+        return json_safe({field.name: getattr(value, field.name) for field in fields(value)})
     return str(value.folder if isinstance(value, Run) else value)  # a path, or a date from YAML
