@@ -11,18 +11,10 @@ from typing import Any
 from ddp_runner.compare.parity import Parity, parities
 from ddp_runner.compare.prediction import AllReduceFit, Prediction, fit_all_reduces, predict
 from ddp_runner.compare.remarks import RunNote, notes_on, warnings_about
-from ddp_runner.compare.rows import Best, ComparisonRow, best_of, build_row
+from ddp_runner.compare.rows import Best, ComparisonRow, best_of, build_rows
 from ddp_runner.compare.run import Run
-from ddp_runner.compare.scaling import scalings
-from ddp_runner.compare.settings import (
-    BATCH_SIZES,
-    Setting,
-    identity,
-    same_keys,
-    setting_of,
-    varied_keys,
-)
-from ddp_runner.compare.stats import SAMPLES_PER_S, Target, result_of, stat, steady_median
+from ddp_runner.compare.settings import Setting, identity, same_keys, setting_of, varied_keys
+from ddp_runner.compare.stats import Target, result_of
 from ddp_runner.errors import UserError
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
@@ -61,7 +53,7 @@ def compare(
         runs: The result of ``read_runs``.
         target: Add the time until it was reached.
         best: Name the best run by this metric.
-        mode: max or min for `best`; None to derive it from the name of the metric.
+        mode: max or min is best; None to derive it from the name of the metric.
         tolerance: Relative difference of losses that still counts as parity.
         each: Make a row for each run instead of one for all seeds of a setting.
         include_parallel_jobs: Count runs that shared the machine with parallel jobs for speedups.
@@ -69,25 +61,20 @@ def compare(
     Raises:
         UserError: No run has the metric of `target` or of `best`.
     """
-    usable, benchmarks = _usable(runs, target=target, best=best)
+    usable, fits = _select(runs, target=target, best=best)
     settings = {run.folder: setting_of(run) for run in usable}
     keys = varied_keys([*settings.values()]) + (("seed",) if each else ())
     parity = parities(usable, settings=settings, tolerance=tolerance)
-    fits = fit_all_reduces(benchmarks)
-    groups: dict[str, list[Run]] = {}
-    for run in usable:
-        name = str(run.folder) if each else identity(settings[run.folder])
-        groups.setdefault(name, []).append(run)
-    rows = _rows(
-        [*groups.values()],
-        settings=settings,
+    rows = build_rows(
+        _grouped(usable, settings, each=each),
+        settings,
         keys=keys,
-        parity=parity,
         target=target,
+        parity=parity,
         include_parallel_jobs=include_parallel_jobs,
     )
-    rows = [replace(row, predicted=_predictions(row, rows, fits)) for row in rows]
-    rows.sort(key=lambda row: [_sort_key(value) for value in row.setting.values()])
+    predicted = [replace(row, predicted=_predictions(row, rows, fits)) for row in rows]
+    rows = sorted(predicted, key=lambda row: [_order(value) for value in row.setting.values()])
     return Comparison(
         keys=keys,
         same=same_keys([*settings.values()]),
@@ -103,12 +90,12 @@ def compare(
     )
 
 
-def _usable(
+def _select(
     runs: Sequence[Run], *, target: Target | None, best: str | None
-) -> tuple[list[Run], list[Run]]:
-    """Return the runs that can be rows, and the collectives benchmarks among all runs.
+) -> tuple[list[Run], dict[tuple[str, int], AllReduceFit]]:
+    """Return the runs for the rows, and what the collectives benchmarks measured.
 
-    Beside training runs, the benchmarks are no rows and only serve predictions.
+    Beside training runs, benchmarks only serve predictions and have no rows.
     """
     usable = [run for run in runs if run.reason is None]
     benchmarks = [run for run in usable if "collectives" in run.record]
@@ -120,7 +107,7 @@ def _usable(
         names = _logged(usable).union(*(run.final for run in usable))
         with_result = {name for run in usable for name in names if result_of(run, name) is not None}
         _validate_metric("--best", best, with_result)
-    return usable, benchmarks
+    return usable, fit_all_reduces(benchmarks)
 
 
 def _logged(runs: Sequence[Run]) -> set[str]:
@@ -134,33 +121,14 @@ def _validate_metric(option: str, metric: str, names: set[str]) -> None:
         raise UserError(f"{option} ({metric}) is a metric of no run; use one of {known}")
 
 
-def _rows(
-    groups: Sequence[Sequence[Run]],
-    *,
-    settings: Mapping[Path, Setting],
-    keys: Sequence[str],
-    parity: Sequence[Parity],
-    target: Target | None,
-    include_parallel_jobs: bool,
-) -> list[ComparisonRow]:
-    """Return a row for each group of runs with one setting, without its predictions."""
-    parity_of = {result.run.folder: result for result in parity}
-    speeds = [stat(steady_median(run, SAMPLES_PER_S) for run in group) for group in groups]
-    strong, weak = (
-        scalings(
-            [settings[group[0].folder] for group in groups],
-            speeds,
-            batch_key=key,
-            include_parallel_jobs=include_parallel_jobs,
-        )
-        for key in BATCH_SIZES
-    )
-    rows = []
-    for group, *scaling in zip(groups, strong, weak, strict=True):
-        values = {"seed": group[0].seed, **settings[group[0].folder]}
-        setting = {key: values.get(key) for key in keys}
-        rows.append(build_row(group, setting, scaling=scaling, target=target, parity=parity_of))
-    return rows
+def _grouped(
+    runs: Sequence[Run], settings: Mapping[Path, Setting], *, each: bool
+) -> list[list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        name = str(run.folder) if each else identity(settings[run.folder])
+        groups.setdefault(name, []).append(run)
+    return [*groups.values()]
 
 
 def _predictions(
@@ -179,7 +147,7 @@ def _predictions(
     return predictions
 
 
-def _sort_key(value: Any) -> tuple[int, float, str]:
+def _order(value: Any) -> tuple[int, float, str]:
     """Return a key that sorts None first, then numbers by value, then text."""
     if value is None:
         return 0, 0.0, ""

@@ -7,8 +7,8 @@ from pathlib import Path
 from ddp_runner.compare.parity import Parity
 from ddp_runner.compare.prediction import MeasuredStep, Prediction
 from ddp_runner.compare.run import Run
-from ddp_runner.compare.scaling import Scaling
-from ddp_runner.compare.settings import Setting
+from ddp_runner.compare.scaling import Scaling, scalings
+from ddp_runner.compare.settings import BATCH_SIZES, Setting
 from ddp_runner.compare.stats import (
     COMM_SHARE,
     SAMPLES_PER_S,
@@ -18,7 +18,7 @@ from ddp_runner.compare.stats import (
     peak_memory_gib,
     result_of,
     stat,
-    steady_median,
+    steady_stat,
     step_parts_ms,
 )
 from ddp_runner.metric_names import is_lower_better
@@ -74,23 +74,50 @@ class Best:
     row_stat: Stat
 
 
-def build_row(
+def build_rows(
+    groups: Sequence[Sequence[Run]],
+    settings: Mapping[Path, Setting],
+    *,
+    keys: Sequence[str],
+    target: Target | None,
+    parity: Sequence[Parity],
+    include_parallel_jobs: bool,
+) -> list[ComparisonRow]:
+    """Return a row for each group of runs, without its predictions.
+
+    Args:
+        groups: Runs that differ only in their seeds.
+        settings: The settings of all runs, by folder.
+        keys: Keys in which rows differ.
+        target: Measure the time until it was reached.
+        parity: Results of all runs that were compared with a reference.
+        include_parallel_jobs: Count runs that shared the machine with parallel jobs for speedups.
+    """
+    strong, weak = (
+        scalings(
+            [settings[runs[0].folder] for runs in groups],
+            [steady_stat(runs, SAMPLES_PER_S) for runs in groups],
+            batch_key=key,
+            include_parallel_jobs=include_parallel_jobs,
+        )
+        for key in BATCH_SIZES
+    )
+    parity_of = {result.run.folder: result for result in parity}
+    rows = []
+    for runs, *scaling in zip(groups, strong, weak, strict=True):
+        values = {"seed": runs[0].seed, **settings[runs[0].folder]}
+        setting = {key: values.get(key) for key in keys}
+        rows.append(_row(runs, setting, scaling, target, parity_of))
+    return rows
+
+
+def _row(
     runs: Sequence[Run],
     setting: Setting,
-    *,
     scaling: Sequence[Scaling | None],
     target: Target | None,
     parity: Mapping[Path, Parity],
 ) -> ComparisonRow:
-    """Return the row of one setting, without its predictions.
-
-    Args:
-        runs: Runs that differ only in their seeds.
-        setting: Values of the keys in which rows differ.
-        scaling: Strong and weak scaling.
-        target: Measure the time until it was reached.
-        parity: Results of all runs that were compared with a reference, by folder.
-    """
     finals = [run.final for run in runs]
     names = sorted(set[str]().union(*finals))
     stats = {name: stat(final.get(name) for final in finals) for name in names}
@@ -99,31 +126,25 @@ def build_row(
         world_size=runs[0].world_size,
         num_devices=runs[0].num_devices,
         runs=tuple(runs),
-        samples_per_s=stat(steady_median(run, SAMPLES_PER_S) for run in runs),
+        samples_per_s=steady_stat(runs, SAMPLES_PER_S),
         strong=scaling[0],
         weak=scaling[1],
         predicted={},
         time_to_target_s=stat(target.time_s(run) for run in runs) if target else None,
         metrics={name: value for name, value in stats.items() if value is not None},
         peak_memory_gib=stat(peak_memory_gib(run) for run in runs),
-        comm_share=stat(steady_median(run, COMM_SHARE) for run in runs),
+        comm_share=steady_stat(runs, COMM_SHARE),
         startup_s=stat(run.number("startup_s") for run in runs),
         wall_s=stat(run.number("wall_s") for run in runs),
         num_sessions=stat(len(run.sessions) or None for run in runs),
-        step_time_ms=stat(steady_median(run, STEP_TIME_MS) for run in runs),
+        step_time_ms=steady_stat(runs, STEP_TIME_MS),
         step_parts_ms=step_parts_ms(runs),
         parity=tuple(parity[run.folder] for run in runs if run.folder in parity),
     )
 
 
 def best_of(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
-    """Return the best run and the best row by a metric that at least one run has.
-
-    Args:
-        rows: The rows to choose from.
-        metric: Name of the metric.
-        mode: max or min; None to derive it from the name of the metric.
-    """
+    """Return the best run and the best row by a metric that a run has; `mode` as in ``compare``."""
     mode = mode or ("min" if is_lower_better(metric) else "max")
     sign = 1 if mode == "max" else -1
     results = [(result_of(run, metric), run) for row in rows for run in row.runs]

@@ -52,6 +52,11 @@ def steady_median(run: Run, metric: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+def steady_stat(runs: Sequence[Run], metric: str) -> Stat | None:
+    """Return mean and standard deviation of the runs' steady medians."""
+    return stat(steady_median(run, metric) for run in runs)
+
+
 def result_of(run: Run, metric: str) -> float | None:
     """Return a run's result in a metric: the peak memory, a steady median, or the last value."""
     if metric == PEAK_MEMORY_GIB:
@@ -68,8 +73,7 @@ def step_parts_ms(runs: Sequence[Run]) -> dict[str, float]:
     """Return the mean time of each part of an optimizer step that the runs have measured."""
     parts = {}
     for name in dict.fromkeys(key for run in runs for line in run.lines for key in line):
-        if name.startswith("perf/") and name.endswith("_ms") and name != STEP_TIME_MS:
-            part = stat(steady_median(run, name) for run in runs)
-            if part is not None:
-                parts[name.removeprefix("perf/").removesuffix("_ms")] = part.mean
+        is_part = name.startswith("perf/") and name.endswith("_ms") and name != STEP_TIME_MS
+        if is_part and (part := steady_stat(runs, name)):
+            parts[name.removeprefix("perf/").removesuffix("_ms")] = part.mean
     return parts
