@@ -4,12 +4,11 @@ This module only computes; ``render`` shows the result.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.compare.parity import Parity, parities
-from ddp_runner.compare.prediction import AllReduceFit, Prediction, fit_all_reduces, predict
+from ddp_runner.compare.prediction import AllReduceFit, AllReduceFits, fit_all_reduces
 from ddp_runner.compare.remarks import RunNote, notes_on, warnings_about
 from ddp_runner.compare.rows import Best, ComparisonRow, best_of, build_rows
 from ddp_runner.compare.run import Run
@@ -71,10 +70,9 @@ def compare(
         keys=keys,
         target=target,
         parity=parity,
+        fits=fits,
         include_parallel_jobs=include_parallel_jobs,
     )
-    predicted = [replace(row, predicted=_predictions(row, rows, fits)) for row in rows]
-    rows = sorted(predicted, key=lambda row: [_order(value) for value in row.setting.values()])
     return Comparison(
         keys=keys,
         same=same_keys([*settings.values()]),
@@ -92,7 +90,7 @@ def compare(
 
 def _select(
     runs: Sequence[Run], *, target: Target | None, best: str | None
-) -> tuple[list[Run], dict[tuple[str, int], AllReduceFit]]:
+) -> tuple[list[Run], AllReduceFits]:
     """Return the runs for the rows, and what the collectives benchmarks measured.
 
     Beside training runs, benchmarks only serve predictions and have no rows.
@@ -129,27 +127,3 @@ def _grouped(
         name = str(run.folder) if each else identity(settings[run.folder])
         groups.setdefault(name, []).append(run)
     return [*groups.values()]
-
-
-def _predictions(
-    row: ComparisonRow,
-    rows: Sequence[ComparisonRow],
-    fits: Mapping[tuple[str, int], AllReduceFit],
-) -> dict[str, Prediction]:
-    """Return a row's predictions from the baselines that have fewer ranks, by kind of scaling."""
-    predictions = {}
-    for kind, scaling in row.scalings.items():
-        base = rows[scaling.base_index]
-        if base.world_size < row.world_size and row.step and base.step:
-            prediction = predict(row.step, base.step, fits)
-            if prediction is not None:
-                predictions[kind] = prediction
-    return predictions
-
-
-def _order(value: Any) -> tuple[int, float, str]:
-    """Return a key that sorts None first, then numbers by value, then text."""
-    if value is None:
-        return 0, 0.0, ""
-    is_number = isinstance(value, int | float)
-    return (1, value, "") if is_number else (2, 0.0, str(value))

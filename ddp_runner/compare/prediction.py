@@ -32,6 +32,9 @@ class AllReduceFit:
         return num_messages * self.latency_us / 1e3 + num_bytes / self.gb_per_s / 1e6
 
 
+AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
+
+
 @dataclass(frozen=True)
 class MeasuredStep:
     """The mean step of a setting."""
@@ -52,8 +55,8 @@ class Prediction:
     measured_ms: Mapping[str, float]  # the same parts
 
 
-def fit_all_reduces(runs: Sequence[Run]) -> dict[tuple[str, int], AllReduceFit]:
-    """Return what ``task=collectives`` runs have measured, by backend and world size."""
+def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
+    """Return what ``task=collectives`` runs have measured."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for run in runs:
         key = (str(run.config.get("backend.name")), run.world_size)
@@ -65,9 +68,7 @@ def fit_all_reduces(runs: Sequence[Run]) -> dict[tuple[str, int], AllReduceFit]:
     return {(fit.backend, fit.world_size): fit for fit in fits if fit is not None}
 
 
-def predict(
-    step: MeasuredStep, base: MeasuredStep, fits: Mapping[tuple[str, int], AllReduceFit]
-) -> Prediction | None:
+def predict(step: MeasuredStep, base: MeasuredStep, fits: AllReduceFits) -> Prediction | None:
     """Predict the step of a setting from the baseline's; None if a measurement is missing.
 
     Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction.

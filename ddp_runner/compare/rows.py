@@ -1,11 +1,12 @@
 """A row of a comparison: what the runs of one setting measured; and the best of all rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.compare.parity import Parity
-from ddp_runner.compare.prediction import MeasuredStep, Prediction
+from ddp_runner.compare.prediction import AllReduceFits, MeasuredStep, Prediction, predict
 from ddp_runner.compare.run import Run
 from ddp_runner.compare.scaling import Scaling, scalings
 from ddp_runner.compare.settings import BATCH_SIZES, Setting
@@ -81,9 +82,10 @@ def build_rows(
     keys: Sequence[str],
     target: Target | None,
     parity: Sequence[Parity],
+    fits: AllReduceFits,
     include_parallel_jobs: bool,
 ) -> list[ComparisonRow]:
-    """Return a row for each group of runs, without its predictions.
+    """Return a row for each group of runs, ordered by their settings.
 
     Args:
         groups: Runs that differ only in their seeds.
@@ -91,6 +93,7 @@ def build_rows(
         keys: Keys in which rows differ.
         target: Measure the time until it was reached.
         parity: Results of all runs that were compared with a reference.
+        fits: All-reduces for predictions.
         include_parallel_jobs: Count runs that shared the machine with parallel jobs for speedups.
     """
     strong, weak = (
@@ -108,7 +111,8 @@ def build_rows(
         values = {"seed": runs[0].seed, **settings[runs[0].folder]}
         setting = {key: values.get(key) for key in keys}
         rows.append(_row(runs, setting, scaling, target, parity_of))
-    return rows
+    predicted = [replace(row, predicted=_predictions(row, rows, fits)) for row in rows]
+    return sorted(predicted, key=lambda row: [_order(value) for value in row.setting.values()])
 
 
 def _row(
@@ -141,6 +145,28 @@ def _row(
         step_parts_ms=step_parts_ms(runs),
         parity=tuple(parity[run.folder] for run in runs if run.folder in parity),
     )
+
+
+def _predictions(
+    row: ComparisonRow, rows: Sequence[ComparisonRow], fits: AllReduceFits
+) -> dict[str, Prediction]:
+    """Return a row's predictions from the baselines that have fewer ranks, by kind of scaling."""
+    predictions = {}
+    for kind, scaling in row.scalings.items():
+        base = rows[scaling.base_index]
+        if base.world_size < row.world_size and row.step and base.step:
+            prediction = predict(row.step, base.step, fits)
+            if prediction is not None:
+                predictions[kind] = prediction
+    return predictions
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Return a key that sorts None first, then numbers by value, then text."""
+    if value is None:
+        return 0, 0.0, ""
+    is_number = isinstance(value, int | float)
+    return (1, value, "") if is_number else (2, 0.0, str(value))
 
 
 def best_of(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
