@@ -5,6 +5,7 @@ A run that cannot be used has a reason instead of data.
 
 import json
 import os
+import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -118,7 +119,7 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> str | None:
     if status in (Status.FAILED, Status.PREEMPTED):
         sentence = error.get("sentence") if isinstance(error, dict) else None
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
-    return f"{RUN_RECORD} has an unknown format: status is {_brief(status)}"
+    return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
 
 
 def _unusable(record: Mapping[str, Any]) -> str | None:
@@ -127,7 +128,7 @@ def _unusable(record: Mapping[str, Any]) -> str | None:
     for name, kind in REQUIRED.items():
         value = record.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
-            wrong = f"{name} is {_brief(value)}, expected {kind.__name__}"
+            wrong = f"{name} is {reprlib.repr(value)}, expected {kind.__name__}"
             return f"{RUN_RECORD} has an unknown format: {wrong}"
     return None
 
@@ -175,8 +176,3 @@ def _number(value: Any) -> float | None:
     if value is None or isinstance(value, int | float):
         return value if is_finite(value) else None
     raise ValueError
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
