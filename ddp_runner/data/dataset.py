@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class Dataset:
     mean: float | Sequence[float] = 0.0  # of the pixels, scaled to 0..1; or of each channel
     std: float | Sequence[float] = 1.0
     augmentation: Augmentation | None = None
-    padding: int | None = None  # sequences end with this token; a batch is cut to its longest
+    padding_id: int | None = None  # fills up short sequences; a batch is cut to its longest
+    vocab_size: int | None = None  # of a tokenizer that came with a model: all ids are below it
     group_by_length: bool = False  # batches of sequences of similar length
     files: Mapping[str, bytes] = field(default_factory=dict)  # a vocabulary: kept with the run
     notes: tuple[str, ...] = ()  # what a user should know of the data; said at start
@@ -67,8 +68,8 @@ class Dataset:
             device: where the model wants them.
             randoms: for the augmentation, (batch, num_randoms); None: none, as in evaluation.
         """
-        if self.padding is not None:
-            is_token = inputs.ne(self.padding).any(dim=0)
+        if self.padding_id is not None:
+            is_token = inputs.ne(self.padding_id).any(dim=0)
             inputs = inputs[:, : int(is_token.nonzero().max()) + 1 if is_token.any() else 1]
         inputs = self.normalize(inputs.to(device, non_blocking=True))
         if self.augmentation is None or randoms is None:
@@ -77,8 +78,14 @@ class Dataset:
 
     def lengths(self) -> Tensor:
         """The number of tokens of each training sample, int64 (num_samples,)."""
-        assert self.padding is not None
-        return self.train.inputs.ne(self.padding).sum(dim=1)
+        assert self.padding_id is not None
+        return self.train.inputs.ne(self.padding_id).sum(dim=1)
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """Return what a model's constructor may take by these names: facts of the data itself."""
+        facts = {"padding_id": self.padding_id, "vocab_size": self.vocab_size}
+        return {name: value for name, value in facts.items() if value is not None}
 
     @property
     def num_randoms(self) -> int:

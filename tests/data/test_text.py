@@ -4,21 +4,25 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import resolved
 from ranks import run_ranks
 from texts import BAD, GOOD, csv_text, load, refused, write_reviews
 
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.tokenizer import SPECIAL_TOKENS, build_tokenizer, encode, load_tokenizer
-from ddp_runner.data.tokenizer_files import token_ids
+from ddp_runner.data.tokenizer_files import padding_id, token_ids
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.bert import Bert
 from ddp_runner.tracking.run_logger import keep_files
+from ddp_runner.train.build import model_factory
 
 CORPUS = ["The hotel is good", "the room is BAD, bad", "酒店很好", "好好好"] * 3
 SMALL = {"num_classes": 2, "vocab_size": 50, "max_length": 32, "width": 16, "feedforward": 32}
@@ -92,12 +96,13 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     words = ["[UNK]", "[CLS]", "[SEP]", GOOD, BAD, "[PAD]", "x"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     old = load(path, tokenizer=str(tmp_path))
-    assert old.padding == 5
+    assert (old.padding_id, old.vocab_size) == (5, 7)
     assert {int(one) for one in old.train.inputs.unique()} == {0, 1, 2, 3, 4, 5}
     new = load(path, tokenizer=str(kept(old, tmp_path / "run")))
     assert torch.equal(new.train.inputs, old.train.inputs)
-    model = Bert(**SMALL, tokenizer=str(tmp_path))
-    assert (model.padding, model.network.get_input_embeddings().num_embeddings) == (5, 7)
+    config, _ = resolved("model=bert")
+    model: Any = model_factory(config, old)()
+    assert (model.padding_id, model.network.get_input_embeddings().num_embeddings) == (5, 7)
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
     for use in (token_ids, load_tokenizer):
         with pytest.raises(UserError, match="is not a tokenizer's"):
@@ -180,14 +185,14 @@ def test_without_the_extra_one_line_says_how_to_install_it(
     for name in ("transformers", "tokenizers"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r'model=bert: .*pip install "ddp-runner\[text\]"'):
-        Bert(**SMALL)
+        validate_files(resolved("model=bert")[0])
     assert 'write pip install "ddp-runner[text]"' in refused(write_reviews(tmp_path / "x.csv"))
 
 
 def test_a_damaged_vocabulary_says_so(tmp_path: Path) -> None:
-    """A tokenizer without a token to pad with cannot serve."""
+    """A tokenizer needs a token to pad with."""
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []})
     )
     with pytest.raises(UserError, match=r"has no \[PAD\] or <pad>"):
-        Bert(**SMALL, tokenizer=str(tmp_path))
+        padding_id(token_ids(tmp_path), tmp_path)

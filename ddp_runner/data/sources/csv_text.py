@@ -145,13 +145,17 @@ class CsvText:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Sequences of token ids, and the tokenizer that made them."""
+        vocab_size = None
+        if self.tokenizer is not None:
+            vocab_size = max(token_ids(Path(self.tokenizer)).values()) + 1
         num_dropped = int(tensors["num_dropped"])
         note = f"{self.path}: {num_dropped:,} rows without {self.text} or {self.label} are left out"
         return Dataset(
             self.name,
             *splits(tensors),
             num_classes=self.num_classes,
-            padding=int(tensors["padding"]),
+            padding_id=int(tensors["padding"]),
+            vocab_size=vocab_size,
             group_by_length=self.group_by_length,
             files={
                 key.removeprefix(FILE_KEY): value.numpy().tobytes()
