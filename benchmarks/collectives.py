@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_runner.collectives.messages import prepare
 from ddp_runner.collectives.operations import Variant
-from ddp_runner.collectives.timing import check, summary, time_calls
+from ddp_runner.collectives.timing import summarize, time_calls, verify_result
 from ddp_runner.distributed import gather_objects
 
 
@@ -72,15 +72,15 @@ class Runner:
         self._variant, self._device = Variant("all_reduce", "float32", "sum"), device
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._call = prepare(self._variant, num_bytes=num_bytes, device=device, backend=backend)
-        check(self._variant, self._call, device=device)
+        verify_result(self._variant, self._call, device=device)
 
     def __call__(self, steps: int) -> float:
         """Return the bus bandwidth in GB/s. Collective: every rank must call."""
         seconds = time_calls(self._call, warmup_steps=0, steps=steps, device=self._device)
         assert seconds is not None
-        row = summary(self._variant, self._call.num_bytes, gather_objects(seconds))
-        assert row.busbw_gb_per_s is not None
-        return row.busbw_gb_per_s
+        measured = summarize(self._variant, self._call.num_bytes, gather_objects(seconds))
+        assert measured.busbw_gb_per_s is not None
+        return measured.busbw_gb_per_s
 
 
 class ByHand:
