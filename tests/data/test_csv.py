@@ -58,8 +58,8 @@ def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path
     ("keys", "sentence"),
     [
         ({"path": "nowhere.csv"}, "cannot be read (No such file"),
-        ({"encoding": "utf-99"}, "dataset.encoding (utf-99) is no text encoding"),
-        ({"encoding": "base64"}, "dataset.encoding (base64) is no text encoding"),
+        ({"encoding": "utf-99"}, "dataset.encoding (utf-99) is not a text encoding"),
+        ({"encoding": "base64"}, "dataset.encoding (base64) is not a text encoding"),
         ({"delimiter": "::"}, "dataset.delimiter ('::') must be one character"),
         ({"vocabulary": "words"}, "must be one of wordpiece, characters"),
         ({"vocab_size": 4}, "dataset.vocab_size (4) must be at least 5"),

@@ -105,7 +105,7 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     assert (model.padding_id, model.network.get_input_embeddings().num_embeddings) == (5, 7)
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
     for use in (token_ids, load_tokenizer):
-        with pytest.raises(UserError, match="is not a tokenizer's"):
+        with pytest.raises(UserError, match="is not a tokenizer file"):
             use(tmp_path / "run" / "tokenizer")
 
 

@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn: real data without a download."""
+"""Handwritten digits from scikit-learn: real data without a download."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, requir
 from ddp_runner.errors import UserError
 
 TRAIN_SAMPLES = 1437  # of 1797: four fifths
-IMAGE_SIZE = 28  # pixels, as MNIST
+IMAGE_SIZE = 28  # pixels, as in MNIST
 SPLIT_SEED = 0
 
 
@@ -28,7 +28,7 @@ class Digits:
     augmentation: Augmentation | None = None
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The constants of this file, and the fields that count."""
+        """Return the constants of this module and the fields that count."""
         return {
             "train_samples": TRAIN_SAMPLES,
             "size": IMAGE_SIZE,
@@ -38,10 +38,10 @@ class Digits:
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Scale and split the scans, uint8 ``(n, channels, 28, 28)``; always into the same split.
+        """Scale and split the scans into uint8 ``(n, channels, 28, 28)``; the split is fixed.
 
         Raises:
-            UserError: there shall be less than one channel, or fewer classes than digits.
+            UserError: channels is below 1, or num_classes below 10.
         """
         require_positive(self, "channels")
         if self.num_classes < 10:
@@ -64,5 +64,5 @@ class Digits:
         }
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Images to be normalised."""
+        """Return the dataset of the images."""
         return image_dataset(self, tensors)

@@ -1,4 +1,4 @@
-"""Images of any shape that a model can learn, for tests and speed measurements."""
+"""Made-up images of any shape that a model can learn, for tests and speed measurements."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class FakeImages:
     std: ClassVar[float] = math.sqrt(2 * (128**2 - 1) / 12) / 255
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The fields that the images depend on."""
+        """Return the fields that the images depend on."""
         return {key: value for key, value in asdict(self).items() if key != "augmentation"}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
@@ -56,5 +56,5 @@ class FakeImages:
         return tensors
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Images to be normalised."""
+        """Return the dataset of the images."""
         return image_dataset(self, tensors)
