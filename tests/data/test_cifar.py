@@ -54,12 +54,12 @@ def original_batch(images: Tensor, labels: list[int]) -> bytes:
 
     data = images.numpy().tobytes()
     array = (
-        *(b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85", text(b"b"), b"\x87R"),
-        *(b"(K\1M", struct.pack("<H", len(images)), b"M", struct.pack("<H", PIXELS), b"\x86"),
-        *(b"cnumpy\ndtype\n", text(b"u1"), b"K\0K\1\x87R(K\3", text(b"|")),
-        *(b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89T", struct.pack("<I", len(data)), data),
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85", text(b"b"), b"\x87R",
+        b"(K\1M", struct.pack("<H", len(images)), b"M", struct.pack("<H", PIXELS), b"\x86",
+        b"cnumpy\ndtype\n", text(b"u1"), b"K\0K\1\x87R(K\3", text(b"|"),
+        b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89T", struct.pack("<I", len(data)), data,
         b"tb",
-    )
+    )  # fmt: skip
     numbers = b"".join(b"K" + bytes([label]) for label in labels)
     keys = (b"\x80\2}(", text(b"labels"), b"](", numbers, b"e", text(b"data"), *array)
     return b"".join((*keys, text(b"batch_label"), text(b"testing batch"), b"u."))

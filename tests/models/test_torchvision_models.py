@@ -81,7 +81,7 @@ def test_small_images_stay_larger(architecture: str, body: str, sides: list[int]
     ("keys", "sentence"),
     [
         ({"architecture": "resnet19"}, "did you mean resnet18 or"),
-        ({"architecture": "fasterrcnn_resnet50_fpn"}, "is none of torchvision's"),
+        ({"architecture": "fasterrcnn_resnet50_fpn"}, "is not one of torchvision's"),
         ({"architecture": "googlenet"}, "architecture googlenet has auxiliary outputs in training"),
         ({"architecture": "vit_b_32", "small_images": True}, "architecture vit_b_32 cuts an image"),
         ({"options": {"colour": 1}}, "unexpected keyword argument 'colour'"),
