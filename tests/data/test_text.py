@@ -30,7 +30,7 @@ KEPT = "tokenizer/tokenizer.json"
 
 
 def test_the_split_is_fixed_and_each_row_is_in_one_part(tmp_path: Path) -> None:
-    """90 to 10; only split_seed changes it; the texts survive the way through their ids."""
+    """It is 90 to 10, only split_seed changes it, and decoding the ids gives the texts."""
     path = write_reviews(tmp_path / "x.csv", num_rows=200)
     dataset = load(path)
     assert (len(dataset.train), len(dataset.eval)) == (180, 20)
@@ -46,13 +46,13 @@ def test_the_split_is_fixed_and_each_row_is_in_one_part(tmp_path: Path) -> None:
 
 
 def kept(dataset: Dataset, run_dir: Path) -> Path:
-    """The folder of the tokenizer that a run keeps."""
+    """Return the tokenizer's folder that a run keeps."""
     keep_files(run_dir, dataset.files)
     return run_dir / "tokenizer"
 
 
 def test_a_resumed_run_refuses_another_vocabulary(tmp_path: Path) -> None:
-    """The same files may come again; others would give the checkpoint's embeddings new meanings."""
+    """Other tokens would give the checkpoint's embeddings new meanings."""
     dataset = load(write_reviews(tmp_path / "x.csv"))
     for _ in range(2):
         folder = kept(dataset, tmp_path)
@@ -62,7 +62,7 @@ def test_a_resumed_run_refuses_another_vocabulary(tmp_path: Path) -> None:
 
 
 def test_characters_are_counted_and_the_frequent_ones_are_tokens() -> None:
-    """Most frequent first, case folded, spaces no tokens, and what is rare unknown."""
+    """Most frequent first, case folded, no spaces, and rare characters unknown."""
     tokenizer = build_tokenizer(["aAab b", "ac"], vocabulary="characters", vocab_size=6)
     assert tokenizer.get_vocab() == {
         **{token: index for index, token in enumerate(SPECIAL_TOKENS)},
@@ -76,7 +76,7 @@ def test_characters_are_counted_and_the_frequent_ones_are_tokens() -> None:
 
 @pytest.mark.parametrize("vocab_size", [8, 20, 40, 200])
 def test_wordpiece_keeps_its_size_and_knows_words(vocab_size: int) -> None:
-    """Never more tokens than rows in the embedding; frequent words are one token if they fit."""
+    """It never exceeds vocab_size; frequent words are one token if they fit."""
     tokenizer = build_tokenizer(CORPUS, vocabulary="wordpiece", vocab_size=vocab_size)
     assert tokenizer.get_vocab_size() <= vocab_size
     if vocab_size == 200:
@@ -91,7 +91,7 @@ def test_wordpiece_keeps_its_size_and_knows_words(vocab_size: int) -> None:
 
 
 def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
-    """tokenizer.json or vocab.txt; its size and padding reach the model; a wreck is named."""
+    """Its size and padding id reach the model; a damaged file is reported."""
     path = write_reviews(tmp_path / "x.csv")
     words = ["[UNK]", "[CLS]", "[SEP]", GOOD, BAD, "[PAD]", "x"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
@@ -110,31 +110,31 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 def prepare(env: DistEnv, path: Path) -> tuple[str, list[str]]:
-    """The digest of the tensors that one of several processes gets, and what it said."""
-    said: list[str] = []
+    """Return the digest of one process's tensors, and the lines that it logged."""
+    logged: list[str] = []
     dataset = load_dataset(
-        csv_text(path, vocabulary="wordpiece"), data_root=path.parent, log=said.append
+        csv_text(path, vocabulary="wordpiece"), data_root=path.parent, log=logged.append
     )
     parts = [dataset.train.inputs, dataset.train.targets, dataset.eval.inputs, dataset.eval.targets]
     content = b"".join([*(part.numpy().tobytes() for part in parts), dataset.files[KEPT]])
-    return hashlib.sha256(content).hexdigest(), said
+    return hashlib.sha256(content).hexdigest(), logged
 
 
 def test_one_process_prepares_and_all_get_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where each prepares for itself, as on machines of their own: the same bits."""
+    """Machines that prepare separately also get the same bits."""
     path = write_reviews(tmp_path / "x.csv")
     answers = []
     for name in ("one", "two"):
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path / name))
         answers += run_ranks(prepare, 3, path, backend=None)
     assert len({digest for digest, _ in answers}) == 1
-    assert len([line for _, said in answers for line in said]) == 2
+    assert len([line for _, logged in answers for line in logged]) == 2
 
 
 def test_batches_of_similar_length_hold_each_sample_once(tmp_path: Path) -> None:
-    """An epoch is complete, other in each epoch, and less than half of the padding is left."""
+    """Each epoch is complete and in another order, with less than half of the padding."""
     dataset = load(write_reviews(tmp_path / "x.csv", num_rows=500))
     padded = {}
     for lengths in (None, dataset.lengths()):
@@ -154,7 +154,7 @@ def test_batches_of_similar_length_hold_each_sample_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ngrams", [1, 3])
 def test_padding_changes_no_logit(ngrams: int) -> None:
-    """A sequence alone and the same one in a batch with a longer one."""
+    """A sequence has the same logits alone and beside a longer one."""
     torch.manual_seed(0)
     model = Bert(**SMALL, ngrams=ngrams, ngram_buckets=64).double().eval()
     ids = torch.randint(4, 50, (2, 20), dtype=torch.int32)
@@ -166,7 +166,7 @@ def test_padding_changes_no_logit(ngrams: int) -> None:
 
 
 def test_ngrams_tell_the_same_tokens_in_another_order_apart() -> None:
-    """Without positions a bag of tokens is all there is; groups of tokens tell more."""
+    """Without positions single tokens are a bag; groups of tokens keep their order."""
     torch.manual_seed(0)
     ids = torch.tensor([[2, 8, 9, 3], [2, 9, 8, 3]])
     for ngrams in (1, 2):
