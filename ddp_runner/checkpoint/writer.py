@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,22 +36,19 @@ class CheckpointWriter:
         log: Callable[[str], None],
         pinned: bool,
     ) -> None:
-        self._folder, self._config, self._scratch, self._log = folder, config, scratch, log
+        self._scratch, self._log = scratch, log
+        keep, monitor, mode = config.keep, config.monitor, config.mode
+        self._retain = partial(retain, folder, keep=keep, monitor=monitor, mode=mode, log=log)
+        self._save = partial(
+            save_checkpoint, folder, keep=keep, monitor=monitor, mode=mode, log=log
+        )
         self._stager = Stager(pinned=pinned)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
     def retain(self, *, step: int) -> None:
         """Delete what an earlier save was killed before it could delete."""
-        config = self._config
-        retain(
-            self._folder,
-            step=step,
-            keep=config.keep,
-            monitor=config.monitor,
-            mode=config.mode,
-            log=self._log,
-        )
+        self._retain(step=step)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> None:
         """Wait for the previous save, copy the state, and start writing the copy.
@@ -98,15 +96,5 @@ class CheckpointWriter:
             self._thread.shutdown()
 
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
-        config = self._config
         with marked(self._scratch):
-            return save_checkpoint(
-                self._folder,
-                state,
-                step=step,
-                metrics=metrics,
-                keep=config.keep,
-                monitor=config.monitor,
-                mode=config.mode,
-                log=self._log,
-            )
+            return self._save(state, step=step, metrics=metrics)

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from texts import BAD, GOOD, csv_text, load, refused, write_reviews
 
 from ddp_runner.cli.preflight import validate_files
+from ddp_runner.config.moved import with_moved_names
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
@@ -107,6 +108,13 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     for use in (token_ids, load_tokenizer):
         with pytest.raises(UserError, match="is not a tokenizer file"):
             use(tmp_path / "run" / "tokenizer")
+
+
+def test_a_frozen_config_of_an_earlier_version_still_builds() -> None:
+    """Its model has a key for the tokenizer, which the dataset passes on by itself now."""
+    config, _ = resolved("model=bert")
+    earlier = {"model": config.model | {"tokenizer": "folder"}, "dataset": config.dataset}
+    assert with_moved_names(earlier) == {"model": config.model, "dataset": config.dataset}
 
 
 def prepare(env: DistEnv, path: Path) -> tuple[str, list[str]]:

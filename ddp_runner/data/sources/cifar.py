@@ -5,7 +5,7 @@ pickle runs whatever code it names, so our reader accepts nothing but numpy's ar
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset
+from ddp_runner.data.dataset import Augmentation, image_dataset
 from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
 from ddp_runner.errors import UserError
 
@@ -77,9 +77,7 @@ class Cifar:
             tensors[f"{split}_targets"] = torch.cat([labels for _, labels in batches])
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the dataset of the images."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset
 
     def _files(self, data_root: Path, part: int) -> list[Path]:
         return [data_root / self.folder / name for name in LAYOUTS[self.folder][part]]

@@ -145,9 +145,7 @@ class CsvText:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Return the sequences of token ids, with the tokenizer that made them."""
-        vocab_size = None
-        if self.tokenizer is not None:
-            vocab_size = max(token_ids(Path(self.tokenizer)).values()) + 1
+        folder = self.tokenizer
         num_dropped = int(tensors["num_dropped"])
         note = f"{self.path}: {num_dropped:,} rows without {self.text} or {self.label} are left out"
         return Dataset(
@@ -155,7 +153,7 @@ class CsvText:
             *splits(tensors),
             num_classes=self.num_classes,
             padding_id=int(tensors["padding"]),
-            vocab_size=vocab_size,
+            vocab_size=max(token_ids(Path(folder)).values()) + 1 if folder is not None else None,
             group_by_length=self.group_by_length,
             files={
                 key.removeprefix(FILE_KEY): value.numpy().tobytes()

@@ -1,6 +1,5 @@
 """Handwritten digits from scikit-learn: real data without a download."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 from ddp_runner.errors import UserError
 
 TRAIN_SAMPLES = 1437  # of 1797: four fifths
@@ -63,6 +62,4 @@ class Digits:
             "eval_targets": targets[rest],
         }
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the dataset of the images."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset

@@ -1,7 +1,6 @@
 """Made-up images of any shape that a model can learn, for tests and speed measurements."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -9,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,4 @@ class FakeImages:
             tensors[f"{split}_targets"] = targets
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the dataset of the images."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset

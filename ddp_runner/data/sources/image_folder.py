@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 from ddp_runner.errors import UserError
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -84,9 +84,7 @@ class ImageFolder:
             tensors[f"{split}_targets"] = torch.tensor([label for _, label in samples])
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the dataset of the images."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset
 
     def _samples(self, data_root: Path) -> tuple[Samples, Samples]:
         """Return the files of both splits with their classes, in a fixed order."""

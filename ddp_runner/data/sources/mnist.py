@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
 from ddp_runner.errors import UserError
 
@@ -90,9 +90,7 @@ class IdxImages:
             tensors[f"{split}_targets"] = labels.long()
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the dataset of the images."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset
 
     def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
         raw = data_root / self.folder / "raw"
