@@ -34,8 +34,8 @@ def load_plain_data(file: Path, *, named: str, map_location: torch.device | str,
     except Exception as error:  # foreign bytes raise any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{named} cannot be read ({reason[:200]}); it is damaged or of another kind: use "
-            "another one"
+            f"{named} cannot be read ({reason[:200]}); it is damaged or of another kind; use "
+            "another file"
         ) from error
 
 

@@ -68,7 +68,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
     if missing := [name for name in names if name not in found]:
         differences.append(f"it lacks {listed(missing)}")
     if unexpected := [name for name in found if name not in names]:
-        differences.append(f"it has {listed(unexpected)}, which the model has not")
+        differences.append(f"it has {listed(unexpected)}, which the model does not have")
     if wrong := [
         f"{name} is {tuple(found[name].shape)} there and {tuple(expected[own].shape)} in the model"
         for name, own in names.items()
@@ -78,7 +78,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
     if differences:
         raise UserError(
             f"model.weights ({path}) does not fit the model: {'; '.join(differences)}; give "
-            "weights of the same model, or its keys as they were"
+            "weights of the same model, or the model's original keys"
         )
     module.load_state_dict({own: found[name] for name, own in names.items()})
 
@@ -119,14 +119,14 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
         monitor, mode = settings["monitor"], settings["mode"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
-            f"{config} does not tell which checkpoint is the best ({type(error).__name__}); write "
+            f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
     folder = path / "checkpoints"
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
     found = first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
     if found is None:
-        raise UserError(f"model.weights ({path}) has no whole checkpoint; give another run")
+        raise UserError(f"model.weights ({path}) has no undamaged checkpoint; give another run")
     return found
 
 
@@ -149,7 +149,7 @@ def _state_dict(loaded: Any, *, named: str) -> Mapping[str, Tensor]:
     for nested in (loaded, *(_get(loaded, key) for key in ("model", "state_dict"))):
         if _is_state_dict(nested):
             return dict(nested)
-    raise UserError(f"{named} holds no state_dict, nor one as model or state_dict; give one")
+    raise UserError(f"{named} holds no state_dict, not even as model or state_dict; give one")
 
 
 def _is_state_dict(value: Any) -> bool:

@@ -48,7 +48,7 @@ def validate_tensors(name: str, tensors: object) -> None:
         if not isinstance(tensors[key], Tensor):
             raise UserError(
                 f"the build of dataset={name} returned a {type(tensors[key]).__name__} as {key}; "
-                "it must be one tensor, a sample in each row"
+                "it must be one tensor with a sample in each row"
             )
 
 
@@ -68,13 +68,13 @@ def validate_dataset(name: str, dataset: object) -> None:
             if not isinstance(tensor, Tensor):
                 raise UserError(
                     f"the {kind} {part} of dataset={name} are a {type(tensor).__name__}; they "
-                    "must be one tensor, a sample in each row"
+                    "must be one tensor with a sample in each row"
                 )
         num_inputs, num_targets = len(split.inputs), len(split.targets)
         if not num_inputs or num_inputs != num_targets:
             raise UserError(
                 f"dataset={name} has {num_inputs} {kind} inputs and {num_targets} {kind} targets; "
-                "give as many of both, one or more"
+                "give the same number of both, at least 1"
             )
         if dataset.num_classes is not None:
             _validate_classes(f"the {kind} targets of dataset={name}", split.targets, dataset)

@@ -123,7 +123,7 @@ def test_weights_of_another_model_are_refused_with_what_differs(tmp_path: Path) 
     content = dict(toy().state_dict())
     cases: dict[str, dict[str, Tensor]] = {
         "it lacks net1.weight, net1.bias, net2.weight and 1 more": {},
-        "it has net3, which the model has not": content | {"net3": torch.zeros(1)},
+        "it has net3, which the model does not have": content | {"net3": torch.zeros(1)},
         "net1.weight is (3, 3) there and (10, 10) in the model": content
         | {"net1.weight": torch.zeros(3, 3)},
     }
@@ -186,18 +186,18 @@ def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) 
     empty = tmp_path / "run"
     (empty / "checkpoints").mkdir(parents=True)
     config = compose_config(*TOY, f"model.weights={empty}")
-    with pytest.raises(UserError, match="does not tell which checkpoint is the best"):
+    with pytest.raises(UserError, match="does not say which checkpoint is best"):
         starting_weights(config, tmp_path / "none", log=pytest.fail)
     (empty / ".hydra").mkdir()
     settings = {"checkpoint": {"monitor": "eval/f1", "mode": "max"}}
     (empty / ".hydra" / "config.yaml").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="has no whole checkpoint"):
+    with pytest.raises(UserError, match="has no undamaged checkpoint"):
         starting_weights(config, tmp_path / "none", log=pytest.fail)
     damaged = as_checkpoint(empty / "checkpoints", {})
     (damaged / "state.pt").write_bytes(b"")
     assert starting_weights(config, empty / "checkpoints", log=pytest.fail) is None
     logged.clear()
-    with pytest.raises(UserError, match="has no whole checkpoint; give another run"):
+    with pytest.raises(UserError, match="has no undamaged checkpoint; give another run"):
         starting_weights(config, tmp_path / "none", log=logged.append)
     assert len(logged) == 1
 

@@ -180,7 +180,7 @@ def third_class(root: Path) -> None:
         (no_classes, "train", "holds 0 folders of classes, dataset.num_classes is 2; add pictures"),
         (no_eval, "", "must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/"),
         (both_evals, "", "must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/"),
-        (other_classes, "val", "differ: dog, hound is in one of them only"),
+        (other_classes, "val", "differ: dog, hound is in only one of them"),
         (empty_class, "val/dog", "holds no picture"),
         (third_class, "train", "holds 3 folders of classes, dataset.num_classes is 2; write dat"),
     ],

@@ -103,7 +103,7 @@ class ImageFolder:
             differing = ", ".join(sorted(train.keys() ^ rest.keys()))
             raise UserError(
                 f"the classes in {root / 'train'} and {root / present[0]} differ: {differing} is "
-                "in one of them only; make the folders alike"
+                "in only one of them; give both the same classes"
             )
         return _numbered(train), _numbered(rest)
 
