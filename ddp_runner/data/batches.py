@@ -28,9 +28,7 @@ class MicroBatch:
 class StepBatch:
     """One rank's part of one optimizer step."""
 
-    micro_batches: tuple[
-        MicroBatch, ...
-    ]  # the same number on every rank, so that collectives match
+    micro_batches: tuple[MicroBatch, ...]  # equally many on every rank: collectives match
     global_count: int  # samples of the global batch, over all ranks
     number: int  # the batch's index in the run, as if all epochs had batches of this size
 

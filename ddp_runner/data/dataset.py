@@ -54,9 +54,7 @@ class Dataset:
     padding_id: int | None = None  # fills up short sequences; a batch is cut to its longest
     vocab_size: int | None = None  # of a tokenizer that came with a model: all ids are below it
     group_by_length: bool = False  # put sequences of similar length in one batch
-    files: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # copied to the run's folder, such as a tokenizer
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path, copied to the run's folder
     notes: tuple[str, ...] = ()  # about the data, printed when the run starts
     digest: str | None = None  # SHA-256 of all samples; None: the dataset is not cached
 
@@ -85,7 +83,7 @@ class Dataset:
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """Return what a model's constructor may take by these names: facts of the data itself."""
+        """Return the facts of the data that a model's constructor may take, by keyword."""
         facts = {"padding_id": self.padding_id, "vocab_size": self.vocab_size}
         return {name: value for name, value in facts.items() if value is not None}
 
