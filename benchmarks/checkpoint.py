@@ -1,11 +1,10 @@
-"""How long the loop stands still for a checkpoint: written by a thread, and written by the loop.
+"""How long a checkpoint stops the loop: written by a thread, and written by the loop itself.
 
 python benchmarks/checkpoint.py
 
-A model of a hundred million parameters with SGD's momentum (800 MB of state), on one process. Each
-turn saves it both ways, in turns which comes first, with the files flushed to the disk. Between two
-saves the loop takes steps on another small model, which shows what the thread costs them meanwhile.
-Read the ratio of the last line.
+One process saves a model of a hundred million parameters with SGD's momentum, 800 MB of state. Each
+turn saves it both ways, in alternating order, and flushes the files to disk. Meanwhile the loop
+steps a small model, which shows how much the thread slows it down. Read the ratio of the last line.
 """
 
 import argparse
@@ -32,19 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to write to")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     state = state_of(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))))
-    size = sum(one.nbytes for part in state.values() for one in tensors(part)) / 1e6
+    size = sum(tensor.nbytes for part in state.values() for tensor in tensors(part)) / 1e6
     step = small_step()
     paused: dict[str, list[float]] = {"thread": [], "loop": []}
     slowed: list[float] = []
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         writer = CheckpointWriter(
             Path(folder, "thread"), CheckpointConfig(keep=1), scratch=None, log=print, pinned=False
         )
         with writer:
-            for turn in range(asked.turns + 1):
+            for turn in range(args.turns + 1):
                 quiet = steps_per_s(step)
                 kinds = ["thread", "loop"]
                 for kind in kinds if turn % 2 else reversed(kinds):
@@ -58,26 +57,26 @@ def main() -> None:
                         save(Path(folder, "loop"), state, step=turn)
                         paused[kind].append(time.perf_counter() - start)
                 slowed.append(busy / quiet)
-                if turn == 0:  # allocates the copy's memory, and warms the disk's cache
-                    print(f"first save of {size:.0f} MB: {told(paused)}", flush=True)
+                if turn == 0:  # it allocates the copy's memory and warms the disk cache
+                    print(f"first save of {size:.0f} MB: {last_seconds(paused)}", flush=True)
                     paused, slowed = {"thread": [], "loop": []}, []
                 else:
-                    print(f"turn {turn}: {told(paused)}, steps at {slowed[-1]:.2f}", flush=True)
+                    print(f"turn {turn}: {last_seconds(paused)}, steps at {slowed[-1]:.2f}")
     ratios = [a / b for a, b in zip(*paused.values(), strict=True)]
     print(
-        f"median of {asked.turns} turns: the loop stands still for "
-        f"{statistics.median(ratios):.3f} of the time; meanwhile its steps are "
-        f"{statistics.median(slowed):.2f} times as fast as without a save"
+        f"median of {args.turns} turns: with the thread the loop stops for "
+        f"{statistics.median(ratios):.3f} of the time; during a save its steps run at "
+        f"{statistics.median(slowed):.2f} of their speed"
     )
 
 
-def told(paused: dict[str, list[float]]) -> str:
-    """Return the last seconds of both ways."""
-    return ", ".join(f"written by the {kind} {one[-1]:.2f} s" for kind, one in paused.items())
+def last_seconds(paused: dict[str, list[float]]) -> str:
+    """Return the pause of the last save in both ways."""
+    return ", ".join(f"written by the {kind} {all_s[-1]:.2f} s" for kind, all_s in paused.items())
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return what a checkpoint holds of a model that has taken a step."""
+    """Return a checkpoint's state of a model that has taken a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -90,9 +89,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of nested dicts."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    return [
-        one for part in (tree.values() if isinstance(tree, dict) else ()) for one in tensors(part)
-    ]
+    parts = tree.values() if isinstance(tree, dict) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
 
 
 def small_step() -> Callable[[], None]:
@@ -112,7 +110,7 @@ def small_step() -> Callable[[], None]:
 
 
 def steps_per_s(step: Callable[[], None]) -> float:
-    """Return the speed of some steps."""
+    """Return the speed of STEPS steps."""
     start = time.perf_counter()
     for _ in range(STEPS):
         step()
@@ -120,7 +118,7 @@ def steps_per_s(step: Callable[[], None]) -> float:
 
 
 def save(folder: Path, state: dict[str, Any], *, step: int) -> None:
-    """Save as the loop itself would."""
+    """Save in the loop."""
     save_checkpoint(
         folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", log=print
     )

@@ -1,10 +1,10 @@
-"""The runner's timing of an all-reduce and one written by hand, in turns: their bus bandwidths.
+"""The bus bandwidth of an all-reduce, timed by the runner and timed by hand.
 
 torchrun --standalone --nproc-per-node=2 benchmarks/collectives.py
 
-Both time the same call on a message of the same size in the same process group, so that what
-differs is the timing alone. They take turns, and each turn starts with the other one: a machine
-whose speed drifts is fair to both. Read the ratio of the last line.
+Both time the same call on a message of the same size in the same process group, so only the timing
+differs. They run in alternating order, so that a drifting machine speed affects both alike. Read
+the ratio of the last line.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_runner.collectives.messages import prepare
 from ddp_runner.collectives.operations import Variant
-from ddp_runner.collectives.timing import check, summary, time_calls
+from ddp_runner.collectives.timing import summarize, time_calls, verify_result
 from ddp_runner.distributed import gather_objects
 
 
@@ -54,8 +54,8 @@ def main() -> None:
             continue
         ratios.append(busbw["runner"] / busbw["by hand"])
         if dist.get_rank() == 0:
-            told = "  ".join(f"{name} {busbw[name]:.4f} GB/s" for name in timings)
-            print(f"turn {turn + 1:2}  {told}  ratio {ratios[-1]:.3f}", flush=True)
+            speeds = "  ".join(f"{name} {busbw[name]:.4f} GB/s" for name in timings)
+            print(f"turn {turn + 1:2}  {speeds}  ratio {ratios[-1]:.3f}", flush=True)
     if dist.get_rank() == 0:
         print(
             f"{dist.get_world_size()} ranks, all_reduce of {args.bytes} bytes on {device.type}: "
@@ -66,25 +66,25 @@ def main() -> None:
 
 
 class Runner:
-    """The runner's: checked data, ranks that meet before each call, the slowest rank's median."""
+    """The runner's timing: verified data, ranks in step, the median of the slowest rank."""
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         self._variant, self._device = Variant("all_reduce", "float32", "sum"), device
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._call = prepare(self._variant, num_bytes=num_bytes, device=device, backend=backend)
-        check(self._variant, self._call, device=device)
+        verify_result(self._variant, self._call, device=device)
 
     def __call__(self, steps: int) -> float:
         """Return the bus bandwidth in GB/s. Collective: every rank must call."""
         seconds = time_calls(self._call, warmup_steps=0, steps=steps, device=self._device)
         assert seconds is not None
-        row = summary(self._variant, self._call.num_bytes, gather_objects(seconds))
-        assert row.busbw_gb_per_s is not None
-        return row.busbw_gb_per_s
+        measured = summarize(self._variant, self._call.num_bytes, gather_objects(seconds))
+        assert measured.busbw_gb_per_s is not None
+        return measured.busbw_gb_per_s
 
 
 class ByHand:
-    """Ones, a barrier, a clock around the call, the slowest rank's median; nothing imported."""
+    """By hand: ones, a barrier, a clock around the call, the median of the slowest rank."""
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         self._tensor = torch.ones(num_bytes // 4, device=device)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one command and under 20 minutes; what it found is one Markdown file.
+# Runs all that needs a GPU in under 20 minutes and writes the results to one Markdown file.
 #
 #   benchmarks/gpu.sh [gpu-results.md]
 #
-# Runs the tests marked gpu and multi_gpu, the tests on fake GPUs, and the benchmarks that make sense
-# on CUDA. Says for each part whether it ran, failed (with its last lines) or was left out, and why.
-# Needs no network and no uv: PYTHON names the interpreter. DDP_RUNNER_DATA_ROOT: where MNIST lies.
+# It runs the tests marked gpu and multi_gpu, the tests on fake GPUs, and the benchmarks that make
+# sense on CUDA. For each part it reports success, failure (with the last lines) or why it was skipped.
+# It needs no network and no uv: PYTHON names the interpreter, DDP_RUNNER_DATA_ROOT the data's folder.
 set -u
 out=$(realpath -m "${1:-gpu-results.md}")
 cd "$(dirname "$0")/.." || exit 1
@@ -16,13 +16,13 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 failed=0
 
-say() { printf '%s\n' "$*" >>"$out"; }
+line() { printf '%s\n' "$*" >>"$out"; }
 
 has() { "$python" -c "import $1" >"$scratch/import" 2>&1; }
 
-left_out() { # name, reason
-    echo "$1: left out: $2"
-    say "## $1" && say "" && say "Left out: $2." && say ""
+skip() { # name, reason
+    echo "$1: skipped: $2"
+    line "## $1" && line "" && line "Skipped: $2." && line ""
 }
 
 # name, seconds at most, command...
@@ -31,7 +31,7 @@ part() {
     shift 2
     local left_s=$((limit_s - SECONDS))
     if [ "$left_s" -lt 20 ]; then
-        left_out "$name" "the time of the whole script ($limit_s s) is up"
+        skip "$name" "the script's time limit ($limit_s s) is over"
         return
     fi
     [ "$most_s" -lt "$left_s" ] || most_s=$left_s
@@ -39,34 +39,34 @@ part() {
     timeout --kill-after=10 "$most_s" "$@" >"$scratch/log" 2>&1 </dev/null
     code=$?
     case $code in
-        0) verdict="Ran, without a failure" ;;
-        5) verdict="Left out: no test was collected" ;;
+        0) verdict="Passed" ;;
+        5) verdict="Skipped: no test was collected" ;;
         124 | 137) verdict="**FAILED**: stopped after $most_s s" ;;
         *) verdict="**FAILED** with exit code $code" ;;
     esac
     case $verdict in *FAILED*) failed=1 ;; esac
     if [ "$code" = 0 ] && tail -n 1 "$scratch/log" | grep -q skipped &&
         ! tail -n 1 "$scratch/log" | grep -q passed; then
-        verdict="Left out: every test was skipped, see the reasons"
+        verdict="Skipped: every test was skipped, see the reasons"
     fi
-    say "## $name" && say "" && say "$verdict; $((SECONDS - start)) s. \`${*//$python/python}\`" && say ""
-    say '```'
+    line "## $name" && line "" && line "$verdict; $((SECONDS - start)) s. \`${*//$python/python}\`" && line ""
+    line '```'
     if [ "$code" = 0 ]; then tail -n 30 "$scratch/log" >>"$out"; else tail -n 80 "$scratch/log" >>"$out"; fi
-    say '```' && say ""
+    line '```' && line ""
     echo "$name: $verdict"
 }
 
 pytest=("$python" -m pytest -q -rs --tb=short --durations=5 -p no:cacheprovider)
-has pytest_timeout || pytest+=(-o addopts=) # else its key in pyproject.toml is an error
+has pytest_timeout || pytest+=(-o addopts=) # otherwise its key in pyproject.toml is an error
 
 : >"$out"
-say "# GPU results of ${HOSTNAME:-this machine}" && say ""
-say "$(date -u '+%Y-%m-%d %H:%M UTC'), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)" && say ""
-say '```'
+line "# GPU results of ${HOSTNAME:-this machine}" && line ""
+line "$(date -u '+%Y-%m-%d %H:%M UTC'), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)" && line ""
+line '```'
 if command -v nvidia-smi >/dev/null; then
     nvidia-smi --query-gpu=index,name,driver_version,memory.total,compute_cap --format=csv >>"$out" 2>&1
 else
-    say "no nvidia-smi"
+    line "no nvidia-smi"
 fi
 "$python" - >>"$out" 2>&1 <<'PYTHON'
 import os, platform
@@ -77,30 +77,30 @@ print(f"{count} CUDA devices:", ", ".join(torch.cuda.get_device_name(i) for i in
 from ddp_runner.host.hardware import detect
 print("the runner sees", detect())
 PYTHON
-say '```' && say ""
+line '```' && line ""
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>"$scratch/import" || echo 0)
 missing=""
 for module in hydra omegaconf tensorboard filelock sklearn torchvision tqdm matplotlib PIL safetensors; do
     has "$module" || missing="$missing $module"
 done
-[ -z "$missing" ] || say "Missing here, so that what needs them fails or is left out:$missing." ""
+[ -z "$missing" ] || line "Missing modules, whose tests fail or are skipped:$missing." ""
 
 if has pytest && has psutil; then
     if [ "$gpus" -gt 0 ]; then
         part "Tests that need one GPU" 540 "${pytest[@]}" -m gpu tests/parallelism/test_gpu.py
     else
-        left_out "Tests that need one GPU" "torch sees no CUDA device"
+        skip "Tests that need one GPU" "torch sees no CUDA device"
     fi
     if [ "$gpus" -gt 1 ]; then
         part "Tests that need two GPUs" 420 \
             "${pytest[@]}" -m multi_gpu tests/parallelism/test_gpu.py tests/collectives/test_collectives.py
     else
-        left_out "Tests that need two GPUs" "here are $gpus"
+        skip "Tests that need two GPUs" "this machine has $gpus"
     fi
     part "Tests on fake GPUs, of hardware and its rules" 300 \
         "${pytest[@]}" tests/parallelism/test_fake_cuda.py tests/host/test_hardware.py tests/config/test_resolve.py
 else
-    left_out "Tests" "pytest or psutil is missing"
+    skip "Tests" "pytest or psutil is missing"
 fi
 
 keys=(hydra.run.dir="$scratch/run" train.log_every_steps=20)
@@ -112,18 +112,18 @@ if [ "$gpus" -gt 0 ]; then
         rm -rf "$scratch/run"
     done
 else
-    left_out "A loop on the GPU" "torch sees no CUDA device"
+    skip "A loop on the GPU" "torch sees no CUDA device"
     part "A small loop on the CPU" 120 "$python" -m ddp_runner model=mnist_net dataset=fake_images \
         dataset.num_samples=512 world_size=1 train.max_steps=8 backend.device=cpu "${keys[@]}"
 fi
 
 data_root=${DDP_RUNNER_DATA_ROOT:-data}
 if [ "$gpus" = 0 ]; then
-    left_out "The tutorial's loop and the runner's" "torch sees no CUDA device"
+    skip "The tutorial's loop and the runner's" "torch sees no CUDA device"
 elif ! has torchvision; then
-    left_out "The tutorial's loop and the runner's" "torchvision is missing"
+    skip "The tutorial's loop and the runner's" "torchvision is missing"
 elif [ ! -d "$data_root/MNIST/raw" ]; then
-    left_out "The tutorial's loop and the runner's" "$data_root/MNIST/raw is not there; see DDP_RUNNER_DATA_ROOT"
+    skip "The tutorial's loop and the runner's" "$data_root/MNIST/raw does not exist; see DDP_RUNNER_DATA_ROOT"
 else
     ranks=(1)
     [ "$gpus" -lt 2 ] || ranks+=(2)
@@ -134,10 +134,10 @@ if [ "$gpus" -gt 1 ]; then
     part "All-reduce over nccl, the runner's timing and one by hand" 120 "$python" -m torch.distributed.run \
         --standalone --nproc-per-node=2 benchmarks/collectives.py --turns 5
 else
-    left_out "All-reduce over nccl" "it takes two CUDA devices, here are $gpus"
+    skip "All-reduce over nccl" "it needs two CUDA devices, this machine has $gpus"
 fi
-left_out "benchmarks/sweep.py" "it measures how jobs start, on the CPU, and takes minutes"
+skip "benchmarks/sweep.py" "it measures how jobs start, on the CPU, and takes minutes"
 
-say "Whole script: $SECONDS s."
+line "Whole script: $SECONDS s."
 echo "written: $out"
 exit "$failed"

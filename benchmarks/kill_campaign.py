@@ -1,13 +1,13 @@
-"""Kills runs at random points, resumes them, and compares each with a run that nobody disturbed.
+"""Kills runs at random points, resumes them, and compares each with an uninterrupted run.
 
 python benchmarks/kill_campaign.py --kills 1000 --out report.md
 
-A chain is one training: it is killed several times, each time resumed by the same command, and
-comes to its end. A point is a step of a rank, a call of the file system while a checkpoint is
-saved (half of a write included), or any instant from the command's start on. SIGKILL meets one
-rank, the launcher or the whole tree. The same seed gives the same points, but for the instants.
+A chain is one training. It is killed several times, resumed each time by the same command, and then
+runs to its end. A kill hits a step of a rank, a file system call while a checkpoint is saved (also
+in the middle of a write), or any instant after the command's start. SIGKILL goes to one rank, to
+the launcher or to the whole process tree. The same seed gives the same points, except the instants.
 
-Exit code 0: no state that does not load, no resume that ends elsewhere, and nothing left behind.
+Exit code 0: every state loads, every resume ends as the uninterrupted run, nothing is left behind.
 """
 
 import argparse
@@ -44,11 +44,11 @@ from ddp_runner.tracking.run_record import versions
 NUM_STEPS = 18  # six epochs of three
 RUN = "run"  # a chain's folder
 MODEL = (
-    *("dataset=fake_images", "dataset.num_samples=24", "batch.global_size=8", "train.epochs=6"),
-    *("optimizer=momentum", "scheduler=cosine", "train.log_every_steps=1", "train.num_threads=1"),
-    *("checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.monitor=eval/loss"),
-    *("checkpoint.mode=min", "backend.device=cpu", f"hydra.run.dir={RUN}", "resume=auto"),
-)
+    "dataset=fake_images", "dataset.num_samples=24", "batch.global_size=8", "train.epochs=6",
+    "optimizer=momentum", "scheduler=cosine", "train.log_every_steps=1", "train.num_threads=1",
+    "checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.monitor=eval/loss",
+    "checkpoint.mode=min", "backend.device=cpu", f"hydra.run.dir={RUN}", "resume=auto",
+)  # fmt: skip
 MODES = {
     "single": ("model=mnist_net", "parallelism=single", "world_size=1"),
     "ddp": ("model=mnist_net", "parallelism=ddp", "world_size=2"),
@@ -58,20 +58,20 @@ MODES = {
 VICTIMS = ("rank", "launcher", "tree")
 PLACES = ("training", "saving", "any instant")
 MOST_KILLS = 8  # of a chain
-LONGEST_S = 600.0  # of anything; far above the usual
+LONGEST_S = 600.0  # limit of every wait, far above the usual
 
 
 @dataclass
 class Result:
-    """What came of some kills."""
+    """What a number of kills showed."""
 
     kills: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # mode, victim, place
     bad: list[str] = field(default_factory=list)
-    restarts: int = 0  # kills after which the launcher itself went on
+    restarts: int = 0  # kills after which the launcher restarted the ranks itself
     chains: int = 0
 
     def add(self, other: "Result") -> None:
-        """Take in another one."""
+        """Add another result."""
         self.kills += other.kills
         self.bad += other.bad
         self.restarts += other.restarts
@@ -79,12 +79,12 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Undisturbed:
-    """A mode's run that nobody disturbed."""
+class Uninterrupted:
+    """A mode's uninterrupted run."""
 
     run_dir: Path
     seconds: float  # of the whole command
-    calls: int  # of the file system, over all its saves
+    calls: int  # file system calls of all its saves
 
 
 def main() -> None:
@@ -95,21 +95,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="chains side by side")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--out", type=Path, help="a Markdown file")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-", dir="/tmp") as base:
         result = campaign(
             Path(base),
-            kills=asked.kills,
-            seed=asked.seed,
-            jobs=asked.jobs,
-            modes=asked.modes.split(","),
-            say=partial(print, flush=True),
+            kills=args.kills,
+            seed=args.seed,
+            jobs=args.jobs,
+            modes=args.modes.split(","),
+            log=partial(print, flush=True),
         )
-    text = report(result, seed=asked.seed, seconds=time.monotonic() - started)
+    text = report(result, seed=args.seed, seconds=time.monotonic() - started)
     print(text)
-    if asked.out is not None:
-        asked.out.write_text(text, encoding="utf-8")
+    if args.out is not None:
+        args.out.write_text(text, encoding="utf-8")
     sys.exit(bool(result.bad))
 
 
@@ -120,21 +120,21 @@ def campaign(
     seed: int,
     jobs: int,
     modes: Sequence[str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Result:
-    """Run chains until so many kills have happened; return what came of them.
+    """Run chains until `kills` kills have happened; return what they showed.
 
     Args:
-        base: an empty folder; its path is short, as that of a temporary folder has to be.
-        kills: how many there are at least.
+        base: an empty folder with a short path, because sockets lie below it.
+        kills: the least number of kills.
         seed: of the points.
-        jobs: chains side by side.
-        modes: of MODES, in turns.
-        say: gets a line now and then.
+        jobs: parallel chains.
+        modes: names from MODES; the chains take turns.
+        log: takes a line now and then.
     """
-    start_server("faults.injection", "commands")
+    start_server("injection", "commands")
     shared_before = set(_shared_memory())
-    expected = {mode: undisturbed(mode, base / mode) for mode in modes}
+    expected = {mode: uninterrupted(mode, base / mode) for mode in modes}
     result, number = Result(), 0
     with ThreadPoolExecutor(jobs) as pool:
         while sum(result.kills.values()) < kills and len(result.bad) < MOST_KILLS:
@@ -152,10 +152,10 @@ def campaign(
                     )
                 )
                 number += 1
-            for one in chains:
-                result.add(one.result())
-            say(f"{sum(result.kills.values())} of {kills} kills, {len(result.bad)} bad")
-    # What the last kill left is cleared by the next start.
+            for future in chains:
+                result.add(future.result())
+            log(f"{sum(result.kills.values())} of {kills} kills, {len(result.bad)} bad")
+    # The next start removes what the last kill left.
     temp = base / "temp"
     _run(MODES[modes[0]], base / "last", environ={"TMPDIR": str(temp)})
     if left := sorted(path.name for path in temp.iterdir()):
@@ -165,19 +165,19 @@ def campaign(
     return result
 
 
-def undisturbed(mode: str, folder: Path) -> Undisturbed:
+def uninterrupted(mode: str, folder: Path) -> Uninterrupted:
     """Run a mode without a kill."""
     counted = folder / "calls"
     started = time.monotonic()
     if _run(MODES[mode], folder, Fault(partial(note, str(counted)), Call(None))) != 0:
-        raise WrongError(f"the run that nobody disturbed failed: {_said(folder)}")
-    return Undisturbed(folder / RUN, time.monotonic() - started, counted.stat().st_size)
+        raise WrongError(f"the uninterrupted run failed: {_stderr(folder)}")
+    return Uninterrupted(folder / RUN, time.monotonic() - started, counted.stat().st_size)
 
 
 def chain(
-    folder: Path, mode: str, expected: Undisturbed, chance: random.Random, *, kills: int
+    folder: Path, mode: str, expected: Uninterrupted, chance: random.Random, *, kills: int
 ) -> Result:
-    """Kill a training again and again, resume it each time, and compare its end."""
+    """Kill a training repeatedly, resume it each time, and compare its end."""
     result = Result(chains=1)
     temp = folder.parent / "temp"
     temp.mkdir(exist_ok=True)
@@ -185,11 +185,11 @@ def chain(
         while sum(result.kills.values()) < kills:
             if not _kill_once(folder, mode, expected, chance, result, temp=temp):
                 break
-            check_what_is_left(folder / RUN)
+            assert_whole(folder / RUN)
         end = _run(MODES[mode], folder, environ={"TMPDIR": str(temp)})
         if end != 0:
-            raise WrongError(f"the resume ended with exit code {end}: {_said(folder)}")
-        check_equal(folder / RUN, expected.run_dir)
+            raise WrongError(f"the resume ended with exit code {end}: {_stderr(folder)}")
+        assert_equal(folder / RUN, expected.run_dir)
     except (WrongError, AssertionError) as wrong:
         result.bad.append(f"{mode}, {folder.name}: {wrong} (after {dict(result.kills)})")
         return result
@@ -198,19 +198,19 @@ def chain(
 
 
 class WrongError(Exception):
-    """A promise that was not kept."""
+    """A run broke a guarantee."""
 
 
 def _kill_once(
     folder: Path,
     mode: str,
-    expected: Undisturbed,
+    expected: Uninterrupted,
     chance: random.Random,
     result: Result,
     *,
     temp: Path,
 ) -> bool:
-    """Go on with a training until its kill; return False once it came to its end instead."""
+    """Continue a training until its kill; return False if it ended before."""
     victim, place = chance.choice(VICTIMS), chance.choice(PLACES)
     restarts = chance.choice((0, 2)) if victim == "rank" else 0
     world_size = int(MODES[mode][-1].partition("=")[2])
@@ -229,7 +229,9 @@ def _kill_once(
         at_call = Call(chance.randint(1, calls), half=chance.random() < 0.5)
         faults = [Fault(what, at_call)]
     with background(
-        *(*MODES[mode], *MODEL, f"launch.max_restarts={restarts}"),
+        *MODES[mode],
+        *MODEL,
+        f"launch.max_restarts={restarts}",
         folder=folder,
         environ={"TMPDIR": str(temp)},
         prepare=prepared(*faults),
@@ -244,18 +246,18 @@ def _kill_once(
         if fields.get("restarts"):
             result.kills[mode, victim, place] += 1
             result.restarts += 1
-        elif killed and place == "any instant":  # a rank that had done all its work by then
+        elif killed and place == "any instant":  # a rank that had finished its work by then
             result.kills[mode, victim, place] += 1
         return False
     wanted = (1,) if victim == "rank" and not (killed and code == -signal.SIGKILL) else (-9,)
     if code not in wanted:
-        raise WrongError(f"{victim} killed: exit code {code}: {_said(folder)}")
+        raise WrongError(f"{victim} killed: exit code {code}: {_stderr(folder)}")
     result.kills[mode, victim, place] += 1
     return True
 
 
 def _kill_at(seconds: float, process: Any, victim: str, chance: random.Random) -> bool:
-    """Kill after so many seconds; return whether anything was alive to be killed."""
+    """Kill after `seconds`; return whether the process was still alive."""
     with suppress(Exception):
         process.wait(seconds)
     if process.poll() is not None:
@@ -276,16 +278,18 @@ def _ranks(launcher_pid: int) -> Iterator[int]:
 
 
 def _run(mode: Sequence[str], folder: Path, *faults: Fault, environ: Any = None) -> int:
-    with background(*mode, *MODEL, folder=folder, prepare=prepared(*faults), environ=environ) as it:
-        return it.wait(LONGEST_S)
+    with background(
+        *mode, *MODEL, folder=folder, prepare=prepared(*faults), environ=environ
+    ) as run:
+        return run.wait(LONGEST_S)
 
 
-def _said(folder: Path) -> str:
+def _stderr(folder: Path) -> str:
     return " | ".join((folder / "stderr").read_text().strip().splitlines()[:3])
 
 
-def check_what_is_left(run_dir: Path) -> None:
-    """Check that every checkpoint with a name is whole, whatever was killed."""
+def assert_whole(run_dir: Path) -> None:
+    """Assert that every checkpoint with a final name is undamaged."""
     for path in newest_first(run_dir / "checkpoints"):
         try:
             verify(path)
@@ -293,11 +297,11 @@ def check_what_is_left(run_dir: Path) -> None:
             raise WrongError(f"a state that does not load: {error}") from error
 
 
-def check_equal(run_dir: Path, expected: Path) -> None:
-    """Check that a training ended as the undisturbed one: figures, weights, all that is saved."""
+def assert_equal(run_dir: Path, expected: Path) -> None:
+    """Assert that a training ended as the uninterrupted one: metrics, weights and checkpoints."""
     if (status := record(run_dir)["status"]) != "completed" or last_step(run_dir) != NUM_STEPS:
         raise WrongError(f"it is {status} at step {last_step(run_dir)}")
-    if _figures(run_dir) != _figures(expected):
+    if _metrics(run_dir) != _metrics(expected):
         raise WrongError("its metrics.jsonl differs")
     if steps(run_dir) != steps(expected):
         raise WrongError(f"it has the checkpoints {steps(run_dir)}, not {steps(expected)}")
@@ -319,16 +323,16 @@ def _exported(path: Path) -> dict[str, Any]:
         return {"tensors": tensors, "metadata": _without_clock(file.metadata())}
 
 
-def _figures(run_dir: Path) -> list[dict[str, Any]]:
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [_without_clock(line) for line in numbers(run_dir)]
 
 
 def _without_clock(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: one for key, one in fields.items() if not key.startswith(("perf/", "ps/"))}
+    return {key: value for key, value in fields.items() if not key.startswith(("perf/", "ps/"))}
 
 
 def _difference(found: Any, wanted: Any, name: str = "state") -> str:
-    """Return the name of what differs between two trees; empty where they are equal bit by bit."""
+    """Return the name of the first difference of two trees; empty: they are equal bit by bit."""
     if type(found) is not type(wanted):
         return name
     if isinstance(wanted, dict):
@@ -343,7 +347,7 @@ def _difference(found: Any, wanted: Any, name: str = "state") -> str:
         return "" if found.dtype == wanted.dtype and found.equal(wanted) else name
     else:
         return "" if found == wanted else name
-    return next((told for key, *both in pairs if (told := _difference(*both, key))), "")
+    return next((path for key, *both in pairs if (path := _difference(*both, key))), "")
 
 
 def _shared_memory() -> list[str]:
@@ -352,7 +356,7 @@ def _shared_memory() -> list[str]:
 
 
 def report(result: Result, *, seed: int, seconds: float) -> str:
-    """Return what a campaign found as Markdown."""
+    """Return the report of a campaign as Markdown."""
     total = sum(result.kills.values())
     modes = list(dict.fromkeys(mode for mode, _, _ in result.kills))
     lines = [
@@ -368,11 +372,11 @@ def report(result: Result, *, seed: int, seconds: float) -> str:
         "| --- |" + " ---: |" * (len(VICTIMS) + len(PLACES)),
     ]
     for mode in sorted(modes):
-        by_victim = [_sum(result, mode, victim=one) for one in VICTIMS]
-        by_place = [_sum(result, mode, place=one) for one in PLACES]
+        by_victim = [_sum(result, mode, victim=victim) for victim in VICTIMS]
+        by_place = [_sum(result, mode, place=place) for place in PLACES]
         lines.append(f"| {mode} | " + " | ".join(map(str, [*by_victim, *by_place])) + " |")
     lines += ["", "Nothing bad was found." if not result.bad else "Bad:"]
-    lines += [f"- {one}" for one in result.bad]
+    lines += [f"- {sentence}" for sentence in result.bad]
     return "\n".join(lines) + "\n"
 
 

@@ -2,9 +2,9 @@
 
 python benchmarks/loop.py --data-root data
 
-Both train the ConvNet on MNIST for an epoch with 100 samples a rank, plain SGD, fp32, the same
-initial weights and the same order of samples, at 1 rank (two threads) and at 2 (one thread each).
-The two take turns, so that a machine whose speed drifts is fair to both; read the ratios.
+Both train the ConvNet on MNIST for an epoch with 100 samples per rank, plain SGD, fp32, the same
+initial weights and the same order of samples, on 1 rank (two threads) and on 2 (one thread each).
+They take turns, so that a drifting machine speed affects both alike. Read the ratios.
 """
 
 import argparse
@@ -26,9 +26,9 @@ LR, SEED = 1e-4, 0
 
 @dataclass(frozen=True)
 class Measured:
-    """One program's figures of one run."""
+    """The measurements of one run of one program."""
 
-    samples_per_s: float  # over all ranks, steady state of the epoch
+    samples_per_s: float  # over all ranks, without the first steps
     wall_s: float  # of the whole command
     losses: list[float]  # at steps 100, 200, …, the mean over the global batch
 
@@ -51,7 +51,7 @@ def main() -> None:
             speedups.append(ours.samples_per_s / theirs.samples_per_s)
             wall_ratios.append(theirs.wall_s / ours.wall_s)
             pairs = list(zip(theirs.losses, ours.losses, strict=True))
-            worst = max([worst, *(abs(one - other) / one for one, other in pairs)])
+            worst = max([worst, *(abs(expected - found) / expected for expected, found in pairs)])
             print(
                 f"{num_ranks:5}  {repeat:3}  {theirs.samples_per_s:18.0f}  "
                 f"{ours.samples_per_s:16.0f}  {speedups[-1]:5.2f}  {theirs.wall_s:10.1f}  "
@@ -66,21 +66,21 @@ def main() -> None:
 
 
 def run_tutorial(num_ranks: int, *, data_root: str, folder: Path) -> Measured:
-    """Run the plain script under torchrun, with as many threads in all as there are cores."""
+    """Run the plain script under torchrun; all ranks together have a thread per core."""
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    figures_path = folder / "tutorial.json"
+    results_path = folder / "tutorial.json"
     wall_s = timed(
         "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(TUTORIAL),
         "--data-root", data_root, "--epochs", "1", "--lr", str(LR), "--seed", str(SEED),
-        "--order-seed", str(derive(SEED, "order", 0)),  # as the runner's first epoch has it
-        "--num-threads", str(threads), "--json", str(figures_path), cwd=folder,
+        "--order-seed", str(derive(SEED, "order", 0)),  # as in the runner's first epoch
+        "--num-threads", str(threads), "--json", str(results_path), cwd=folder,
     )  # fmt: skip
-    figures = json.loads(figures_path.read_text())
-    return Measured(figures["samples_per_s"][0], wall_s, figures["losses"])
+    results = json.loads(results_path.read_text())
+    return Measured(results["samples_per_s"][0], wall_s, results["losses"])
 
 
 def run_runner(num_ranks: int, *, data_root: str, folder: Path) -> Measured:
-    """Run the same training through the runner, which sets the threads by itself."""
+    """Run the same training with the runner, which sets the threads itself."""
     wall_s = timed(
         "ddp_runner", "experiment=mnist_ddp", f"data_root={data_root}", f"world_size={num_ranks}",
         "train.epochs=1", f"optimizer.lr={LR}", f"seed={SEED}", "hydra.run.dir=run",
@@ -88,7 +88,7 @@ def run_runner(num_ranks: int, *, data_root: str, folder: Path) -> Measured:
     )  # fmt: skip
     text = (folder / "run" / "metrics.jsonl").read_text()
     lines = [line for line in map(json.loads, text.splitlines()) if "train/loss" in line]
-    # As in the tutorial's figures: without the first 50 steps.
+    # Without the first 50 steps, like the tutorial's.
     steady = [line["perf/step_time_ms"] for line in lines[1:]]
     return Measured(
         samples_per_s=100 * num_ranks * 1000 / statistics.mean(steady),

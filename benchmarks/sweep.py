@@ -2,9 +2,9 @@
 
 python benchmarks/sweep.py
 
-Whole processes, from the command to its end: that is what a user waits for. Both take twenty steps
-at one and two ranks with four learning rates; the runner writes its run folders besides. Each turn
-begins with the other one. Read the ratio of the last line.
+It measures whole processes, from the command to its end, because that is what a user waits for.
+Both take twenty steps on one and two ranks with four learning rates; only the runner writes run
+folders. The order alternates between turns. Read the ratio of the last line.
 """
 
 import argparse
@@ -49,9 +49,9 @@ def run_sweep() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rates, sizes = (",".join(map(str, values)) for values in (RATES, WORLD_SIZES))
         command = (
-            *("-m", "ddp_runner", "-m", "model=toy", f"optimizer.lr={rates}"),
-            *(f"world_size={sizes}", f"train.max_steps={STEPS}", f"hydra.sweep.dir={folder}"),
-        )
+            "-m", "ddp_runner", "-m", "model=toy", f"optimizer.lr={rates}",
+            f"world_size={sizes}", f"train.max_steps={STEPS}", f"hydra.sweep.dir={folder}",
+        )  # fmt: skip
         _run(sys.executable, *command)
         num_runs = len(list(Path(folder).glob("*/metrics.jsonl")))
         if num_runs != len(RATES) * len(WORLD_SIZES):
@@ -63,12 +63,12 @@ def run_scripts() -> None:
     for rate, size in itertools.product(RATES, WORLD_SIZES):
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
         script = (str(SCRIPT), f"--lr={rate}", f"--steps={STEPS}")
-        # gloo's threads now and then abort a plain script's end, when all its work is done.
+        # gloo's threads sometimes abort a plain script at its end, after all its work is done.
         _run(sys.executable, *launcher, *script, proof="loss ")
 
 
 def _run(*command: str, proof: str | None = None) -> None:
-    """Run a command to its end; one that printed the proof has done its work, however it ended."""
+    """Run a command; its exit code does not matter if it printed the proof that it did its work."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode and not (proof and proof in done.stdout):
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -2,8 +2,8 @@
 
 torchrun --standalone --nproc-per-node=2 benchmarks/toy_tutorial.py --lr 0.05
 
-Two linear layers, random data, SGD, twenty steps: it shares no code with the package, and writes
-nothing but its last loss. https://pytorch.org/tutorials/intermediate/ddp_tutorial.html
+Two linear layers, random data, SGD, twenty steps. It shares no code with the package and prints
+only its last loss. https://pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
 import argparse

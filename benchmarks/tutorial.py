@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node=2 benchmarks/tutorial.py --data-root data --num-threads 1
 python benchmarks/tutorial.py --data-root data            # one rank
 
-A per-sample dataset, DistributedSampler, DataLoader, ConvNet, DDP and SGD, in one plain script
-that shares no code with the package, so that the two can be compared in speed and in loss.
+A per-sample dataset, DistributedSampler, DataLoader, ConvNet, DDP and SGD in one plain script. It
+shares no code with the package, so speed and loss of the two can be compared.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from torch.utils.data.distributed import DistributedSampler
 from torchvision import transforms
 from torchvision.datasets import MNIST
 
-BATCH_SIZE = 100  # samples a rank
+BATCH_SIZE = 100  # samples per rank
 LOG_EVERY_STEPS = 100
-WARMUP_STEPS = 50  # of each epoch, left out of samples_per_s
+WARMUP_STEPS = 50  # of each epoch; samples_per_s excludes them
 
 
 class ConvNet(nn.Module):
@@ -62,16 +62,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument(
-        "--num-threads", type=int, default=0, help="a rank; 0: torch's default, torchrun's is 1"
+        "--num-threads", type=int, default=0, help="per rank; 0: torch's default, torchrun's is 1"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--order-seed", type=int, default=0, help="of the sample order")
-    parser.add_argument("--json", type=Path, help="file for rank 0's figures")
+    parser.add_argument("--json", type=Path, help="file for rank 0's results")
     return parser.parse_args()
 
 
 def init_process_group() -> None:
-    """Join torchrun's process group, or make a group of this process alone."""
+    """Join torchrun's process group, or create a group of this process alone."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -87,18 +87,18 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds at which all work given to the device has finished."""
+    """Wait for the device's queued work; return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def train(args: argparse.Namespace, *, device: torch.device) -> dict[str, list[float]]:
-    """Train and return the figures. Collective: every rank must call.
+    """Train and return the results. Collective: every rank must call.
 
     Returns:
-        ``losses``: one a logged step, the mean over ranks; ``samples_per_s``: one an epoch, over
-        all ranks, without the first steps; ``epoch_s``: one an epoch, in seconds.
+        ``losses``: the mean over ranks of each logged step; ``samples_per_s``: over all ranks,
+        without the first steps, of each epoch; ``epoch_s``: seconds of each epoch.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -126,7 +126,7 @@ def train(args: argparse.Namespace, *, device: torch.device) -> dict[str, list[f
         pin_memory=device.type == "cuda",
     )
 
-    figures: dict[str, list[float]] = {"losses": [], "samples_per_s": [], "epoch_s": []}
+    results: dict[str, list[float]] = {"losses": [], "samples_per_s": [], "epoch_s": []}
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         epoch_start = steady_start = now(device)
@@ -144,21 +144,21 @@ def train(args: argparse.Namespace, *, device: torch.device) -> dict[str, list[f
             elif step == WARMUP_STEPS:
                 steady_start = now(device)
             if step % LOG_EVERY_STEPS == 0:
-                figures["losses"].append(mean_over_ranks(loss))
+                results["losses"].append(mean_over_ranks(loss))
                 if rank == 0:
                     print(
                         f"epoch [{epoch + 1}/{args.epochs}], step [{step}/{len(loader)}], "
-                        f"loss {figures['losses'][-1]:.4f}",
+                        f"loss {results['losses'][-1]:.4f}",
                         flush=True,
                     )
         epoch_end = now(device)
-        figures["samples_per_s"].append(steady_samples / (epoch_end - steady_start))
-        figures["epoch_s"].append(epoch_end - epoch_start)
-    return figures
+        results["samples_per_s"].append(steady_samples / (epoch_end - steady_start))
+        results["epoch_s"].append(epoch_end - epoch_start)
+    return results
 
 
 def main() -> None:
-    """Run one rank; rank 0 prints the total time and writes the figures."""
+    """Run one rank; rank 0 prints the total time and writes the results."""
     start = time.perf_counter()
     args = parse_args()
     if args.num_threads:
@@ -168,7 +168,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     init_process_group()
-    figures = train(args, device=device)
+    results = train(args, device=device)
     wall_s = time.perf_counter() - start
     if dist.get_rank() == 0:
         print(f"training complete in {wall_s:.1f} s")
@@ -179,9 +179,9 @@ def main() -> None:
                 "seed": args.seed,
                 "order_seed": args.order_seed,
                 "lr": args.lr,
-                "wall_s": wall_s,  # from main(): the imports come before it
+                "wall_s": wall_s,  # of main(), without the imports
             }
-            args.json.write_text(json.dumps(facts | figures, indent=2) + "\n")
+            args.json.write_text(json.dumps(facts | results, indent=2) + "\n")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,8 @@
-"""The one exception for what a user can cause; every module may raise it."""
+"""The one exception for what a user can cause, and how its sentences list names."""
+
+from collections.abc import Sequence
+
+MOST_NAMES = 3  # that a sentence lists
 
 
 def printable(line: str) -> str:
@@ -18,3 +22,9 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+def listed(names: Sequence[str], *, separator: str = ", ") -> str:
+    """Return the first few names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return separator.join(names[:MOST_NAMES]) + more

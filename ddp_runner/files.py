@@ -4,24 +4,30 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 MAX_NAME_BYTES = 200  # file systems end at 255
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a text file in full beside the old one, then puts it in the old one's place."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file in full beside the old one, then rename it into the old one's place."""
     temp = path.with_name(f".{path.name}.tmp")
-    with temp.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temp.replace(path)
+    try:
+        with temp.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temp.unlink()
+        raise
 
 
 def json_safe(value: Any) -> Any:
-    """Returns the value with null for NaN and infinities, which JSON does not have."""
+    """Return the value with null for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ ALLOWED = {
     "scratch": {"errors", "job"},
     "distributed": GROUND,
     "parallelism": {*GROUND, "dist_env", "job"},
-    "models": {"data", "errors"},
+    "models": set(),
     "data": {*GROUND, "config"},
     "tracking": {*GROUND, "config", "dist_env", "job"},
     "checkpoint": {*GROUND, "config", "scratch"},
@@ -151,7 +151,7 @@ def test_slow_libraries_are_imported_late(path: Path) -> None:
     """In no file's head, since every rank would wait for them; and models import torch only."""
     assert not libraries(path, whole=False) & SLOW
     if package_of(name_of(path)) == "models":
-        wrapped = {"torch", "torchvision", "transformers", "ddp_runner"}
+        wrapped = {"torch", "torchvision", "transformers"}
         assert libraries(path) <= {*wrapped, *sys.stdlib_module_names}
 
 

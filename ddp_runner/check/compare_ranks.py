@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import listed
 from ddp_runner.train.loop import DTYPES
 from ddp_runner.train.state import TrainState
 
-MOST_NAMES = 3  # of differing tensors that are told
 # How far apart results may be that are equal but for rounding, in parts of the largest: a GPU adds
 # in no fixed order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -83,12 +83,6 @@ def spread(tensor: Tensor) -> float:
 def told(found: Sequence[Difference]) -> str:
     """Return the differences as one phrase."""
     return listed([str(one) for one in found], separator="; ")
-
-
-def listed(names: Sequence[str], *, separator: str = ", ") -> str:
-    """Return the first few names, and how many more there are."""
-    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    return separator.join([*names[:MOST_NAMES], *more])
 
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:

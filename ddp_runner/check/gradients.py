@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_runner.check.compare_ranks import Finding, differences, listed, told, tolerance
+from ddp_runner.check.compare_ranks import Finding, differences, told, tolerance
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import listed
 from ddp_runner.train.loop import backward, forward
 from ddp_runner.train.state import TrainState
 

@@ -1,7 +1,4 @@
-"""What a checkpoint says about itself, and whether it is still true; used by ``checkpoint``.
-
-Torch-free: the launcher's rules name its file.
-"""
+"""The manifest of a checkpoint: step, metrics, size and checksum of its state. Torch-free."""
 
 import hashlib
 import json
@@ -23,10 +20,10 @@ CHECKSUM = "sha256"  # of the manifest's other fields
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """The facts of one checkpoint."""
 
     step: int
-    metrics: dict[str, float | None]  # None: was not finite
+    metrics: dict[str, float | None]  # None: the value was not finite
     size: int  # of state.pt, bytes
     sha256: str  # of state.pt, hexadecimal
 
@@ -43,10 +40,10 @@ def manifest_text(*, step: int, metrics: Mapping[str, float | None], size: int, 
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder.
 
     Raises:
-        UserError: It is missing, damaged or of another format.
+        UserError: it is missing, damaged or of another format.
     """
     try:
         fields = json.loads((path / MANIFEST).read_bytes())
@@ -57,7 +54,7 @@ def read_manifest(path: Path) -> Manifest:
                 f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
             )
         checksum = fields.pop(CHECKSUM, None)
-        # A checksum counts whatever the version says: that, too, may be what was damaged.
+        # Compare a checksum whatever the version says: the version may be the damaged field.
         if (version > 1 or checksum is not None) and checksum != _checksum(fields):
             raise ValueError("fields that do not match their checksum")
         file = fields["files"][STATE]
@@ -69,7 +66,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     except UserError:
         raise
-    # Whatever the bytes are: a number that overflows and a nesting too deep raise other kinds.
+    # Damaged bytes raise any kind: OverflowError, RecursionError, …
     except Exception as error:
         raise UserError(
             f"checkpoint {path} is damaged: expected a manifest in {MANIFEST}, found {error!r}"
@@ -77,7 +74,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> None:
-    """Raises UserError with what was expected and found, unless the state is as it was saved."""
+    """Compare the state's size and SHA-256 with the manifest.
+
+    Raises:
+        UserError: the state is not as it was saved; the message has both values.
+    """
     manifest = read_manifest(path)
     try:
         size, sha256 = measure(path / STATE)
@@ -91,13 +92,13 @@ def verify(path: Path) -> None:
 
 
 def measure(path: Path) -> tuple[int, str]:
-    """Returns a file's size in bytes and its SHA-256."""
+    """Return a file's size in bytes and its SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of fields as JSON, whatever their order and layout in the file."""
+    """Return the SHA-256 of the fields as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

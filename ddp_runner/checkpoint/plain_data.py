@@ -1,4 +1,4 @@
-"""What may go into a saved state and come out of one: plain data, and whole tensors alone."""
+"""Only plain data and whole tensors go into a saved state and come out of it."""
 
 import pickle
 import re
@@ -12,16 +12,16 @@ from ddp_runner.errors import UserError
 
 
 def load_plain_data(file: Path, *, named: str, map_location: torch.device | str, fix: str) -> Any:
-    """Returns what torch.save wrote, as long as it is plain data.
+    """Return what torch.save wrote, if it is plain data.
 
     Args:
-        file: What to read.
-        named: What it is called in the refusal.
-        map_location: Where its tensors go.
-        fix: What to do about a refusal.
+        file: the file to read.
+        named: the file's name in an error message.
+        map_location: the device of the tensors.
+        fix: what an error message advises.
 
     Raises:
-        UserError: It holds anything else: it is refused, and none of its code runs.
+        UserError: the file holds anything else; none of its code has run.
     """
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
@@ -31,21 +31,21 @@ def load_plain_data(file: Path, *, named: str, map_location: torch.device | str,
         raise UserError(
             f"{named} was refused: {what}, which could run code (none was run); {fix}"
         ) from error
-    except Exception as error:  # of any kind, as bytes that are no file of torch's mean anything
+    except Exception as error:  # foreign bytes raise any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{named} cannot be read ({reason[:200]}); it is damaged or of another kind: use "
-            "another one"
+            f"{named} cannot be read ({reason[:200]}); it is damaged or of another kind; use "
+            "another file"
         ) from error
 
 
 def refuse_sharded(state: Any, name: str = "the state") -> None:
     """Refuse tensors of which this rank holds only a part.
 
-    Saved by one rank as if they were whole, they would lose the other ranks' parts unnoticed.
+    One rank would save its part as if it were whole, and the other ranks' parts would be lost.
 
     Raises:
-        UserError: There is one; its key is named.
+        UserError: the state holds a part of a tensor; the message has its key.
     """
     if isinstance(state, Mapping):
         for key, value in state.items():
@@ -53,7 +53,7 @@ def refuse_sharded(state: Any, name: str = "the state") -> None:
     elif isinstance(state, list | tuple):
         for index, value in enumerate(state):
             refuse_sharded(value, f"{name}[{index}]")
-    # DTensor, ShardedTensor and their kin, by where they are defined: importing them takes time.
+    # DTensor, ShardedTensor, … by their module: importing the classes takes time.
     elif isinstance(state, torch.Tensor) and any(
         base.__module__.startswith("torch.distributed") for base in type(state).__mro__
     ):

@@ -1,6 +1,6 @@
-"""Copies a training state to the CPU, into memory that is used again for the next copy.
+"""Copies a training state to the CPU, into memory that the next copy uses again.
 
-Torch's DefaultStager does the same, but that of torch 2.11 works once: it clears its own table of
+torch has a DefaultStager for this. In torch 2.11 it works only once: it clears its own table of
 types after the first state.
 """
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Stager:
-    """Holds the memory of one copy; a first copy takes as long as it takes to allocate it.
+    """Holds the memory of one copy. The first copy is slower, because it allocates the memory.
 
     Args:
-        pinned: whether the memory is page-locked: a copy from a CUDA device is faster then.
+        pinned: use page-locked memory, which makes copies from a CUDA device faster.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -23,11 +23,11 @@ class Stager:
         self._memory: dict[Any, Tensor] = {}
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy, which shares no memory with the state; the copy before it is overwritten.
+        """Return a copy that shares no memory with the state; it overwrites the previous copy.
 
         Args:
             state: tensors on any device, numbers, strings, and lists and dicts of them. Tensors
-                that share memory do so in the copy as well.
+                that share memory also share it in the copy.
         """
         before, self._memory = self._memory, {}
         copied: dict[str, Any] = self._copy(state, before)
@@ -37,12 +37,12 @@ class Stager:
         if isinstance(value, Tensor):
             return self._copy_tensor(value, before)
         if isinstance(value, dict):
-            copied = copy.copy(value)  # with the version numbers that state_dict() hangs on its own
-            for key, one in value.items():
-                copied[key] = self._copy(one, before)
+            copied = copy.copy(value)  # keeps the _metadata that state_dict() attaches
+            for key, item in value.items():
+                copied[key] = self._copy(item, before)
             return copied
         if type(value) in (list, tuple):
-            return type(value)(self._copy(one, before) for one in value)
+            return type(value)(self._copy(item, before) for item in value)
         return copy.deepcopy(value)
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class Stager:
             memory = before.get(key)
             if memory is None:
                 memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
-            # It waits until the copy is made: a step that follows may change what is copied.
+            # Wait for the copy: the next step changes the source.
             memory.untyped_storage().copy_(source)
             self._memory[key] = memory
         target = self._memory[key].untyped_storage()

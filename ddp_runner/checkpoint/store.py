@@ -1,9 +1,9 @@
-"""Saves the state of a run so that no kill can lose it, and loads only what is whole.
+"""Saves a run's state so that no kill can lose it, and loads only undamaged checkpoints.
 
 A checkpoint is a folder, ``checkpoints/step-00000600``, with ``state.pt`` and ``manifest.json``
-(step, metrics, size and SHA-256 of the state). It is written under a temporary name and appears by
-a rename, so a folder with a checkpoint's name was once whole; the checksum tells whether it still
-is. train.py calls this module: rank 0 saves, every rank loads.
+(step, metrics, size and SHA-256 of the state). It is written under a temporary name and then
+renamed, so a folder with a checkpoint's name was complete once. The checksum shows whether it still
+is. Rank 0 saves, every rank loads.
 """
 
 import os
@@ -42,25 +42,22 @@ def save_checkpoint(
     mode: str,
     log: Callable[[str], None],
 ) -> Path:
-    """Saves the state as this step's checkpoint, then deletes those no longer kept. Rank 0 only.
+    """Save this step's checkpoint, delete those no longer kept, return its folder. Rank 0 only.
 
     Args:
-        folder: The run's checkpoints folder.
-        state: Tensors, numbers, strings, and lists and dicts of them.
-        step: Optimizer steps taken.
-        metrics: The values that `monitor` chooses from.
-        keep: How many of the newest checkpoints stay (at least 1); the best one stays besides.
-        monitor: The metric that tells which one is best, or None.
+        folder: the run's checkpoints folder.
+        state: tensors, numbers, strings, and lists and dicts of them.
+        step: optimizer steps taken.
+        metrics: of this step; `monitor` names one of them.
+        keep: how many of the newest checkpoints stay, at least 1. The best one stays as well.
+        monitor: the metric that decides which checkpoint is best; None: there is no best one.
         mode: ``max`` or ``min``: which value of `monitor` is best.
-        log: Takes a sentence for the user where an old checkpoint cannot be deleted.
-
-    Returns:
-        The new checkpoint's folder.
+        log: takes a sentence for the user if an old checkpoint cannot be deleted.
 
     Raises:
-        UserError: It could not be written, and the checkpoints before it are untouched; or it
-            holds a rank's part of a tensor.
-        TypeError: The state holds an object that a weights-only load would refuse.
+        UserError: the checkpoint could not be written, and the earlier ones are untouched; or the
+            state holds a part of a tensor that other ranks hold parts of.
+        TypeError: the state holds an object that a weights-only load would refuse.
     """
     assert keep >= 1
     refuse_sharded(state)
@@ -93,14 +90,14 @@ def retain(
     mode: str,
     log: Callable[[str], None],
 ) -> None:
-    """Deletes the checkpoints up to `step` that are no longer kept, and what killed saves left.
+    """Delete the checkpoints up to `step` that are no longer kept, and what killed saves left.
 
-    Rank 0 only, after a save and after a resume; the arguments are those of `save_checkpoint`.
+    Rank 0 only, after a save and after a resume. For the arguments see `save_checkpoint`.
     """
     for path in folder.glob(TEMP_PREFIX + "*"):
         _delete(path, log=log)
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
-    # Later ones than this are left alone: they are those that this run could not resume from.
+    # Leave later ones alone: they were damaged when this run resumed from an earlier one.
     up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
     for path in up_to_now[:-keep]:
         if path not in ranking[:1]:
@@ -108,14 +105,14 @@ def retain(
 
 
 def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | None:
-    """Returns the newest checkpoint whose state matches its checksum, None where there is none.
+    """Return the newest checkpoint whose state matches its checksum; None: there are none.
 
     Args:
-        folder: The run's checkpoints folder; it need not exist.
-        log: Takes a sentence for each damaged checkpoint, and for the one used in its place.
+        folder: the run's checkpoints folder; it need not exist.
+        log: takes a sentence for each damaged checkpoint, and for the one used in its place.
 
     Raises:
-        UserError: There are checkpoints and all of them are damaged.
+        UserError: every checkpoint is damaged.
     """
     paths = newest_first(folder)
     found = first_whole(paths, log=log)
@@ -128,12 +125,12 @@ def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | Non
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Returns all that a run has saved and still has, whole or damaged by now."""
+    """Return all checkpoints of a run, damaged ones included."""
     return list(reversed(_checkpoints(folder).values()))
 
 
 def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
-    """Returns the first checkpoint that matches its checksum; says which were passed over."""
+    """Return the first checkpoint that matches its checksum; log the damaged ones before it."""
     damaged = False
     for path in paths:
         try:
@@ -149,16 +146,16 @@ def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | 
 
 
 def best_checkpoints(folder: Path, *, monitor: str, mode: str) -> list[Path]:
-    """Returns the checkpoints with a finite value of a metric, best first, by their manifests.
+    """Return the checkpoints with a finite value of a metric, best first, by their manifests.
 
-    Among equals the earliest comes first. `mode` is ``max`` or ``min``.
+    The earlier of two equal checkpoints comes first. `mode` is ``max`` or ``min``.
     """
     scores = {}
     for path in _checkpoints(folder).values():
         try:
             score = read_manifest(path).metrics.get(monitor)
         except UserError:
-            continue  # damaged: cannot be the best of what loads
+            continue  # damaged: it could not be loaded
         if score is not None:
             scores[path] = score
     sign = {"max": -1, "min": 1}[mode]
@@ -166,11 +163,11 @@ def best_checkpoints(folder: Path, *, monitor: str, mode: str) -> list[Path]:
 
 
 def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str, Any]:
-    """Returns the state that `save_checkpoint` was given, its tensors on `map_location`.
+    """Return the state that was saved, its tensors on `map_location`.
 
     Raises:
-        UserError: The checkpoint is damaged, or holds anything but plain data: such a file is
-            refused, and none of its code runs.
+        UserError: the checkpoint is damaged, or holds anything but plain data; none of its code
+            has run.
     """
     try:
         verify(path)
@@ -186,12 +183,13 @@ def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Returns each step's checkpoint by its name alone, oldest first.
+    """Return each step's checkpoint, oldest first, without looking inside.
 
-    Where a kill came between the two renames of a replacement, the old one, set aside, counts.
+    After a kill between the two renames of a replacement, the old folder that was set aside counts.
     """
     found = {}
-    for path in sorted(folder.glob("step-*"), reverse=True):  # a step's own folder after its aside
+    # In reverse order, so that a step's own folder replaces the one set aside.
+    for path in sorted(folder.glob("step-*"), reverse=True):
         if match := re.fullmatch(rf"step-(\d+)({re.escape(REPLACED_SUFFIX)})?", path.name):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
@@ -204,7 +202,7 @@ def _write_files(
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # torch's zip writer answers a failed write with an error that hides the reason.
+            # torch's zip writer hides the reason of a failed write in the context.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -220,7 +218,7 @@ def _write_files(
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the names in a folder last: fsync of a file does not cover its entry."""
+    """Flush the names in a folder to disk: fsync of a file does not cover its name."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -229,10 +227,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _put_in_place(temp: Path, final: Path) -> Path | None:
-    """Gives a whole checkpoint its name; returns where an earlier one of the same step went."""
+    """Rename a complete checkpoint; return where an earlier one of the same step was set aside."""
     replaced = None
     if final.exists():
-        # No rename replaces a full folder. Between these two the old one counts: _checkpoints.
+        # A rename cannot replace a non-empty folder. Between the two the old one counts.
         replaced = final.rename(final.with_name(final.name + REPLACED_SUFFIX))
     temp.rename(final)
     _sync_folder(final.parent)
@@ -240,7 +238,7 @@ def _put_in_place(temp: Path, final: Path) -> Path | None:
 
 
 def _clear_leftovers(folder: Path, *, log: Callable[[str], None]) -> None:
-    """Deletes what killed saves left, and completes or undoes a replacement cut short."""
+    """Delete what killed saves left, and complete or undo an unfinished replacement."""
     for path in folder.glob(TEMP_PREFIX + "*"):
         _delete(path, log=log)
     for path in folder.glob("step-*" + REPLACED_SUFFIX):
@@ -252,7 +250,7 @@ def _clear_leftovers(folder: Path, *, log: Callable[[str], None]) -> None:
 
 
 def _delete(path: Path, *, log: Callable[[str], None]) -> None:
-    """Deletes a folder, renamed first: a kill midway must not leave a half-deleted checkpoint."""
+    """Delete a folder; the rename first keeps a kill from leaving half a checkpoint."""
     temp = path.with_name(TEMP_PREFIX + path.name.removeprefix(TEMP_PREFIX))
     try:
         shutil.rmtree(path.rename(temp))

@@ -1,11 +1,9 @@
-"""The weights that a run starts from, and those that it leaves as ``model.safetensors``.
+"""The weights that a run starts from, and those that it exports as ``model.safetensors``.
 
-``worker`` finds out what to start from and exports at the end; ``build`` loads, on rank 0 alone:
-the mode's wrap gives them to the other ranks.
+Rank 0 alone loads them: the mode's wrap sends them to the other ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,24 @@ from ddp_runner.checkpoint.store import (
     newest_first,
 )
 from ddp_runner.config.schema import Config
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, listed
+from ddp_runner.files import replace_file
 
 EXPORT = "model.safetensors"
-MOST_NAMES = 3  # of a mismatch that are listed
 
 
 def starting_weights(
     config: Config, checkpoints: Path, *, log: Callable[[str], None]
 ) -> Path | None:
-    """Return what a run starts from; None where nothing was asked for, or where it goes on.
+    """Return what a run starts from; None: it starts from scratch, or resumes.
 
     Args:
         config: of the run.
-        checkpoints: its own; if it has saved any, the run has read its weights before.
-        log: gets a line with what was found.
+        checkpoints: the run's own checkpoints folder; if it has any, the run resumes from them.
+        log: takes a line that names the weights.
 
     Raises:
-        UserError: there is nothing to start from where `model.weights` points.
+        UserError: `model.weights` names a run without a usable checkpoint.
     """
     asked = config.model.get("weights")
     if asked is None or newest_first(checkpoints):
@@ -51,36 +49,36 @@ def starting_weights(
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a model's parameters and buffers, each onto the device where it is. Rank 0 only.
+    """Load a model's parameters and buffers in place, on their devices. Rank 0 only.
 
     Args:
         module: bare, not yet wrapped.
-        path: a checkpoint folder, a ``.safetensors`` file, or what torch.save made of a state_dict,
-            which may lie under ``model`` or ``state_dict``.
+        path: a checkpoint folder, a ``.safetensors`` file, or a state_dict that torch.save wrote,
+            by itself or under the key ``model`` or ``state_dict``.
 
     Raises:
         UserError: the file is not readable, could run code, or is of another model.
     """
     found = {_plain_name(name): tensor for name, tensor in _read(path).items()}
     expected = module.state_dict()
-    if not any(name.startswith("module.") for name in expected):  # DDP's own, saved with the rest
+    if not any(name.startswith("module.") for name in expected):  # from a saved DDP module
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     names = {_plain_name(name): name for name in expected}
     differences = []
     if missing := [name for name in names if name not in found]:
-        differences.append(f"it lacks {_listed(missing)}")
+        differences.append(f"it lacks {listed(missing)}")
     if unexpected := [name for name in found if name not in names]:
-        differences.append(f"it has {_listed(unexpected)}, which the model has not")
+        differences.append(f"it has {listed(unexpected)}, which the model does not have")
     if wrong := [
         f"{name} is {tuple(found[name].shape)} there and {tuple(expected[own].shape)} in the model"
         for name, own in names.items()
         if name in found and found[name].shape != expected[own].shape
     ]:
-        differences.append(_listed(wrong))
+        differences.append(listed(wrong))
     if differences:
         raise UserError(
             f"model.weights ({path}) does not fit the model: {'; '.join(differences)}; give "
-            "weights of the same model, or its keys as they were"
+            "weights of the same model, or the model's original keys"
         )
     module.load_state_dict({own: found[name] for name, own in names.items()})
 
@@ -91,24 +89,20 @@ def export_weights(
     """Write a state_dict as safetensors, whole or not at all. Rank 0 only.
 
     Args:
-        path: where to.
-        state: tensors on any device; tied ones are written once for each of their names.
-        step: optimizer steps that the weights have seen.
-        metrics: of that step; with the step they become the file's metadata, as strings.
+        path: of the file.
+        state: tensors on any device; tied tensors are written once for each of their names.
+        step: optimizer steps that the weights have taken.
+        metrics: of that step; step and metrics become the file's metadata, as strings.
 
     Raises:
-        UserError: it could not be written.
+        UserError: the file could not be written.
     """
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
-    temp = path.with_name(f".{path.name}.tmp")
     try:
-        temp.write_bytes(save(contiguous, {"format": "pt", "step": str(step), **facts}))
-        temp.replace(path)
+        replace_file(path, save(contiguous, {"format": "pt", "step": str(step), **facts}))
     except OSError as error:
-        with suppress(OSError):
-            temp.unlink()
         raise UserError(
             f"{path} could not be written ({error.strerror or error}); free space or make the "
             "folder writable, then resume: the checkpoints are intact"
@@ -116,7 +110,7 @@ def export_weights(
 
 
 def _find(path: Path, *, log: Callable[[str], None]) -> Path:
-    """Return the checkpoint folder or file to load; of a run its best checkpoint, or its newest."""
+    """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest."""
     if path.is_file() or (path / MANIFEST).exists():
         return path
     config = path / ".hydra" / "config.yaml"
@@ -125,14 +119,14 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
         monitor, mode = settings["monitor"], settings["mode"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
-            f"{config} does not tell which checkpoint is the best ({type(error).__name__}); write "
+            f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
     folder = path / "checkpoints"
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
     found = first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
     if found is None:
-        raise UserError(f"model.weights ({path}) has no whole checkpoint; give another run")
+        raise UserError(f"model.weights ({path}) has no undamaged checkpoint; give another run")
     return found
 
 
@@ -155,14 +149,14 @@ def _state_dict(loaded: Any, *, named: str) -> Mapping[str, Tensor]:
     for nested in (loaded, *(_get(loaded, key) for key in ("model", "state_dict"))):
         if _is_state_dict(nested):
             return dict(nested)
-    raise UserError(f"{named} holds no state_dict, nor one as model or state_dict; give one")
+    raise UserError(f"{named} holds no state_dict, not even as model or state_dict; give one")
 
 
 def _is_state_dict(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and bool(value)
-        and all(isinstance(one, Tensor) for one in value.values())
+        and all(isinstance(item, Tensor) for item in value.values())
     )
 
 
@@ -171,10 +165,5 @@ def _get(value: Any, key: str) -> Any:
 
 
 def _plain_name(name: str) -> str:
-    """Return a key without what torch.compile puts into it."""
+    """Return a key without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more

@@ -1,10 +1,8 @@
-"""Saves checkpoints while the loop goes on: it waits for a copy of the state, a thread writes it.
-
-``worker`` opens one on rank 0 around the loop. What is written, and how, is in ``checkpoint``.
-"""
+"""Saves checkpoints while training goes on: the loop waits for a copy, and a thread writes it."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,14 +17,14 @@ from ddp_runner.scratch import marked
 class CheckpointWriter:
     """Writes one checkpoint at a time, in the order of the calls. Rank 0 only.
 
-    After the block nothing is being written any more, however it is left.
+    The end of the `with` block waits for the last save, also after an error.
 
     Args:
         folder: the run's checkpoints folder.
-        config: which ones are kept.
-        scratch: of the worker group; a file there tells the launcher to let a save end.
-        log: takes a sentence for the user; from the thread, too.
-        pinned: whether the state lies on CUDA devices, and is copied to page-locked memory.
+        config: which checkpoints are kept.
+        scratch: the worker group's folder; a file there asks the launcher to let a save finish.
+        log: takes a sentence for the user, also from the thread.
+        pinned: copy to page-locked memory, for a state on CUDA devices.
     """
 
     def __init__(
@@ -38,39 +36,39 @@ class CheckpointWriter:
         log: Callable[[str], None],
         pinned: bool,
     ) -> None:
-        self._folder, self._scratch, self._log = folder, scratch, log
-        self._kept: Any = {
-            "keep": config.keep,
-            "monitor": config.monitor,
-            "mode": config.mode,
-        }
+        self._scratch, self._log = scratch, log
+        keep, monitor, mode = config.keep, config.monitor, config.mode
+        self._retain = partial(retain, folder, keep=keep, monitor=monitor, mode=mode, log=log)
+        self._save = partial(
+            save_checkpoint, folder, keep=keep, monitor=monitor, mode=mode, log=log
+        )
         self._stager = Stager(pinned=pinned)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
     def retain(self, *, step: int) -> None:
-        """Delete what a kill kept the save of this step, or one before, from deleting."""
-        retain(self._folder, step=step, log=self._log, **self._kept)
+        """Delete what an earlier save was killed before it could delete."""
+        self._retain(step=step)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> None:
-        """Copy a state, once the save before has ended, and have the copy written.
+        """Wait for the previous save, copy the state, and start writing the copy.
 
         Args:
-            state: tensors on any device, numbers, strings, and lists and dicts of them. No part of
-                it is read after this call.
+            state: tensors on any device, numbers, strings, and lists and dicts of them. It is not
+                read after this call.
             step: optimizer steps taken.
             metrics: of this step.
 
         Raises:
-            UserError: the save before could not be written; the checkpoints before it are intact.
-            TypeError: it held an object that a weights-only load would refuse.
+            UserError: the previous save failed; the checkpoints before it are intact.
+            TypeError: the previous state held an object that a weights-only load would refuse.
         """
         self.wait()
         copy = self._stager.stage(state)
         self._pending = self._thread.submit(self._write, copy, step, dict(metrics))
 
     def wait(self) -> None:
-        """Wait for the end of the save that is being written, if there is one.
+        """Wait for the save in progress, if there is one.
 
         Raises:
             UserError, TypeError: as ``save``.
@@ -93,17 +91,10 @@ class CheckpointWriter:
         except (UserError, TypeError) as failed:
             if error is None:
                 raise
-            self._log(f"besides, {failed}")  # what made the run end comes first
+            self._log(f"besides, {failed}")  # what ended the run comes first
         finally:
             self._thread.shutdown()
 
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
         with marked(self._scratch):
-            return save_checkpoint(
-                self._folder,
-                state,
-                step=step,
-                metrics=metrics,
-                log=self._log,
-                **self._kept,
-            )
+            return self._save(state, step=step, metrics=metrics)

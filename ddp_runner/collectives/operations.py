@@ -1,8 +1,7 @@
-"""The operations that ``collectives`` measures: calls, inputs, due results and bus factors.
+"""The operations of ``task=collectives``: calls, inputs, expected results and bus factors.
 
-Used by ``collective_calls``. Inputs are small whole numbers that follow from rank, share and place:
-each rank knows the result that is due, and a message cut short, another rank's share or a buffer
-that nobody filled is noticed.
+Inputs are small whole numbers computed from rank, share and place. So each rank knows its expected
+result, and notices a truncated message, another rank's share or a buffer that was never filled.
 """
 
 from collections.abc import Callable
@@ -13,20 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PERIOD = 101  # of the inputs, in elements: a prime, so that shares of a message do not begin alike
-REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
+PERIOD = 101  # of the inputs, in elements; a prime, so that shares do not all begin alike
 Patterns = list[Tensor]  # one period of each share of a buffer, int64 or float64
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is measured over all sizes: an operation, and on what it works."""
+    """One operation with one dtype and reduction, measured at all message sizes."""
 
     op: str
     dtype: str | None = None  # None: a barrier moves no data
@@ -38,28 +30,28 @@ class Variant:
 
 @dataclass(frozen=True)
 class Operation:
-    """How an operation is called, and what goes in and comes out of it on each rank.
+    """How an operation is called, and its input and expected result on each rank.
 
-    ``sent`` and ``due`` take rank, world size and reduction, and return the shares of the buffer;
-    an empty list: this rank gives, or is due, nothing.
+    ``sent`` and ``expected`` take rank, world size and reduction, and return the shares of the
+    buffer; an empty list: this rank sends, or receives, nothing.
     """
 
     bind: Callable[[Tensor, Tensor, dist.ReduceOp.RedOpType], Callable[[], object]]
     sent: Callable[[int, int, str], Patterns]
-    due: Callable[[int, int, str], Patterns]
+    expected: Callable[[int, int, str], Patterns]
     bus_factor: Callable[[int], float]
-    is_split: bool = False  # the message is one share a rank, else each rank holds all of it
+    is_split: bool = False  # each rank holds one share of the message; False: all of it
     in_place: bool = False
     reduces: bool = False
 
 
 def values(rank: int, share: int = 0) -> Tensor:
-    """Return one period of what a rank sends as is: int64, 0 to 100."""
+    """Return one period of what a rank sends to operations that only move data: int64, 0 to 100."""
     return (torch.arange(PERIOD) + 37 * rank + 13 * share) % PERIOD
 
 
 def addends(reduce_op: str, rank: int, share: int = 0) -> Tensor:
-    """Return one period of what a rank gives to a reduction; small, to be exact in any dtype."""
+    """Return one period of what a rank adds to a reduction; small, hence exact in any dtype."""
     if reduce_op == "product":
         return 1 + (values(rank, share) % 8 == 0).long()
     return values(rank, share) % 7
@@ -80,6 +72,12 @@ def reduced(reduce_op: str, world_size: int, share: int = 0) -> Tensor:
         case "product":
             return by_rank.prod(0)
     raise AssertionError(reduce_op)
+
+
+def torch_reduce_op(name: str) -> dist.ReduceOp.RedOpType:
+    """Return torch's reduction by the config's name for it."""
+    op: dist.ReduceOp.RedOpType = getattr(dist.ReduceOp, "AVG" if name == "mean" else name.upper())
+    return op
 
 
 def _scatter(source: Tensor, target: Tensor, _: object) -> Callable[[], object]:
@@ -109,34 +107,34 @@ def _ring(num_ranks: int) -> float:
 
 
 # The bus factors are those of nccl-tests: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md,
-# and for gather, scatter and sendrecv src/*.cu. Its sendrecv is this one: every rank sends to the
-# next and receives from the one before it, all at once. The root of all operations is rank 0.
+# and src/*.cu for gather, scatter and sendrecv. As in its sendrecv, each rank sends to the
+# next and receives from the previous one, all at once. The root of all operations is rank 0.
 OPERATIONS = {
     "broadcast": Operation(
         bind=lambda source, target, _: partial(dist.broadcast, source, src=0),
         sent=lambda rank, n, _: [values(rank)],
-        due=lambda rank, n, _: [values(0)],
+        expected=lambda rank, n, _: [values(0)],
         bus_factor=lambda n: 1.0,
         in_place=True,
     ),
     "scatter": Operation(
         bind=_scatter,
         sent=lambda rank, n, _: [] if rank else [values(0, other) for other in range(n)],
-        due=lambda rank, n, _: [values(0, rank)],
+        expected=lambda rank, n, _: [values(0, rank)],
         bus_factor=_ring,
         is_split=True,
     ),
     "gather": Operation(
         bind=_gather,
         sent=lambda rank, n, _: [values(rank)],
-        due=lambda rank, n, _: [] if rank else [values(other) for other in range(n)],
+        expected=lambda rank, n, _: [] if rank else [values(other) for other in range(n)],
         bus_factor=_ring,
         is_split=True,
     ),
     "reduce": Operation(
         bind=lambda source, target, op: partial(dist.reduce, source, dst=0, op=op),
         sent=lambda rank, n, op: [addends(op, rank)],
-        due=lambda rank, n, op: [] if rank else [reduced(op, n)],
+        expected=lambda rank, n, op: [] if rank else [reduced(op, n)],
         bus_factor=lambda n: 1.0,
         in_place=True,
         reduces=True,
@@ -144,7 +142,7 @@ OPERATIONS = {
     "all_reduce": Operation(
         bind=lambda source, target, op: partial(dist.all_reduce, source, op=op),
         sent=lambda rank, n, op: [addends(op, rank)],
-        due=lambda rank, n, op: [reduced(op, n)],
+        expected=lambda rank, n, op: [reduced(op, n)],
         bus_factor=lambda n: 2 * _ring(n),
         in_place=True,
         reduces=True,
@@ -152,14 +150,14 @@ OPERATIONS = {
     "all_gather": Operation(
         bind=lambda source, target, _: partial(dist.all_gather_into_tensor, target, source),
         sent=lambda rank, n, _: [values(rank)],
-        due=lambda rank, n, _: [values(other) for other in range(n)],
+        expected=lambda rank, n, _: [values(other) for other in range(n)],
         bus_factor=_ring,
         is_split=True,
     ),
     "reduce_scatter": Operation(
         bind=lambda source, target, op: partial(dist.reduce_scatter_tensor, target, source, op=op),
         sent=lambda rank, n, op: [addends(op, rank, other) for other in range(n)],
-        due=lambda rank, n, op: [reduced(op, n, rank)],
+        expected=lambda rank, n, op: [reduced(op, n, rank)],
         bus_factor=_ring,
         is_split=True,
         reduces=True,
@@ -167,14 +165,14 @@ OPERATIONS = {
     "all_to_all": Operation(
         bind=lambda source, target, _: partial(dist.all_to_all_single, target, source),
         sent=lambda rank, n, _: [values(rank, other) for other in range(n)],
-        due=lambda rank, n, _: [values(other, rank) for other in range(n)],
+        expected=lambda rank, n, _: [values(other, rank) for other in range(n)],
         bus_factor=_ring,
         is_split=True,
     ),
     "send_recv": Operation(
         bind=_send_recv,
         sent=lambda rank, n, _: [values(rank)],
-        due=lambda rank, n, _: [values((rank - 1) % n)],
+        expected=lambda rank, n, _: [values((rank - 1) % n)],
         bus_factor=lambda n: 1.0,
     ),
 }

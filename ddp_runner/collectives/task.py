@@ -1,8 +1,4 @@
-"""``task=collectives``: how long each collective takes at each size, and whether it is right.
-
-Called by ``worker``. What is called is in ``collective_ops``, how it is timed in
-``collective_timing``, what may be asked for in ``collectives_config``.
-"""
+"""``task=collectives``: verifies each collective and measures it at each message size."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +7,9 @@ from dataclasses import asdict
 
 import torch
 
-from ddp_runner.collectives.messages import prepare, refusal
+from ddp_runner.collectives.messages import prepare, unsupported_reason
 from ddp_runner.collectives.operations import OPERATIONS, Variant
-from ddp_runner.collectives.timing import Row, measure
+from ddp_runner.collectives.timing import Measurement, measure
 from ddp_runner.config.collectives import OPS, message_sizes
 from ddp_runner.config.schema import CollectivesConfig
 from ddp_runner.errors import UserError
@@ -31,20 +27,23 @@ TABLE_HEAD = (
 
 
 def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str:
-    """Measure what the config asks for; return completed or preempted. Collective: every rank.
+    """Measure what the config names; return completed or preempted.
+
+    Collective: every rank must call.
 
     Raises:
-        UserError: a reduction is asked for by name that the backend does not have.
-        WrongResultError: a rank's result was wrong; on every rank.
+        UserError: the backend does not support a reduction that the config names.
+        WrongResultError: a rank's result was wrong; raised on every rank.
     """
     env, device, run_dir = session.env, session.devices[0], session.run_dir
-    asked, backend = session.config.collectives, session.config.backend.name
+    config, backend = session.config.collectives, session.config.backend.name
     note_restart(session, step=0)
     session.log(_start_block(session))
-    refusals = {
-        variant: refusal(variant, device=device, backend=backend) for variant in variants(asked)
+    reasons = {
+        variant: unsupported_reason(variant, device=device, backend=backend)
+        for variant in variants(config)
     }
-    validate_reduce_ops(asked, refusals, backend=backend)
+    validate_reduce_ops(config, reasons, backend=backend)
     tracker: Tracker | NullTracker = NullTracker()
     if env.is_rank_zero:
         config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
@@ -52,71 +51,73 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
         begin_anew(run_dir)
         note_startup(run_dir)
 
-    rows: list[Row] = []
+    measurements: list[Measurement] = []
     status = Status.COMPLETED
     session.log(TABLE_HEAD)
     with closing(tracker):
-        for variant, num_bytes in _messages(session, refusals):
+        for variant, num_bytes in _messages(session, reasons):
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
-            row = measure(variant, prepared, asked, device=device, stop_requested=stop_requested)
-            if row is None:
+            measured = measure(
+                variant, prepared, config, device=device, stop_requested=stop_requested
+            )
+            if measured is None:
                 status = Status.PREEMPTED
                 break
-            rows.append(row)
-            session.log(_table_line(row))
-            tracker.log(_metrics(variant, row), step=row.bytes, epoch=0)
+            measurements.append(measured)
+            session.log(_table_line(measured))
+            tracker.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
     if env.is_rank_zero:
-        _record_end(session, status, rows, refusals, metrics=tracker.last_metrics)
+        _record_end(session, status, measurements, reasons, metrics=tracker.last_metrics)
     return status
 
 
-def variants(asked: CollectivesConfig) -> Iterator[Variant]:
-    """Yield what is asked for: each operation with each dtype and, if it reduces, reduction."""
-    for op in asked.ops or OPS:
+def variants(config: CollectivesConfig) -> Iterator[Variant]:
+    """Yield each operation with each dtype and, if it reduces, each reduction."""
+    for op in config.ops or OPS:
         if op == "barrier":
             yield Variant(op)
             continue
-        reductions = asked.reduce_ops or DEFAULT_REDUCE_OPS
-        for dtype in asked.dtypes:
+        reductions = config.reduce_ops or DEFAULT_REDUCE_OPS
+        for dtype in config.dtypes:
             for reduce_op in reductions if OPERATIONS[op].reduces else (None,):
                 yield Variant(op, dtype, reduce_op)
 
 
 def _messages(
-    session: Session, refusals: Mapping[Variant, str | None]
+    session: Session, reasons: Mapping[Variant, str | None]
 ) -> Iterator[tuple[Variant, int]]:
-    """Yield each variant with each size in bytes; say what the backend cannot do."""
-    for variant, reason in refusals.items():
+    """Yield each supported variant with each size in bytes; log the unsupported ones."""
+    for variant, reason in reasons.items():
         if reason is not None:
             backend = session.config.backend.name
-            session.log(f"{_title(variant)} not in {backend}: {reason}")
+            session.log(f"{_title(variant)} unsupported by {backend}: {reason}")
             continue
         for num_bytes in message_sizes(session.config) if variant.dtype else (0,):
             yield variant, num_bytes
 
 
 def validate_reduce_ops(
-    asked: CollectivesConfig, refusals: Mapping[Variant, str | None], *, backend: str
+    config: CollectivesConfig, reasons: Mapping[Variant, str | None], *, backend: str
 ) -> None:
-    """Refuse a reduction that is asked for by name and that the backend has for no dtype.
+    """Refuse a named reduction that the backend supports for none of the dtypes.
 
     Raises:
-        UserError: on every rank, naming the reduction and those that can stay.
+        UserError: raised on every rank, with the reductions that can stay.
     """
-    for reduce_op in asked.reduce_ops or ():
-        reasons = [why for variant, why in refusals.items() if variant.reduce_op == reduce_op]
-        if reasons and None not in reasons:
-            others = [one for one in asked.reduce_ops or () if one != reduce_op]
+    for reduce_op in config.reduce_ops or ():
+        found = [reason for variant, reason in reasons.items() if variant.reduce_op == reduce_op]
+        if found and None not in found:
+            others = [name for name in config.reduce_ops or () if name != reduce_op]
             raise UserError(
-                f"collectives.reduce_ops ({reduce_op}) is not in {backend} for "
-                f"{', '.join(asked.dtypes)} ({reasons[0]}); "
+                f"collectives.reduce_ops ({reduce_op}) is unsupported by {backend} for "
+                f"{', '.join(config.dtypes)} ({found[0]}); "
                 f"write collectives.reduce_ops=[{','.join(others) or 'sum'}]"
             )
 
 
 def _start_block(session: Session) -> str:
     config, env, device = session.config, session.env, session.devices[0]
-    asked, code = config.collectives, session.job.code
+    settings, code = config.collectives, session.job.code
     place = str(device)
     if device.type == "cuda":
         place += f" ({torch.cuda.get_device_name(device)})"
@@ -127,40 +128,41 @@ def _start_block(session: Session) -> str:
         "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
         f"{env.local_world_size} a node, {torch.get_num_threads()} CPU thread(s) a rank",
         "messages": f"{', '.join(f'{size:,}' for size in message_sizes(config))} bytes, "
-        f"{asked.warmup_steps} warm-up and {asked.steps} timed calls of each",
+        f"{settings.warmup_steps} warm-up and {settings.steps} timed calls each",
         "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }
-    warnings = [f"warning: {one}" for one in session.job.warnings]
+    warnings = [f"warning: {warning}" for warning in session.job.warnings]
     return "\n".join([*warnings, *(f"{name:<12} {text}" for name, text in rows.items())])
 
 
-def _title(variant: Variant | Row) -> str:
+def _title(variant: Variant | Measurement) -> str:
     name = " ".join(filter(None, (variant.op, variant.reduce_op)))
     return f"{name:<22} {variant.dtype or '-':<8}"
 
 
-def _table_line(row: Row) -> str:
+def _table_line(measured: Measurement) -> str:
     latencies = " ".join(
-        f"{row.latency_us[key]:>12,.1f}" for key in ("median", "p95", "min", "max")
+        f"{measured.latency_us[key]:>12,.1f}" for key in ("median", "p95", "min", "max")
     )
-    line = f"{_title(row)} {row.bytes:>13,} {latencies}"
-    if row.algbw_gb_per_s is None:
+    line = f"{_title(measured)} {measured.bytes:>13,} {latencies}"
+    if measured.algbw_gb_per_s is None:
         return line
-    return f"{line} {row.algbw_gb_per_s:>11.4f} {row.busbw_gb_per_s:>11.4f}"
+    return f"{line} {measured.algbw_gb_per_s:>11.4f} {measured.busbw_gb_per_s:>11.4f}"
 
 
-def _metrics(variant: Variant, row: Row) -> dict[str, float]:
-    metrics = {f"latency_us_{name}": value for name, value in row.latency_us.items()}
-    if row.algbw_gb_per_s is not None and row.busbw_gb_per_s is not None:
-        metrics |= {"algbw_gb_per_s": row.algbw_gb_per_s, "busbw_gb_per_s": row.busbw_gb_per_s}
+def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:
+    metrics = {f"latency_us_{name}": value for name, value in measured.latency_us.items()}
+    for name in ("algbw_gb_per_s", "busbw_gb_per_s"):
+        if (bandwidth := getattr(measured, name)) is not None:
+            metrics[name] = bandwidth
     return {f"collectives/{variant}/{name}": value for name, value in metrics.items()}
 
 
 def _record_end(
     session: Session,
     status: str,
-    rows: list[Row],
-    refusals: Mapping[Variant, str | None],
+    measurements: list[Measurement],
+    reasons: Mapping[Variant, str | None],
     *,
     metrics: Mapping[str, float | None],
 ) -> None:
@@ -168,12 +170,12 @@ def _record_end(
         session.run_dir,
         status=status,
         epoch=0,
-        step=max((row.bytes for row in rows), default=0),
+        step=max((measured.bytes for measured in measurements), default=0),
         metrics=dict(metrics),
-        collectives=[asdict(row) for row in rows],
+        collectives=[asdict(measured) for measured in measurements],
         not_in_backend=[
             {**asdict(variant), "reason": reason}
-            for variant, reason in refusals.items()
+            for variant, reason in reasons.items()
             if reason is not None
         ],
     )

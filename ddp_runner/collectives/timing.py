@@ -1,10 +1,10 @@
-"""How one operation on one message is checked and timed, and the figures that follow.
+"""Verifies and times one operation on one message, and computes its latency and bandwidth.
 
-Used by ``collectives``. Before each call the ranks meet, so that all start together, outside the
-time. The latency of a call is that of its slowest rank, as with nccl-tests' ``--average 3``.
-Bandwidths are nccl-tests', too: with S bytes in t seconds ``algbw`` is S/t, and ``busbw`` is algbw
-times a factor of operation and world size that makes it the speed of the hardware's bottleneck:
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. GB are 1e9 bytes.
+Before each call the ranks synchronise, outside the measured time. The latency of a call is that of
+its slowest rank, as with nccl-tests' ``--average 3``. The bandwidths are those of nccl-tests: for S
+bytes in t seconds ``algbw`` is S/t. ``busbw`` is algbw times a factor of operation and world size,
+which makes it the speed of the hardware's bottleneck:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. One GB is 1e9 bytes.
 """
 
 import time
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_runner.collectives.messages import Prepared, finish
+from ddp_runner.collectives.messages import Prepared, synchronize
 from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.config.schema import CollectivesConfig
 from ddp_runner.distributed import gather_objects
 
 
 class WrongResultError(Exception):
-    """A collective returned wrong data, and no error."""
+    """A collective returned wrong data without an error."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured of one operation on one message."""
+class Measurement:
+    """Latency and bandwidth of one operation on one message."""
 
     op: str
     dtype: str | None
     reduce_op: str | None
-    bytes: int  # the whole message, over all ranks; 0 of a barrier
+    bytes: int  # the whole message, over all ranks; 0 for a barrier
     latency_us: dict[str, float]  # median and p95 over calls, min and max over calls and ranks
-    algbw_gb_per_s: float | None  # from the median; None of a barrier, which moves no data
+    algbw_gb_per_s: float | None  # from the median; None for a barrier, which moves no data
     busbw_gb_per_s: float | None
     verified: bool
 
@@ -41,40 +41,42 @@ class Row:
 def measure(
     variant: Variant,
     prepared: Prepared,
-    asked: CollectivesConfig,
+    config: CollectivesConfig,
     *,
     device: torch.device,
     stop_requested: Callable[[], bool],
-) -> Row | None:
-    """Check, time and check again; None: a rank was asked to stop. Collective: every rank.
+) -> Measurement | None:
+    """Verify, time, and verify again; return None if a rank was asked to stop.
+
+    Collective: every rank must call.
 
     Raises:
-        WrongResultError: a rank's result was wrong; on every rank.
+        WrongResultError: a rank's result was wrong; raised on every rank.
     """
-    check(variant, prepared, device=device)
+    verify_result(variant, prepared, device=device)
     latencies = time_calls(
         prepared,
-        warmup_steps=asked.warmup_steps,
-        steps=asked.steps,
+        warmup_steps=config.warmup_steps,
+        steps=config.steps,
         device=device,
         stop_requested=stop_requested,
     )
     if latencies is None:
         return None
-    row = summary(variant, prepared.num_bytes, gather_objects(latencies))
-    check(variant, prepared, device=device)
-    return row
+    measurement = summarize(variant, prepared.num_bytes, gather_objects(latencies))
+    verify_result(variant, prepared, device=device)
+    return measurement
 
 
-def check(variant: Variant, prepared: Prepared, *, device: torch.device) -> None:
-    """Compare the result of one call with what is due. Collective: every rank must call.
+def verify_result(variant: Variant, prepared: Prepared, *, device: torch.device) -> None:
+    """Compare the result of one call with the expected one. Collective: every rank must call.
 
     Raises:
-        WrongResultError: a rank's result was wrong; on every rank, naming that one.
+        WrongResultError: a rank's result was wrong; raised on every rank, with that rank.
     """
     prepared.reset()
     prepared.call()
-    finish(device)
+    synchronize(device)
     faults = [fault for fault in gather_objects(prepared.fault()) if fault is not None]
     if faults:
         raise WrongResultError(
@@ -90,36 +92,36 @@ def time_calls(
     device: torch.device,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> list[float] | None:
-    """Return this rank's seconds of each timed call, from the call to its result on the device.
+    """Return this rank's seconds for each timed call, from the call to its result on the device.
 
-    The calls of an in-place operation work on each other's results. None on all ranks alike: a
-    rank was asked to stop. Collective: every rank must call.
+    Each call of an in-place operation works on the previous result. Return None on every rank if
+    one was asked to stop. Collective: every rank must call.
     """
     latencies = []
     for _ in range(warmup_steps + steps):
-        if _meet(stop_requested()):
+        if _any_wants_stop(stop_requested()):
             return None
         start = time.perf_counter()
         prepared.call()
-        finish(device)
+        synchronize(device)
         latencies.append(time.perf_counter() - start)
     return latencies[warmup_steps:]
 
 
-def _meet(want_stop: bool) -> bool:
-    """Wait for all ranks; return whether any wants to stop. Collective: every rank must call."""
+def _any_wants_stop(want_stop: bool) -> bool:
+    """Wait for all ranks; return whether one wants to stop. Collective: every rank must call."""
     flag = torch.tensor(want_stop, dtype=torch.int32)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
 
 
-def summary(variant: Variant, num_bytes: int, by_rank: Sequence[Sequence[float]]) -> Row:
-    """Return the figures of one message.
+def summarize(variant: Variant, num_bytes: int, by_rank: Sequence[Sequence[float]]) -> Measurement:
+    """Return the latency and bandwidth of one message.
 
     Args:
         variant: what was measured.
-        num_bytes: the whole message.
-        by_rank: seconds of each timed call, of each rank.
+        num_bytes: of the whole message.
+        by_rank: for each rank the seconds of each timed call.
     """
     latencies = torch.tensor(by_rank, dtype=torch.float64) * 1e6  # (ranks, calls)
     slowest = latencies.amax(dim=0)
@@ -128,7 +130,7 @@ def summary(variant: Variant, num_bytes: int, by_rank: Sequence[Sequence[float]]
     if variant.dtype is not None:
         algbw = num_bytes / median_us / 1e3
         busbw = algbw * OPERATIONS[variant.op].bus_factor(len(by_rank))
-    return Row(
+    return Measurement(
         op=variant.op,
         dtype=variant.dtype,
         reduce_op=variant.reduce_op,

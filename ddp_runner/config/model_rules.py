@@ -9,7 +9,7 @@ from ddp_runner.errors import UserError
 
 
 def validate_model(config: Config) -> None:
-    """Refuse a model for images of other channels, or for fewer classes, than the dataset has.
+    """Refuse a model whose channels, classes or tokens are not the dataset's.
 
     Raises:
         UserError: a rule is broken.
@@ -25,4 +25,10 @@ def validate_model(config: Config) -> None:
         raise UserError(
             f"model.num_classes ({wanted}) is less than dataset.num_classes ({given}); leave it "
             "out: it follows the dataset"
+        )
+    pretrained = config.model.get("pretrained")
+    if pretrained is not None and config.dataset.get("tokenizer", "") is None:
+        raise UserError(
+            f"model.pretrained ({pretrained}) knows only its own tokens; leave out "
+            "dataset.tokenizer, which follows it, or name its folder"
         )

@@ -23,6 +23,7 @@ MOVED_MODULES = {
 
 
 RENAMED_KEYS = {"skip_refused": "skip_invalid"}
+DROPPED_KEYS = {"ddp_runner.models.bert.Bert": ("tokenizer",)}  # the dataset passes its facts
 
 
 def with_moved_names(tree: Any) -> Any:
@@ -33,6 +34,7 @@ def with_moved_names(tree: Any) -> Any:
             if key in ("_target_", "loss")
             else with_moved_names(value)
             for key, value in tree.items()
+            if key not in DROPPED_KEYS.get(str(tree.get("_target_")), ())
         }
     if isinstance(tree, list):
         return [with_moved_names(value) for value in tree]

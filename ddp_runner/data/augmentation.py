@@ -11,11 +11,11 @@ from ddp_runner.errors import UserError
 
 @dataclass(frozen=True)
 class FlipAndCrop:
-    """Mirror half of the images and shift each by up to ``crop_padding`` pixels in both directions.
+    """Mirror half of the images, and shift each by up to ``crop_padding`` pixels along both axes.
 
-    A shift is a crop from the image with a border of zeros, which after normalisation is the mean
-    colour. It is what residual networks are trained with on CIFAR-10 (arXiv:1512.03385, section
-    4.2: padding of 4, flips). With both switched off the images stay as they are.
+    A shift is a crop from the image with a border of zeros, which is the mean colour after
+    normalisation. Residual networks are trained this way on CIFAR-10 (arXiv:1512.03385, section
+    4.2: padding of 4, flips). With both switched off the images stay unchanged.
     """
 
     horizontal_flip: bool
@@ -29,16 +29,16 @@ class FlipAndCrop:
 
     @property
     def num_randoms(self) -> int:
-        """One for the flip, two for the shift; 0 where all is switched off."""
+        """Return one for the flip plus two for the shift; 0 if both are switched off."""
         return int(self.horizontal_flip) + 2 * int(self.crop_padding > 0)
 
     def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:
         """Return the changed images (batch, channels, height, width).
 
         Args:
-            inputs: images of that shape, in any memory format.
-            randoms: in 0 to below 1, (batch, num_randoms): a flip below 0.5; then rows and columns,
-                where 0.5 leaves an image in place.
+            inputs: images of the same shape, in any memory format.
+            randoms: uniform in [0, 1), (batch, num_randoms): below 0.5 flips; then the shift of
+                rows and of columns, where 0.5 means no shift.
         """
         padding = self.crop_padding
         height, width = inputs.shape[-2:]
@@ -50,8 +50,8 @@ class FlipAndCrop:
             shifts = (randoms[:, -2:] * (2 * padding + 1)).long()
             rows, columns = rows + shifts[:, :1], columns + shifts[:, 1:]
             inputs = pad(inputs, (padding,) * 4)
-        # Of each pixel its place in the padded image; one gather over places is three times as fast
-        # as indexing by rows and columns.
-        places = rows.unsqueeze(2) * inputs.shape[-1] + columns.unsqueeze(1)
-        places = places.flatten(1).unsqueeze(1).expand(-1, inputs.shape[1], -1)
-        return inputs.flatten(2).gather(2, places).view(*inputs.shape[:2], height, width)
+        # Each pixel's index in the flattened padded image: one gather is three times as fast as
+        # indexing by rows and columns.
+        indices = rows.unsqueeze(2) * inputs.shape[-1] + columns.unsqueeze(1)
+        indices = indices.flatten(1).unsqueeze(1).expand(-1, inputs.shape[1], -1)
+        return inputs.flatten(2).gather(2, indices).view(*inputs.shape[:2], height, width)

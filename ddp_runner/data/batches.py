@@ -1,4 +1,4 @@
-"""The order of samples: the same global batches at every world size; train.py iterates them."""
+"""The order of samples: the same global batches at every world size and in every mode."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,37 +10,36 @@ from torch import Tensor
 from ddp_runner.data.dataset import Split
 from ddp_runner.seeds import derive
 
-# Of the order of samples: a run stopped amid an epoch of another order cannot finish the epoch.
-ORDER_VERSION = 2
+ORDER_VERSION = 2  # of the order of samples; a run cannot resume inside an epoch of another order
 POOL_BATCHES = 50  # global batches within which sequences are sorted by length
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward and backward, on the device of the split."""
+    """The samples of one forward and backward, on the split's device."""
 
     inputs: Tensor  # (batch, ...)
     targets: Tensor  # (batch,) or (batch, ...)
-    weight: float = 1.0  # of each sample; 0.0: a placeholder, whose loss must not count
-    randoms: Tensor | None = None  # (batch, num_randoms) for the augmentation, uniform in 0..1
+    weight: float = 1.0  # of each sample in the loss; 0.0: a placeholder that must not count
+    randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """One rank's part of one optimizer step."""
 
-    micro_batches: tuple[MicroBatch, ...]  # as many on every rank, so that collectives match
+    micro_batches: tuple[MicroBatch, ...]  # equally many on every rank: collectives match
     global_count: int  # samples of the global batch, over all ranks
-    number: int  # of the batch, counted as if all epochs of the run had batches of this size
+    number: int  # the batch's index in the run, as if all epochs had batches of this size
 
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """One share of the global batches of a training split: in most modes a rank's.
+    """One share of a training split's global batches; in most modes each rank has one share.
 
-    Global batch k of an epoch is the k-th slice of a permutation that depends on the seed and the
-    epoch alone; the last one may be smaller. Share r is every ``num_shares``-th sample from r on,
-    as with ``torch.utils.data.DistributedSampler``, without its padding.
+    Global batch k of an epoch is the k-th slice of a permutation that depends only on the seed and
+    the epoch; the last batch may be smaller. Share r is every ``num_shares``-th sample from r on,
+    as in ``torch.utils.data.DistributedSampler``, but without its padding.
     """
 
     split: Split
@@ -49,34 +48,34 @@ class GlobalBatches:
     share: int
     num_shares: int
     seed: int
-    num_randoms: int = 0  # random numbers of a sample, for its augmentation
-    lengths: Tensor | None = None  # (num_samples,): put samples of similar length together
-    # At these places of the run, counted in batches, another batch: one that it left out before.
+    num_randoms: int = 0  # random numbers per sample, for the augmentation
+    lengths: Tensor | None = None  # (num_samples,): put samples of similar length in one batch
+    # Batch number in the run -> number of the earlier, skipped batch to use in its place.
     instead: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch."""
+        """Return the optimizer steps of an epoch."""
         return math.ceil(len(self.split) / self.global_size)
 
     @property
     def micro_size(self) -> int:
-        """Most samples of a micro-batch."""
+        """Return the most samples of a micro-batch."""
         return math.ceil(self.global_size / (self.num_shares * self.grad_accum_steps))
 
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
-        """The steps of an epoch from ``start_step`` on; those before it cost nothing."""
+        """Yield the steps of an epoch from ``start_step`` on; skipped steps cost nothing."""
         order = self.order(epoch)
         for index in range(start_step, self.steps_per_epoch):
-            other = self.instead.get(epoch * self.steps_per_epoch + index)
-            if other is None:
-                yield self.step(epoch, index, order=order)
+            number = epoch * self.steps_per_epoch + index
+            if number in self.instead:
+                other_epoch, other_index = divmod(self.instead[number], self.steps_per_epoch)
+                yield self.step(other_epoch, other_index, order=self.order(other_epoch))
             else:
-                of_epoch, of_index = divmod(other, self.steps_per_epoch)
-                yield self.step(of_epoch, of_index, order=self.order(of_epoch))
+                yield self.step(epoch, index, order=order)
 
     def order(self, epoch: int) -> Tensor:
-        """The epoch's order of all samples, int64 ``(num_samples,)``."""
+        """Return the indices of all samples in the epoch's order, int64 ``(num_samples,)``."""
         generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
         order = torch.randperm(len(self.split), generator=generator)
         if self.lengths is not None:
@@ -84,7 +83,7 @@ class GlobalBatches:
         return order.to(self.split.inputs.device)
 
     def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
-        """This share of the epoch's global batch ``index``; ``order`` is the epoch's."""
+        """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
         start = index * self.global_size
         global_batch = order[start : start + self.global_size]
         randoms = self._randoms(epoch, index, len(global_batch))
@@ -97,7 +96,8 @@ class GlobalBatches:
             strict=True,
         )
         micro_batches = tuple(
-            # A share with one sample less may lack a piece; its peers wait for its backward.
+            # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
+            # so it computes a placeholder.
             self._gather(piece, numbers)
             if len(piece)
             else self._gather(global_batch[:1], randoms[:1], weight=0.0)
@@ -108,16 +108,16 @@ class GlobalBatches:
 
     def _gather(self, indices: Tensor, randoms: Tensor, *, weight: float = 1.0) -> MicroBatch:
         if len(indices) == 1 and self.micro_size > 1:
-            # What is left over may be a single sample, of which BatchNorm has no variance: twice
-            # over, each counts half.
+            # The last piece may be a single sample, which BatchNorm refuses in training: take it
+            # twice with half the weight.
             indices, randoms, weight = indices.repeat(2), randoms.repeat(2, 1), weight / 2
-        # index_select: on CPU six times as fast as inputs[indices].
+        # On the CPU index_select is six times as fast as inputs[indices].
         inputs = self.split.inputs.index_select(0, indices)
         targets = self.split.targets.index_select(0, indices)
         return MicroBatch(inputs, targets, weight, randoms if self.num_randoms else None)
 
     def _randoms(self, epoch: int, index: int, count: int) -> Tensor:
-        """The step's random numbers, drawn for the whole global batch: every world size's alike."""
+        """Return random numbers for the whole global batch, the same at every world size."""
         if not self.num_randoms:
             return torch.empty(count, 0)
         seed = derive(self.seed, "augmentation", epoch, index)
@@ -125,9 +125,9 @@ class GlobalBatches:
         return torch.rand(count, self.num_randoms, generator=generator)
 
     def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-        """Sort by length within pools of batches, and shuffle the batches; a last part stays last.
+        """Sort by length within pools of batches, then shuffle all batches but a smaller last one.
 
-        So a batch is padded little, and what is in it is still left to chance.
+        Batches need little padding this way, and their composition stays random.
         """
         pools = order.split(POOL_BATCHES * self.global_size)
         order = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools])
@@ -140,10 +140,10 @@ class GlobalBatches:
 def eval_batches(
     split: Split, *, batch_size: int, rank: int, world_size: int
 ) -> Iterator[MicroBatch]:
-    """One rank's contiguous part of a split, as views: each sample once over all ranks, no padding.
+    """Yield views of one rank's contiguous part of a split: each sample once over all ranks.
 
-    Ranks may get different numbers of batches, a rank of a tiny split none: no collective inside
-    the loop over them.
+    Ranks may get different numbers of batches, or none, so never call a collective inside the loop
+    over them.
     """
     end = len(split) * (rank + 1) // world_size
     for start in range(len(split) * rank // world_size, end, batch_size):

@@ -1,8 +1,8 @@
-"""Prepares a dataset once a machine and maps it into every rank; ``load_dataset`` is for worker.py.
+"""Prepares a dataset once per machine and maps it into the memory of every rank.
 
 A cache folder holds ``tensors.pt`` and, written last, ``manifest.json`` with its size and SHA-256.
-To hash a large file takes seconds, so one process of a machine does it at a time and notes in
-``verified.json`` which file it found whole; the others trust a recent note.
+Hashing a large file takes seconds. So one process at a time verifies it and notes the result in
+``verified.json``; the other processes of the machine trust a recent note.
 """
 
 import hashlib
@@ -20,37 +20,38 @@ from filelock import FileLock
 from torch import Tensor
 
 from ddp_runner.config.schema import digest as digest_of
-from ddp_runner.data.checks import validate_dataset, validate_source, validate_tensors
 from ddp_runner.data.dataset import Dataset, Source
+from ddp_runner.data.validate import KEYS, validate_dataset, validate_source, validate_tensors
 from ddp_runner.errors import UserError
-from ddp_runner.files import safe_name
+from ddp_runner.files import replace_file, safe_name
 
-# Raise it when the manifest changes, or what a source builds from the same fingerprint.
+# Raise it when the manifest changes, or when a source builds something else from one fingerprint.
 FORMAT_VERSION = 3
 TENSORS, MANIFEST, NOTE = "tensors.pt", "manifest.json", "verified.json"
-CHECKSUM = "checksum"  # of the manifest's other fields
-TRUST_S = 3600.0  # how long a note counts: a disk may damage a file without touching its times
+CHECKSUM = "checksum"  # the key of the checksum over the manifest's other fields
+TRUST_S = 3600.0  # how long a note counts: a failing disk changes no file times
 
 
 def load_dataset(source: Source, *, data_root: Path, log: Callable[[str], None]) -> Dataset:
-    """The dataset on CPU, memory-mapped: all ranks of a machine share one copy of its pages.
+    """Return the dataset on the CPU, memory-mapped: a machine's ranks share one copy of its pages.
 
-    Every rank calls it, none waits in a collective: the first to take a file lock prepares.
+    Every rank calls it; the first one to take the file lock prepares the cache. It contains no
+    collective.
 
     Args:
         source: what to load.
         data_root: folder of the files that the source reads.
-        log: gets one line when the cache is prepared or a damaged one is rebuilt.
+        log: takes a line when the cache is prepared, or when a damaged cache is rebuilt.
 
     Raises:
-        UserError: the source's files or fields are not usable, it gives what cannot be trained
-            on, or the cache cannot be written.
+        UserError: the source's files or fields are unusable, its tensors cannot be trained on, or
+            the cache cannot be written.
     """
     validate_source(source)
     if source.fingerprint(data_root) is None:
         tensors, digest = _built(source, data_root), None
     else:
-        # Ranks that find a sound cache need no lock, so a read-only cache serves as well.
+        # Ranks that find an intact cache take no lock, so a read-only cache works as well.
         folder, fingerprint = _identity(source, data_root)
         noted = _noted(folder)
         if noted is None or _fault(folder, fingerprint, sha256=noted) is not None:
@@ -75,19 +76,19 @@ def _cache_root() -> Path:
 
 
 def _identity(source: Source, data_root: Path) -> tuple[Path, Any]:
-    """The source's cache folder, and its fingerprint as it reads back from JSON."""
+    """Return the source's cache folder, and its fingerprint as JSON gives it back."""
     text = json.dumps(source.fingerprint(data_root), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return _cache_root() / f"{safe_name(source.name)}-{digest}", json.loads(text)
 
 
 def _fault(folder: Path, fingerprint: object, *, sha256: str | None = None) -> str | None:
-    """Why the folder does not hold the whole dataset; None if it does.
+    """Return why the folder does not hold the complete dataset; None: it does.
 
     Args:
         folder: of the cache.
         fingerprint: of the source.
-        sha256: of the tensors' file, if it is known; None: it is read in full.
+        sha256: of the tensors' file, if known; None: read the file and compute it.
     """
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
@@ -123,13 +124,13 @@ def _sha256(path: Path) -> str:
 
 
 def _stamp(path: Path) -> list[int]:
-    """What changes with a file's content; ctime as well, which no program can set back."""
+    """Return what changes with a file's content, including ctime, which no program can set back."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _noted(folder: Path) -> str | None:
-    """The tensors' SHA-256 that a process of this machine found lately; None: nobody did."""
+    """Return the tensors' SHA-256 from a recent note of this machine; None: there is none."""
     try:
         note = json.loads((folder / NOTE).read_bytes())
         is_recent = 0 <= time.time() - note["at"] < TRUST_S
@@ -137,20 +138,18 @@ def _noted(folder: Path) -> str | None:
             str(note["sha256"]) if is_recent and note["stamp"] == _stamp(folder / TENSORS) else None
         )
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None  # a note that is missing, half-written or another's is no note
+        return None  # missing, half-written or of another kind
 
 
 def _note(folder: Path, sha256: str) -> None:
     note = {"stamp": _stamp(folder / TENSORS), "sha256": sha256, "at": time.time()}
-    part = folder / f"{NOTE}.part"
-    part.write_text(json.dumps(note))
-    part.replace(folder / NOTE)
+    replace_file(folder / NOTE, json.dumps(note))
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of the samples' shapes and bytes, the same under every version of torch."""
+    """Return the SHA-256 of the samples' shapes and bytes, the same in every version of torch."""
     digest = hashlib.sha256()
-    for name in ("train_inputs", "train_targets", "eval_inputs", "eval_targets"):
+    for name in KEYS:
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -158,14 +157,14 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _prepare(source: Source, data_root: Path, log: Callable[[str], None]) -> Path:
-    """Verify or build the cache under the lock, unless somebody just did; returns its folder."""
+    """Return the cache folder, verified or built under the lock unless another process just did."""
     root = _cache_root()
     lock = FileLock(root / f"{safe_name(source.name)}.lock")
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except (OSError, RuntimeError) as error:  # filelock's own where files cannot be locked
-        # A cache that only others may write to serves as well, if it is sound.
+    except (OSError, RuntimeError) as error:  # RuntimeError: filelock cannot lock files there
+        # An intact cache that others own works as well.
         folder, fingerprint = _identity(source, data_root)
         if _fault(folder, fingerprint) is None:
             return folder
@@ -176,7 +175,9 @@ def _prepare(source: Source, data_root: Path, log: Callable[[str], None]) -> Pat
         fault = _fault(folder, fingerprint, sha256=sha256)
         if fault is None:
             if sha256 is None:
-                with suppress(OSError):  # a folder of others, or a full disk: each rank reads it
+                with suppress(
+                    OSError
+                ):  # a read-only folder, or a full disk: then each rank verifies
                     _note(folder, json.loads((folder / MANIFEST).read_bytes())["sha256"])
             return folder
         if folder.exists():
@@ -184,7 +185,7 @@ def _prepare(source: Source, data_root: Path, log: Callable[[str], None]) -> Pat
         else:
             log(f"dataset {source.name}: preparing it, once, in {root}")
         tensors = _built(source, data_root)
-        folder, fingerprint = _identity(source, data_root)  # build may have downloaded files
+        folder, fingerprint = _identity(source, data_root)  # again: build may have downloaded files
         with _cache_writable(root):
             folder.mkdir(exist_ok=True)
             part = folder / f"{TENSORS}.part"

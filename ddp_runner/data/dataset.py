@@ -1,10 +1,10 @@
-"""What a dataset is to the rest of the program, and what a new source of data must offer."""
+"""A dataset as the rest of the program sees it, and the methods of a source of data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,61 +14,62 @@ from ddp_runner.errors import UserError
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs ``(num_samples, ...)`` and targets: int64 classes ``(num_samples,)`` or floats."""
+    """The samples of a training or an evaluation split."""
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tensor  # (num_samples, ...); uint8 images: (num_samples, channels, height, width)
+    targets: Tensor  # int64 classes (num_samples,), or floats (num_samples, ...)
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self.inputs)
 
 
 class Augmentation(Protocol):
-    """Changes each training sample at random, a whole batch at once."""
+    """Changes the training samples of a batch at random."""
 
     @property
     def num_randoms(self) -> int:
-        """How many random numbers a sample takes."""
+        """Return how many random numbers a sample takes."""
 
     def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:
         """Return the changed inputs (batch, ...).
 
         Args:
             inputs: normalised, on the device.
-            randoms: uniform in 0..1, (batch, num_randoms), the same at every world size.
+            randoms: uniform in [0, 1), (batch, num_randoms), the same at every world size.
         """
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Both splits of a dataset, and how a batch of it becomes a model's input."""
+    """Both splits of a dataset, and how a batch becomes a model's input."""
 
     name: str
     train: Split
     eval: Split
-    num_classes: int | None  # None: a regression
-    mean: float | Sequence[float] = 0.0  # of the pixels, scaled to 0..1; or of each channel
-    std: float | Sequence[float] = 1.0
+    num_classes: int | None  # None: the targets are not classes
+    mean: float | Sequence[float] = 0.0  # of the pixels scaled to 0..1, or one per channel
+    std: float | Sequence[float] = 1.0  # likewise
     augmentation: Augmentation | None = None
-    padding: int | None = None  # sequences end with this token; a batch is cut to its longest
-    group_by_length: bool = False  # batches of sequences of similar length
-    files: Mapping[str, bytes] = field(default_factory=dict)  # a vocabulary: kept with the run
-    notes: tuple[str, ...] = ()  # what a user should know of the data; said at start
-    digest: str | None = None  # of all samples' bytes; None: they are drawn, not prepared
+    padding_id: int | None = None  # fills up short sequences; a batch is cut to its longest
+    vocab_size: int | None = None  # of a tokenizer that came with a model: all ids are below it
+    group_by_length: bool = False  # put sequences of similar length in one batch
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path, copied to the run's folder
+    notes: tuple[str, ...] = ()  # about the data, printed when the run starts
+    digest: str | None = None  # SHA-256 of all samples; None: the dataset is not cached
 
     def prepare(
         self, inputs: Tensor, device: torch.device, *, randoms: Tensor | None = None
     ) -> Tensor:
-        """Return a batch as the model wants it, on the device.
+        """Return a batch as the model's input, on the device.
 
         Args:
             inputs: (batch, ...) as stored.
-            device: where the model wants them.
-            randoms: for the augmentation, (batch, num_randoms); None: none, as in evaluation.
+            device: of the result.
+            randoms: for the augmentation, (batch, num_randoms); None: no augmentation.
         """
-        if self.padding is not None:
-            is_token = inputs.ne(self.padding).any(dim=0)
+        if self.padding_id is not None:
+            is_token = inputs.ne(self.padding_id).any(dim=0)
             inputs = inputs[:, : int(is_token.nonzero().max()) + 1 if is_token.any() else 1]
         inputs = self.normalize(inputs.to(device, non_blocking=True))
         if self.augmentation is None or randoms is None:
@@ -76,26 +77,33 @@ class Dataset:
         return self.augmentation(inputs, randoms.to(device, non_blocking=True))
 
     def lengths(self) -> Tensor:
-        """The number of tokens of each training sample, int64 (num_samples,)."""
-        assert self.padding is not None
-        return self.train.inputs.ne(self.padding).sum(dim=1)
+        """Return the number of tokens of each training sample, int64 (num_samples,)."""
+        assert self.padding_id is not None
+        return self.train.inputs.ne(self.padding_id).sum(dim=1)
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """Return the facts of the data that a model's constructor may take, by keyword."""
+        facts = {"padding_id": self.padding_id, "vocab_size": self.vocab_size}
+        return {name: value for name, value in facts.items() if value is not None}
 
     @property
     def num_randoms(self) -> int:
-        """Random numbers of a training sample."""
+        """Return the random numbers of a training sample."""
         return 0 if self.augmentation is None else self.augmentation.num_randoms
 
     def normalize(self, inputs: Tensor) -> Tensor:
-        """Images of uint8 as float32 ``(x / 255 - mean) / std``; other inputs as they are.
+        """Return uint8 images as float32 ``(x / 255 - mean) / std``; other inputs unchanged.
 
-        Call it on the device, after the copy: a uint8 image is a quarter of the bytes to move.
+        Call it after the copy to the device: a uint8 image has a quarter of the bytes.
         """
         if inputs.dtype != torch.uint8:
             return inputs
         if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
             return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
         mean, std = (
-            (one,) if isinstance(one, float | int) else tuple(one) for one in (self.mean, self.std)
+            (value,) if isinstance(value, float | int) else tuple(value)
+            for value in (self.mean, self.std)
         )
         shift, factor = _scaling(mean, std, inputs.device)
         return inputs.float().sub_(shift).mul_(factor)
@@ -105,38 +113,40 @@ class Dataset:
 def _scaling(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """What ``normalize`` subtracts and multiplies with, (channels, 1, 1).
+    """Return what ``normalize`` subtracts and multiplies by, float32 (channels, 1, 1).
 
-    It stays on the device: to copy it there for each batch would make a GPU wait each time.
+    It is cached on the device: a copy for each batch would make the GPU wait each time.
     """
-    mean_, std_ = (torch.tensor(one, dtype=torch.float64).view(-1, 1, 1) for one in (mean, std))
-    return (255 * mean_).float().to(device), (1 / (255 * std_)).float().to(device)
+    shift, scale = (torch.tensor(values, dtype=torch.float64) * 255 for values in (mean, std))
+    return shift.float().view(-1, 1, 1).to(device), (1 / scale).float().view(-1, 1, 1).to(device)
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Builds a dataset's tensors; a frozen dataclass whose fields are the keys of its YAML."""
+    """Builds a dataset's tensors: a frozen dataclass whose fields are the keys of its YAML."""
 
     @property
     def name(self) -> str:
-        """Names the dataset in messages and in the cache."""
+        """Return the dataset's name in messages and in the cache."""
 
     def fingerprint(self, data_root: Path) -> dict[str, object] | None:
-        """All that the tensors depend on, as JSON; None where building is cheaper than a cache."""
+        """Return what the tensors depend on, as JSON; None: building is cheaper than a cache."""
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """``{train,eval}_{inputs,targets}``, the same bits on each call; images as uint8 NCHW.
+        """Return ``{train,eval}_{inputs,targets}``, the same bits on each call; see ``Split``.
+
+        More tensors may come with them: the cache keeps all for ``dataset``.
 
         Raises:
-            UserError: a field of the source or a file under ``data_root`` is not usable.
+            UserError: a field of the source or a file under ``data_root`` is unusable.
         """
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """What ``build`` returned, perhaps read back from the cache, as a dataset."""
+        """Return the dataset of the tensors that ``build`` returned, or the cache gave back."""
 
 
 def splits(tensors: Mapping[str, Tensor]) -> tuple[Split, Split]:
-    """What a source built as train and eval split."""
+    """Return the training and the evaluation split of a source's tensors."""
     return (
         Split(tensors["train_inputs"], tensors["train_targets"]),
         Split(tensors["eval_inputs"], tensors["eval_targets"]),
@@ -148,23 +158,23 @@ class ImageSource(Source, Protocol):
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """Return the number of classes."""
 
     @property
     def mean(self) -> float | Sequence[float]:
-        """Mean of the pixels, scaled to 0..1; or of each channel."""
+        """Return the mean of the pixels scaled to 0..1, or one per channel."""
 
     @property
     def std(self) -> float | Sequence[float]:
-        """Their standard deviation."""
+        """Return the standard deviation likewise."""
 
     @property
     def augmentation(self) -> Augmentation | None:
-        """What changes the training images."""
+        """Return the change to the training images; None: none."""
 
 
 def image_dataset(source: ImageSource, tensors: Mapping[str, Tensor]) -> Dataset:
-    """What a source of images built, to be normalised."""
+    """Return the dataset of a source of images; its inputs are to be normalised."""
     return Dataset(
         source.name,
         *splits(tensors),
@@ -176,7 +186,7 @@ def image_dataset(source: ImageSource, tensors: Mapping[str, Tensor]) -> Dataset
 
 
 def require_positive(source: Source, *fields: str) -> None:
-    """Check sizes that come from the config.
+    """Refuse sizes below 1.
 
     Raises:
         UserError: one of the named fields is below 1.

@@ -1,4 +1,4 @@
-"""What the sources that read files share: stamps of the files, their download, their labels."""
+"""What sources of files share: stamps of the files, their download, the range of their labels."""
 
 import contextlib
 import socket
@@ -14,17 +14,17 @@ from ddp_runner.errors import UserError
 
 REMEDY = "replace the file, or delete it to have it downloaded"
 DOWNLOADS = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")  # torchvision's classes
-DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision itself would wait for ever
-DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, and no cache
+DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
+DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
 
 
 def stamps(paths: Sequence[Path]) -> dict[str, object]:
-    """Return size (bytes) and modification time (ns) of each file by name; None: it is missing."""
+    """Return size (bytes) and modification time (ns) of each file by name; None: missing."""
     found: dict[str, object] = {}
     for path in paths:
         try:
             stat = path.stat()
-        except OSError:  # building names it
+        except OSError:  # the build reports it
             found[path.name] = None
         else:
             found[path.name] = [stat.st_size, stat.st_mtime_ns]
@@ -34,14 +34,14 @@ def stamps(paths: Sequence[Path]) -> dict[str, object]:
 def fetch_missing(
     paths: Sequence[Path], *, name: str, torchvision_class: str, data_root: Path
 ) -> None:
-    """Have torchvision download a dataset, unless all its files are there.
+    """Download a dataset with torchvision, unless all its files are there.
 
-    Of several machines that share the folder one downloads, and the others wait for it.
+    If several machines share the folder, one downloads and the others wait.
 
     Args:
         paths: the files, all in one folder under ``data_root``.
         name: of the dataset, for messages.
-        torchvision_class: in ``torchvision.datasets``; it knows where the files are.
+        torchvision_class: in ``torchvision.datasets``; it has the addresses of the files.
         data_root: folder of the datasets.
 
     Raises:
@@ -65,15 +65,15 @@ def fetch_missing(
 
 
 def _download(torchvision_class: str, data_root: Path) -> str:
-    """Download what torchvision has; return why a file may still be missing."""
+    """Download what torchvision offers; return why a file may still be missing."""
     from torchvision import datasets  # slow to import, and needed only here
 
     try:
         if torchvision_class not in DOWNLOADS:  # the name of a folder that a config gives
-            raise ValueError(f"there are downloads of {', '.join(DOWNLOADS)} alone")
-        with _patient_only_for(DOWNLOAD_TIMEOUT_S), contextlib.redirect_stdout(sys.stderr):
+            raise ValueError(f"only {', '.join(DOWNLOADS)} can be downloaded")
+        with _socket_timeout(DOWNLOAD_TIMEOUT_S), contextlib.redirect_stdout(sys.stderr):
             getattr(datasets, torchvision_class)(data_root, download=True)
-    # torchvision also reads the files, and trips over damaged ones that we name better.
+    # torchvision also reads the files; our own reader reports damaged ones better.
     except (RuntimeError, OSError, HTTPException, ValueError, AssertionError) as error:
         return " ".join(str(error).split())
     return "the download left them out"
@@ -81,9 +81,9 @@ def _download(torchvision_class: str, data_root: Path) -> str:
 
 @contextlib.contextmanager
 def _download_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; go on without it where the folder cannot be written or locked."""
+    """Hold the folder's lock, or no lock if the folder cannot be written or locked."""
     lock = FileLock(folder / DOWNLOAD_LOCK)
-    # Nobody downloads into a folder like that: the download fails, and its reason is told.
+    # A download into such a folder fails, and the message has the reason.
     with contextlib.suppress(OSError, RuntimeError):
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -94,10 +94,10 @@ def _download_lock(folder: Path) -> Iterator[None]:
 
 
 def validate_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
-    """Check that every label (num_samples,) names a class.
+    """Refuse labels (num_samples,) that are not classes.
 
     Raises:
-        UserError: one does not; the first such is named.
+        UserError: a label is out of range; the message has the first one.
     """
     wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
     if len(wrong):
@@ -109,8 +109,8 @@ def validate_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _patient_only_for(timeout_s: float) -> Iterator[None]:
-    """Limit the wait of new Python sockets, of which torchvision offers no other way."""
+def _socket_timeout(timeout_s: float) -> Iterator[None]:
+    """Limit the wait of new Python sockets: torchvision has no timeout of its own."""
     previous = socket.getdefaulttimeout()
     socket.setdefaulttimeout(timeout_s)
     try:

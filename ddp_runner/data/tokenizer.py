@@ -1,6 +1,6 @@
-"""Texts as token ids: a vocabulary built from a corpus, or a tokenizer that came with a model.
+"""Texts as token ids: with a vocabulary built from a corpus, or a pretrained model's tokenizer.
 
-Either is a tokenizer of the ``tokenizers`` library: https://huggingface.co/docs/tokenizers
+Both are tokenizers of the ``tokenizers`` library: https://huggingface.co/docs/tokenizers
 """
 
 import importlib.util
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 PADDING, UNKNOWN, START, END = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 VOCABULARIES = ("wordpiece", "characters")
-CHUNK = 8192  # texts that are encoded at once
+CHUNK = 8192  # texts encoded at once
 
 
 def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -> "Tokenizer":
-    """Return a tokenizer whose tokens are the most frequent of the texts, in the same order always.
+    """Return a tokenizer of the most frequent tokens; the same texts always give the same ids.
 
     Args:
         texts: the corpus.
-        vocabulary: ``characters``; or ``wordpiece``, which is BERT's: parts of words, and each
-            Chinese character by itself. Both fold case.
-        vocab_size: most tokens, the four special ones among them; there may be fewer.
+        vocabulary: ``characters``, or ``wordpiece`` as in BERT: parts of words, and each Chinese
+            character by itself. Both fold case.
+        vocab_size: most tokens, including the four special ones.
 
     Raises:
         UserError: the library is not installed.
@@ -51,8 +51,8 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -
         )
         tokenizer.train_from_iterator(texts, by_count)
         return _bracketed(tokenizer)
-    # A character within a word is a token of its own (##a), so that the alphabet may take twice
-    # its size, for which the library keeps no limit.
+    # A character inside a word is another token (##a), so the alphabet may take twice its size, and
+    # the library does not limit that.
     for most_characters in (vocab_size - len(special), (vocab_size - len(special)) // 2):
         tokenizer = _wordpiece(models.WordPiece(unk_token=UNKNOWN), lowercase=True)
         trainer = trainers.WordPieceTrainer(
@@ -68,10 +68,10 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -
 
 
 def load_tokenizer(folder: Path) -> "Tokenizer":
-    """Return the tokenizer of a folder, of a pretrained model or of a run.
+    """Return the tokenizer in the folder of a pretrained model or of a run.
 
     Raises:
-        UserError: there is none, it is damaged, or the library is not installed.
+        UserError: it is missing or damaged, or the library is not installed.
     """
     _validate_installed()
     from tokenizers import Tokenizer, models
@@ -87,15 +87,15 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
         settings = json.loads(settings_path.read_bytes()) if settings_path.exists() else {}
         model = models.WordPiece.from_file(str(path), unk_token=UNKNOWN)
         return _bracketed(_wordpiece(model, lowercase=settings.get("do_lower_case", True)))
-    except Exception as error:  # the library raises nothing more exact
+    except Exception as error:  # the library raises nothing more specific
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} is not a tokenizer's ({reason}); restore it") from error
+        raise UserError(f"{path} is not a tokenizer file ({reason}); restore it") from error
 
 
 def encode(
     tokenizer: "Tokenizer", texts: Sequence[str], *, max_length: int, padding: int
 ) -> Tensor:
-    """Return the texts' token ids, int32 (num_texts, max_length), cut or padded to that length."""
+    """Return the texts' token ids, int32 (num_texts, max_length), truncated or padded."""
     tokenizer.enable_truncation(max_length)
     ids = torch.full((len(texts), max_length), padding, dtype=torch.int32)
     for start in range(0, len(texts), CHUNK):
@@ -116,7 +116,7 @@ def _wordpiece(model: "WordPiece", *, lowercase: bool) -> "Tokenizer":
 
 
 def _bracketed(tokenizer: "Tokenizer") -> "Tokenizer":
-    """Have each text begin and end with BERT's special tokens."""
+    """Make each text begin and end with BERT's special tokens."""
     from tokenizers import processors
 
     ids = [(token, tokenizer.token_to_id(token)) for token in (START, END)]

@@ -1,8 +1,4 @@
-"""The files that a config names: a CSV, pictures, a tokenizer's or a pretrained model's folder.
-
-``__main__`` asks for them before anything starts; dataset and model read the tokens' ids here.
-Torch-free.
-"""
+"""The files of a tokenizer's folder, and the token ids in them. Torch-free."""
 
 import json
 from collections.abc import Mapping
@@ -16,10 +12,10 @@ NEEDS_TEXT_EXTRA = 'text needs the packages of an extra; write pip install "ddp-
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Return the file of a tokenizer's folder that says most.
+    """Return the tokenizer.json of a folder, or else its vocab.txt.
 
     Raises:
-        UserError: there is none.
+        UserError: there is neither.
     """
     for name in (TOKENIZER_FILE, VOCABULARY_FILE):
         if (folder / name).is_file():
@@ -43,17 +39,17 @@ def token_ids(folder: Path) -> dict[str, int]:
             return {token: index for index, token in enumerate(text.split("\n")) if token}
         content = json.loads(text)
         vocabulary = content["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of tokens and their scores, in Unigram models
+        if isinstance(vocabulary, list):  # Unigram models: tokens with their scores
             vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-        added = {one["content"]: one["id"] for one in content["added_tokens"]}
+        added = {token["content"]: token["id"] for token in content["added_tokens"]}
         return {str(token): int(index) for token, index in (vocabulary | added).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} is not a tokenizer's ({reason}); restore it") from error
+        raise UserError(f"{path} is not a tokenizer file ({reason}); restore it") from error
 
 
 def padding_id(ids: Mapping[str, int], folder: Path) -> int:
-    """Return the id of the token that fills a short sequence.
+    """Return the id of the token that fills up short sequences.
 
     Raises:
         UserError: the tokenizer has none.
@@ -62,6 +58,6 @@ def padding_id(ids: Mapping[str, int], folder: Path) -> int:
         if token in ids:
             return ids[token]
     raise UserError(
-        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to fill short texts with; "
-        "name the one of a BERT-type model"
+        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to fill up short texts; "
+        "use the tokenizer of a BERT-type model"
     )

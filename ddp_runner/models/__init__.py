@@ -1,1 +1,1 @@
-"""Models: plain modules that import torch only; the worker builds the one that the config names."""
+"""Models: plain modules that import only torch and the library that they wrap."""

@@ -1,36 +1,39 @@
 """A BERT-type classifier of token sequences: from scratch, or from a folder of trained weights."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HASH_FACTOR = 1_000_003  # of the rolling hash that gives each group of tokens its row
+HASH_FACTOR = 1_000_003  # of the rolling hash that maps each group of tokens to its row
 
 
 class Bert(nn.Module):
-    """transformers' classifier over token ids; what is padded does not change a logit.
+    """transformers' BERT classifier over token ids; padding does not change a logit.
 
-    With ``ngrams`` above 1 each position's embedding also has a part for the two, three, … tokens
-    that end there, as in fastText (arXiv:1607.01759): words, where the tokens are characters.
+    With ``ngrams`` above 1 each position also gets an embedding for the two, three, … tokens that
+    end there, as in fastText (arXiv:1607.01759). Where the tokens are characters, these are words.
 
     Args:
-        num_classes: Classes to tell apart.
-        vocab_size: Rows of the embedding; ids are below it. With a tokenizer, that has its own.
-        max_length: Most tokens of a sequence.
-        num_layers: Attention layers.
-        width: Features of a token.
-        num_heads: Attention heads; they divide the width.
-        feedforward: Features within a layer's feed-forward part.
-        dropout: Probability of dropping a feature or an attention weight.
-        ngrams: Most tokens that have an embedding together; 1: only single tokens have.
-        ngram_buckets: Rows of each table of such embeddings; groups share them by chance.
-        pretrained: Folder with a config and weights, as save_pretrained leaves it; the sizes above
-            are then its own, and the classes' head is new unless it has one that fits.
-        tokenizer: Folder of the tokenizer that made the ids; None: they are the runner's own.
+        num_classes: number of classes.
+        vocab_size: rows of the embedding; every id is below it.
+        max_length: most tokens of a sequence.
+        padding_id: the id that fills up short sequences.
+        num_layers: attention layers.
+        width: features of a token.
+        num_heads: attention heads; they divide the width.
+        feedforward: features within a layer's feed-forward part.
+        dropout: probability of dropping a feature or an attention weight.
+        ngrams: longest group of tokens that has an embedding; 1: single tokens only.
+        ngram_buckets: rows of each table of group embeddings; groups are hashed to rows.
+        pretrained: folder with a config and weights, as save_pretrained leaves it. It sets the
+            sizes above, and the classifier's head is new unless the folder has one that fits.
+
+    Raises:
+        ValueError: the sizes do not fit each other or the pretrained model, or the folder holds no
+            such model.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Bert(nn.Module):
         num_classes: int,
         vocab_size: int,
         max_length: int,
+        padding_id: int = 0,
         num_layers: int = 2,
         width: int = 128,
         num_heads: int = 2,
@@ -47,28 +51,22 @@ class Bert(nn.Module):
         ngrams: int = 1,
         ngram_buckets: int = 8192,
         pretrained: str | None = None,
-        tokenizer: str | None = None,
     ) -> None:
-        from ddp_runner.data.tokenizer_files import padding_id, token_ids
-        from ddp_runner.errors import UserError
+        transformers: Any = import_module("transformers")  # takes seconds
 
         super().__init__()
-        transformers = _transformers()
-        self.padding = 0
-        if tokenizer is not None:
-            ids = token_ids(Path(tokenizer))
-            vocab_size, self.padding = max(ids.values()) + 1, padding_id(ids, Path(tokenizer))
+        self.padding_id = padding_id
         if pretrained is not None:
-            if tokenizer is None or ngrams > 1:
-                raise UserError(
-                    f"model.pretrained ({pretrained}) knows its own tokens alone; leave out "
-                    "dataset.tokenizer, which follows it, or name its folder, and model.ngrams"
+            if ngrams > 1:
+                raise ValueError(
+                    f"model.pretrained ({pretrained}) has no embeddings for groups of tokens; use "
+                    "model.ngrams=1"
                 )
             self.network: Any = _pretrained(pretrained, num_classes)
             _validate_sizes(self.network.config, vocab_size, max_length, pretrained)
         else:
             if width % num_heads:
-                raise UserError(
+                raise ValueError(
                     f"model.width ({width}) is not divisible by model.num_heads ({num_heads}); "
                     f"use model.width={width // num_heads * num_heads or num_heads}"
                 )
@@ -81,7 +79,7 @@ class Bert(nn.Module):
                 intermediate_size=feedforward,
                 hidden_dropout_prob=dropout,
                 attention_probs_dropout_prob=dropout,
-                pad_token_id=self.padding,
+                pad_token_id=padding_id,
                 num_labels=num_classes,
             )
             self.network = transformers.BertForSequenceClassification(config)
@@ -92,7 +90,7 @@ class Bert(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map token ids (batch, tokens), padded at their end, to logits (batch, num_classes)."""
-        mask = ids.ne(self.padding).long()
+        mask = ids.ne(self.padding_id).long()
         if not self.ngrams:
             return cast(Tensor, self.network(input_ids=ids, attention_mask=mask).logits)
         embeddings = self.network.get_input_embeddings()(ids)
@@ -104,25 +102,10 @@ class Bert(nn.Module):
         return cast(Tensor, self.network(inputs_embeds=embeddings, attention_mask=mask).logits)
 
 
-def _transformers() -> Any:
-    """Return the library, which takes seconds to import, and which not every user has."""
-    from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA
-    from ddp_runner.errors import UserError
-
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}") from error
-
-
 def _pretrained(folder: str, num_classes: int) -> nn.Module:
-    """Return the folder's model with a head for so many classes.
-
-    Raises:
-        ValueError: The folder holds no such model.
-    """
-    transformers = _transformers()
-    # Each rank would tell which of the folder's weights a classifier has no use for.
+    """Return the folder's model with a head for `num_classes` classes."""
+    transformers: Any = import_module("transformers")
+    # Otherwise every rank prints which of the folder's weights a classifier does not use.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -131,7 +114,7 @@ def _pretrained(folder: str, num_classes: int) -> nn.Module:
             num_labels=num_classes,
             ignore_mismatched_sizes=True,
             local_files_only=True,
-            trust_remote_code=False,  # else it asks whether to run the folder's Python files
+            trust_remote_code=False,  # otherwise it asks whether to run the folder's Python files
             dtype=torch.float32,
         )
     except (OSError, RuntimeError, KeyError) as error:
@@ -140,15 +123,13 @@ def _pretrained(folder: str, num_classes: int) -> nn.Module:
 
 
 def _validate_sizes(config: Any, vocab_size: int, max_length: int, folder: str) -> None:
-    from ddp_runner.errors import UserError
-
     if vocab_size > config.vocab_size:
-        raise UserError(
+        raise ValueError(
             f"dataset.tokenizer has ids up to {vocab_size - 1} and model.pretrained ({folder}) an "
-            f"embedding of {config.vocab_size} rows; name the tokenizer that came with the model"
+            f"embedding of {config.vocab_size} rows; use the tokenizer that came with the model"
         )
     if max_length > (most := getattr(config, "max_position_embeddings", max_length)):
-        raise UserError(
+        raise ValueError(
             f"dataset.max_length ({max_length}) exceeds the {most} positions of model.pretrained "
             f"({folder}); use dataset.max_length={most}"
         )

@@ -1,7 +1,7 @@
 """The ConvNet of the MNIST-under-DDP tutorials, whole or split over two devices.
 
-Batch normalisation counts each rank's own samples, so a run on several ranks takes the steps of
-one process only up to that difference.
+Batch normalisation uses the statistics of each rank's own samples, so several ranks take slightly
+other steps than one process.
 """
 
 import torch
@@ -14,8 +14,8 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size=5, padding=2),
         nn.BatchNorm2d(out_channels),
-        # The tutorials apply ReLU before the max-pool. Both orders give equal outputs and
-        # gradients, as both only take maxima; this one applies ReLU to a quarter of the elements.
+        # The tutorials apply ReLU before the max-pool. Outputs and gradients are equal, and this
+        # order applies ReLU to a quarter of the elements.
         nn.MaxPool2d(2),
         nn.ReLU(),
     )
@@ -24,12 +24,12 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
 class ConvNet(nn.Module):
     """Two convolution blocks (16 and 32 channels) and a linear classifier for 28x28 images.
 
-    The parameters have the names and the order that the tutorials give them. Of images of another
-    size the features are averaged to those of 28x28.
+    The parameters have the tutorials' names and order. For images of another size the features are
+    averaged to the size that 28x28 gives.
 
     Args:
-        num_classes: Classes to tell apart.
-        in_channels: Channels of an image.
+        num_classes: number of classes.
+        in_channels: channels of an image.
     """
 
     def __init__(self, *, num_classes: int = 10, in_channels: int = 1) -> None:
@@ -59,13 +59,13 @@ class ConvNet(nn.Module):
 class ConvNetMp(ConvNet):
     """`ConvNet` with the first block on one device, the second and the classifier on another.
 
-    Same parameter names, initial weights and function as `ConvNet`.
+    It has the parameter names, initial weights and outputs of `ConvNet`.
 
     Args:
-        dev0: Device of the first block.
-        dev1: Device of the second block, the classifier and the outputs; targets belong there.
-        num_classes: Classes to tell apart.
-        in_channels: Channels of an image.
+        dev0: device of the first block.
+        dev1: device of the second block, the classifier, the outputs and the targets.
+        num_classes: number of classes.
+        in_channels: channels of an image.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The network of PyTorch's MNIST example, whole or split over two devices.
 
-Source: https://github.com/pytorch/examples/blob/main/mnist/main.py; the split is that of
+Source: https://github.com/pytorch/examples/blob/main/mnist/main.py; the split is from
 https://pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html
 """
 
@@ -12,13 +12,13 @@ from torch.nn import functional as F
 class Net(nn.Module):
     """Two 3x3 convolutions and two linear layers with dropout, for 28x28 images.
 
-    Of images of another size the features are averaged to those of 28x28.
+    For images of another size the features are averaged to the size that 28x28 gives.
 
     Args:
-        num_classes: Classes to tell apart.
-        in_channels: Channels of an image.
-        dropout1: Probability of dropping a feature after the convolutions.
-        dropout2: Probability of dropping a feature between the linear layers.
+        num_classes: number of classes.
+        in_channels: channels of an image.
+        dropout1: probability of dropping a feature after the convolutions.
+        dropout2: probability of dropping a feature between the linear layers.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Net(nn.Module):
     def stage0(self, images: Tensor) -> Tensor:
         """Map images (batch, in_channels, 28, 28) to features (batch, 64, 12, 12)."""
         hidden = F.relu(self.conv1(images))
-        # Max-pool before ReLU: equal to the example's order, on a quarter of the elements.
+        # Max-pool before ReLU gives the example's result with a quarter of the work for ReLU.
         hidden = F.relu(F.max_pool2d(self.conv2(hidden), 2))
         if hidden.shape[-2:] != (12, 12):
             hidden = F.adaptive_avg_pool2d(hidden, 12)
@@ -60,15 +60,15 @@ class Net(nn.Module):
 class MpNet(Net):
     """`Net` with the convolutions on one device and the linear layers on another.
 
-    Same parameter names, initial weights and function as `Net`.
+    It has the parameter names, initial weights and outputs of `Net`.
 
     Args:
-        dev0: Device of the convolutions.
-        dev1: Device of the linear layers and the outputs; targets belong there.
-        num_classes: Classes to tell apart.
-        in_channels: Channels of an image.
-        dropout1: Probability of dropping a feature after the convolutions.
-        dropout2: Probability of dropping a feature between the linear layers.
+        dev0: device of the convolutions.
+        dev1: device of the linear layers, the outputs and the targets.
+        num_classes: number of classes.
+        in_channels: channels of an image.
+        dropout1: probability of dropping a feature after the convolutions.
+        dropout2: probability of dropping a feature between the linear layers.
     """
 
     def __init__(

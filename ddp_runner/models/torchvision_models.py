@@ -15,23 +15,22 @@ def classifier(
     small_images: bool,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Return an untrained model that maps (batch, in_channels, height, width) to logits.
+    """Return an untrained model from (batch, in_channels, height, width) to (batch, num_classes).
 
-    It is torchvision's own module, so that its parameters have torchvision's names. A first
-    convolution that differs from torchvision's has PyTorch's default initial weights.
+    It is torchvision's own module, so its parameters have torchvision's names. If the first
+    convolution is replaced, it has PyTorch's default initial weights.
 
     Args:
-        architecture: One of torchvision's classifiers, see
+        architecture: a classifier of torchvision, see
             https://docs.pytorch.org/vision/stable/models.html.
-        num_classes: Classes to tell apart.
-        in_channels: Channels of an image.
-        small_images: Begin with a 3x3 convolution of stride 1 in place of the first convolution,
-            and leave out the max-pooling after it: the usual form for images of 32x32 pixels
-            (arXiv:2002.05709, B.9).
-        options: More keyword arguments of torchvision's builder, such as image_size of a vit.
+        num_classes: number of classes.
+        in_channels: channels of an image.
+        small_images: begin with a 3x3 convolution of stride 1, without the max-pooling after it:
+            the usual form for images of 32x32 pixels (arXiv:2002.05709, B.9).
+        options: more keyword arguments of torchvision's builder, such as image_size of a vit.
 
     Raises:
-        ValueError: There is no such classifier, or it cannot be changed so.
+        ValueError: torchvision has no such classifier, or it cannot be changed in this way.
     """
     from torchvision import models  # slow to import, and needed only here
 
@@ -39,8 +38,8 @@ def classifier(
     if architecture not in known:
         near = difflib.get_close_matches(architecture, known, n=3) or ["resnet18"]
         raise ValueError(
-            f"architecture {architecture} is none of torchvision's {len(known)} image classifiers; "
-            f"did you mean {' or '.join(near)}?"
+            f"architecture {architecture} is not one of torchvision's {len(known)} image "
+            f"classifiers; did you mean {' or '.join(near)}?"
         )
     model: nn.Module = models.get_model(
         architecture, weights=None, num_classes=num_classes, **(options or {})
@@ -59,7 +58,7 @@ def _replace_first_convolution(
     model: nn.Module, architecture: str, in_channels: int, *, small_images: bool
 ) -> None:
     modules = dict(model.named_modules())
-    name, first = next((n, one) for n, one in modules.items() if isinstance(one, nn.Conv2d))
+    name, first = next(item for item in modules.items() if isinstance(item[1], nn.Conv2d))
     shape: dict[str, Any] = {
         "kernel_size": first.kernel_size,
         "stride": first.stride,
@@ -73,7 +72,7 @@ def _replace_first_convolution(
                 "model.small_images=false"
             )
         shape = {"kernel_size": 3, "stride": 1, "padding": 1}
-        for pool in {"maxpool", "features.pool0"} & modules.keys():  # of a ResNet, a DenseNet
+        for pool in {"maxpool", "features.pool0"} & modules.keys():  # in a ResNet; in a DenseNet
             model.set_submodule(pool, nn.Identity())
     convolution = nn.Conv2d(in_channels, first.out_channels, bias=first.bias is not None, **shape)
     model.set_submodule(name, convolution)

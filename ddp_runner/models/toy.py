@@ -37,11 +37,11 @@ class ToyModel(nn.Module):
 class ToyMpModel(ToyModel):
     """`ToyModel` with the first linear layer on one device and the second on another.
 
-    Same parameter names, initial weights and function as `ToyModel`.
+    It has the parameter names, initial weights and outputs of `ToyModel`.
 
     Args:
-        dev0: Device of the first linear layer and the ReLU.
-        dev1: Device of the second linear layer and the outputs; targets belong there.
+        dev0: device of the first linear layer and the ReLU.
+        dev1: device of the second linear layer, the outputs and the targets.
     """
 
     def __init__(self, *, dev0: torch.device, dev1: torch.device) -> None:
@@ -56,12 +56,12 @@ class ToyMpModel(ToyModel):
 
 
 class SlowToyModel(ToyModel):
-    """`ToyModel` whose forward sleeps once on one rank, to see what skew does to the others.
+    """`ToyModel` whose forward sleeps once on one rank, to show how skew affects the others.
 
     Args:
-        slow_rank: the rank that is late.
-        slow_step: the training step, counted from 1, at which it is.
-        delay_s: for so long.
+        slow_rank: the rank that sleeps.
+        slow_step: the training step, counted from 1, in which it sleeps.
+        delay_s: how long it sleeps.
     """
 
     def __init__(self, *, slow_rank: int, slow_step: int, delay_s: float) -> None:
@@ -70,7 +70,7 @@ class SlowToyModel(ToyModel):
         self.steps = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map inputs (batch, 10) to outputs (batch, 5), perhaps late."""
+        """Map (batch, 10) to (batch, 5), after a sleep in the slow step."""
         self.steps += self.training
         is_due = self.training and self.steps == self.slow_step
         if is_due and dist.is_initialized() and dist.get_rank() == self.slow_rank:

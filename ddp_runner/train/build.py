@@ -1,5 +1,6 @@
 """From a resolved config's groups to the state of a rank."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,14 +86,7 @@ def build_state(
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     role, allowed = mode.role(env), config.allowed_targets
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
-    build = partial(
-        make,
-        "model",
-        {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS},
-        kind=nn.Module,
-        allowed=allowed,
-    )
-    module = mode.place(build, devices)
+    module = mode.place(model_factory(config, dataset), devices)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
             f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
@@ -151,6 +145,19 @@ def build_state(
         setup=setup,
         gradients=OwnGradients(),
     )
+
+
+def model_factory(config: Config, dataset: Dataset) -> Callable[..., nn.Module]:
+    """Return a function that builds the config's model; it takes the devices of its stages.
+
+    Raises:
+        UserError: the model's target may not be named, or does not exist.
+    """
+    settings = {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS}
+    allowed = config.allowed_targets
+    known = keywords(find(settings.get("_target_"), key="model._target_", allowed=allowed))
+    facts = {name: value for name, value in dataset.model_arguments.items() if name in known}
+    return partial(make, "model", settings, kind=nn.Module, allowed=allowed, **facts)
 
 
 def build_schedule(

@@ -1,4 +1,4 @@
-"""What a copy of a training state holds, and the memory that it lies in."""
+"""The content of a copy of a training state, and its memory."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from ddp_runner.checkpoint.staging import Stager
 
 
 def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:
-    """Strides, offsets, an empty tensor, nested lists, and what state_dict() hangs on its dict."""
+    """Strides, offsets, an empty tensor, nested lists, and the metadata of state_dict()."""
     whole = torch.arange(12.0).reshape(3, 4)
     model = nn.BatchNorm1d(3)
     state = {
@@ -34,7 +34,7 @@ def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:
 
 
 def test_the_next_copy_takes_the_memory_of_the_one_before() -> None:
-    """Allocating it takes most of a first copy's time. What is copied no more gives up its own."""
+    """Allocation takes most of the first copy's time. Memory of dropped tensors is released."""
     weights, once = torch.zeros(1000), torch.zeros(10)
     stager = Stager(pinned=False)
     first = stager.stage({"weights": weights, "once": once})

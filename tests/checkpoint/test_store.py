@@ -27,7 +27,7 @@ from ddp_runner.errors import UserError
 
 
 def state_of(step: int, *, run: int = 0) -> dict[str, Any]:
-    """A small model's state, which tells its step and the run that saved it."""
+    """Return a small model's state that has its step and run."""
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
@@ -57,7 +57,7 @@ def save(
     log: Callable[[str], None] = pytest.fail,
     **more_state: Any,
 ) -> Path:
-    """Saves a small state; a sentence said fails the test unless `log` takes it."""
+    """Save a small state; a logged sentence fails the test unless `log` takes it."""
     return save_checkpoint(
         folder,
         state_of(step, run=run) | more_state,
@@ -71,19 +71,19 @@ def save(
 
 
 def load_latest(folder: Path) -> dict[str, Any]:
-    """Loads the newest checkpoint, where nothing is to be complained of."""
+    """Load the newest checkpoint; fail if anything is logged."""
     path = latest_checkpoint(folder, log=pytest.fail)
     assert path is not None
     return load_checkpoint(path, map_location="cpu")
 
 
 def names(folder: Path) -> list[str]:
-    """Returns what is in a folder."""
+    """Return the names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 def rewrite_manifest(checkpoint: Path, **changed: Any) -> None:
-    """Replaces fields of a checkpoint's manifest, as version 1 wrote it: without a checksum."""
+    """Change fields of a manifest, written as in version 1, without a checksum."""
     path = checkpoint / MANIFEST
     fields = json.loads(path.read_text()) | {"format_version": 1} | changed
     fields.pop("sha256", None)
@@ -91,7 +91,7 @@ def rewrite_manifest(checkpoint: Path, **changed: Any) -> None:
 
 
 def replace_state(checkpoint: Path, content: bytes) -> None:
-    """Puts other bytes in the state's place, and their checksum into the manifest."""
+    """Replace the state's bytes, and their checksum in the manifest."""
     (checkpoint / STATE).write_bytes(content)
     sha256 = hashlib.sha256(content).hexdigest()
     rewrite_manifest(checkpoint, files={STATE: {"size": len(content), "sha256": sha256}})
@@ -122,7 +122,7 @@ def test_a_folder_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
 
 
 def run_until_killed(set_trap: Callable[[], None], work: Callable[[], object]) -> bool:
-    """Runs the work in a child after setting the trap; True when the trap killed it."""
+    """Run the work in a child after setting the trap; return whether the trap killed it."""
     child = os.fork()
     if child == 0:
         try:
@@ -137,7 +137,7 @@ def run_until_killed(set_trap: Callable[[], None], work: Callable[[], object]) -
 
 
 def kill_at_call(number: int) -> None:
-    """Sets a trap: this process dies at the n-th call that changes the file system."""
+    """Make this process die at the n-th call that changes the file system."""
     calls = 0
 
     def trap(name: str) -> None:
@@ -158,7 +158,7 @@ def kill_at_call(number: int) -> None:
 
 @pytest.mark.parametrize("step", [600, 700], ids=["same_step", "next_step"])
 def test_killed_between_any_two_calls_a_whole_checkpoint_is_left(tmp_path: Path, step: int) -> None:
-    """The latest is the old or the new one, whole and without complaint; the next save tidies."""
+    """The latest is the old or the new one, undamaged; the next save removes the rest."""
     for number in range(100):
         folder = tmp_path / str(number)
         save(folder, 500)
@@ -183,7 +183,7 @@ def test_killed_between_any_two_calls_a_whole_checkpoint_is_left(tmp_path: Path,
 def test_once_the_new_checkpoint_has_its_name_the_replaced_one_counts_no_more(
     tmp_path: Path,
 ) -> None:
-    """A kill may leave both: until then the old one is loaded, from then on the new one."""
+    """A kill may leave both; the new one is loaded once it has its name."""
     path = save(tmp_path, 600)
     new = save(tmp_path / "elsewhere", 600, run=1)
     path.rename(tmp_path / "step-00000600.replaced")
@@ -195,7 +195,7 @@ def test_once_the_new_checkpoint_has_its_name_the_replaced_one_counts_no_more(
 def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power failure loses nothing either: state, manifest and their names first, then its own."""
+    """State, manifest and their names are flushed first, then the folder's own name."""
     synced: list[tuple[int, bool]] = []
     fsync = os.fsync
 
@@ -210,14 +210,14 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(
 
 
 def kill_at_byte(num_bytes: int) -> None:
-    """Sets a trap: the kernel kills this process when a file grows beyond this size."""
+    """Make the kernel kill this process when a file grows beyond a size."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
 def test_killed_at_any_byte_the_previous_checkpoint_loads(tmp_path: Path) -> None:
-    """Wherever the state's file ends, it is not taken for a checkpoint."""
+    """A partial state is never used as a checkpoint."""
     size = read_manifest(save(tmp_path, 600)).size
     for num_bytes in (0, 1, size // 3, size // 2, size - 1):
         assert run_until_killed(partial(kill_at_byte, num_bytes), partial(save, tmp_path, 700))
@@ -233,7 +233,7 @@ def test_killed_at_any_byte_the_previous_checkpoint_loads(tmp_path: Path) -> Non
 def test_a_save_that_fails_names_path_and_reason_and_leaves_the_previous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
-    """Full and read-only disks answer in any of the calls of a save."""
+    """Full and read-only disks may fail any call of a save."""
     save(tmp_path, 600)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_save_that_fails_names_path_and_reason_and_leaves_the_previous(
 
 
 def test_a_disk_that_fills_amid_the_state_is_named(tmp_path: Path) -> None:
-    """The reason is the system's, which torch hides behind an error of its own."""
+    """The reason is the system's, which torch hides in its own error."""
     save(tmp_path, 600)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
@@ -264,14 +264,14 @@ def test_a_disk_that_fills_amid_the_state_is_named(tmp_path: Path) -> None:
 
 
 def truncate(checkpoint: Path) -> str:
-    """The last byte of the state is lost."""
+    """Remove the last byte of the state; return the expected message."""
     size = (checkpoint / STATE).stat().st_size
     os.truncate(checkpoint / STATE, size - 1)
     return f"{size} bytes.*found {size - 1} bytes"
 
 
 def flip_bit(checkpoint: Path) -> str:
-    """One bit amid the state is another."""
+    """Flip a bit in the middle of the state."""
     content = bytearray((checkpoint / STATE).read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoint / STATE).write_bytes(content)
@@ -279,52 +279,52 @@ def flip_bit(checkpoint: Path) -> str:
 
 
 def change_checksum(checkpoint: Path) -> str:
-    """The manifest tells another checksum."""
+    """Put another checksum into the manifest."""
     size = read_manifest(checkpoint).size
     rewrite_manifest(checkpoint, files={STATE: {"size": size, "sha256": "0" * 64}})
     return f"SHA-256 {'0' * 64}, found {size} bytes with [1-9a-f]"
 
 
 def drop_manifest(checkpoint: Path) -> str:
-    """The manifest is lost."""
+    """Delete the manifest."""
     (checkpoint / MANIFEST).unlink()
     return f"expected a manifest in {MANIFEST}, found FileNotFoundError"
 
 
 def break_manifest(checkpoint: Path) -> str:
-    """The manifest is truncated."""
+    """Truncate the manifest."""
     os.truncate(checkpoint / MANIFEST, 40)
     return f"expected a manifest in {MANIFEST}, found JSONDecodeError"
 
 
 def drop_state(checkpoint: Path) -> str:
-    """The state is lost."""
+    """Delete the state."""
     (checkpoint / STATE).unlink()
     return f"{STATE}: No such file"
 
 
 def change_format(checkpoint: Path) -> str:
-    """The manifest is of a format to come."""
+    """Give the manifest a future format."""
     rewrite_manifest(checkpoint, format_version=99)
     return "format version 99, this program reads 1 to 2"
 
 
 def change_step(checkpoint: Path) -> str:
-    """One digit of the manifest is another, which no checksum of the state tells."""
+    """Change a digit of the manifest, which the state's checksum does not cover."""
     text = (checkpoint / MANIFEST).read_text()
     (checkpoint / MANIFEST).write_text(text.replace('"step": 600', '"step": 608'))
     return "fields that do not match their checksum"
 
 
 def change_version_and_step(checkpoint: Path) -> str:
-    """The version is one without a checksum, and there is one: it counts."""
+    """Change to a version that needs no checksum; the one in the file still counts."""
     text = (checkpoint / MANIFEST).read_text().replace('"format_version": 2', '"format_version": 1')
     (checkpoint / MANIFEST).write_text(text.replace('"step": 600', '"step": 608'))
     return "fields that do not match their checksum"
 
 
 def nest_manifest(checkpoint: Path) -> str:
-    """The manifest is nested deeper than Python reads."""
+    """Nest the manifest deeper than Python can read."""
     (checkpoint / MANIFEST).write_text("[" * 100_000)
     return f"expected a manifest in {MANIFEST}, found RecursionError"
 
@@ -347,16 +347,16 @@ def nest_manifest(checkpoint: Path) -> str:
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
-    """Both sentences are said, with what was expected and found; loading it is refused."""
+    """Two lines are logged, with the expected and the found value; loading it fails."""
     previous, newest = save(tmp_path, 500), save(tmp_path, 600)
     fault = f"{newest}.*{damage(newest)}"
-    said: list[str] = []
-    assert latest_checkpoint(tmp_path, log=said.append) == previous
-    assert len(said) == 2
+    logged: list[str] = []
+    assert latest_checkpoint(tmp_path, log=logged.append) == previous
+    assert len(logged) == 2
     with pytest.raises(UserError, match=fault):
         load_checkpoint(newest, map_location="cpu")
-    assert said[0].startswith(f"checkpoint {newest}")
-    assert said[1] == f"{previous} is used in its place"
+    assert logged[0].startswith(f"checkpoint {newest}")
+    assert logged[1] == f"{previous} is used in its place"
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_a_manifest_that_has_lost_its_checksum_is_damaged(tmp_path: Path) -> Non
 
 
 def test_a_score_that_is_not_finite_is_none(tmp_path: Path) -> None:
-    """Python's JSON reads NaN, beside which no order holds; an infinity would be the best."""
+    """Python's JSON reads NaN, which has no order, and infinity, which would be the best."""
     for step, score in {100: 0.5, 200: float("nan"), 300: float("inf")}.items():
         rewrite_manifest(save(tmp_path, step), metrics={"eval/f1": score})
     (best,) = best_checkpoints(tmp_path, monitor="eval/f1", mode="max")
@@ -415,32 +415,32 @@ def test_a_score_that_is_not_finite_is_none(tmp_path: Path) -> None:
 
 
 def test_where_all_checkpoints_are_damaged_nothing_is_resumed(tmp_path: Path) -> None:
-    """Each is named, and a refusal says that none is left: a run must not begin anew unasked."""
+    """Each is named, and the error says that none is left: a run must not restart unasked."""
     for step in (500, 600):
         truncate(save(tmp_path, step))
-    said: list[str] = []
+    logged: list[str] = []
     with pytest.raises(UserError, match="nothing is left to resume from") as caught:
-        latest_checkpoint(tmp_path, log=said.append)
+        latest_checkpoint(tmp_path, log=logged.append)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert len(said) == 2
+    assert len(logged) == 2
 
 
 def test_the_best_that_is_whole_is_found(tmp_path: Path) -> None:
-    """A damaged one is said and passed over."""
+    """A damaged one is logged and skipped."""
     for step, score in {100: 0.5, 200: 0.9, 300: 0.7}.items():
         save(tmp_path, step, metrics={"eval/f1": score})
     flip_bit(tmp_path / "step-00000200")
     ranking = best_checkpoints(tmp_path, monitor="eval/f1", mode="max")
     assert [path.name[-3:] for path in ranking] == ["200", "300", "100"]
-    said: list[str] = []
-    assert first_whole(ranking, log=said.append) == tmp_path / "step-00000300"
-    assert len(said) == 2
+    logged: list[str] = []
+    assert first_whole(ranking, log=logged.append) == tmp_path / "step-00000300"
+    assert len(logged) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04 cut short", b"\x80\x02}."])
 def test_a_forged_state_is_refused(tmp_path: Path, content: bytes) -> None:
-    """Its checksum is right and its bytes are no state: one line with the folder."""
+    """Its checksum is right, but its bytes are not a state: one line with the folder."""
     path = save(tmp_path, 600)
     replace_state(path, content)
     with pytest.raises(UserError, match=str(path)) as caught:
@@ -459,7 +459,7 @@ class Hostile:
 
 
 def test_a_hostile_checkpoint_is_refused_and_its_code_does_not_run(tmp_path: Path) -> None:
-    """Its checksum is right, since whoever wrote the state wrote the manifest too."""
+    """Its checksum is right, because the attacker also wrote the manifest."""
     path, proof = save(tmp_path, 600), tmp_path / "the code ran"
     torch.save({"model": Hostile(proof)}, path / STATE)
     replace_state(path, (path / STATE).read_bytes())
@@ -474,7 +474,7 @@ def test_a_hostile_checkpoint_is_refused_and_its_code_does_not_run(tmp_path: Pat
 
 
 def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
-    """Better to fail at the first save than at the resume."""
+    """It fails at the first save and not at the resume."""
     with pytest.raises(TypeError, match="PosixPath"):
         save_checkpoint(
             tmp_path,
@@ -490,13 +490,13 @@ def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> 
 
 
 class Part(torch.Tensor):
-    """A tensor of a rank's own, by where its class is defined."""
+    """A sharded tensor, judging by the module of its class."""
 
     __module__ = "torch.distributed.tensor"
 
 
 def test_a_sharded_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """Whoever saves it: one rank's part would be taken for the whole."""
+    """Otherwise one rank's part would be saved as the whole."""
     with pytest.raises(UserError, match=r"^the state\['parts'\]\[1\]\[0\] is a Part, "):
         save(tmp_path, 600, parts=[1.0, (torch.zeros(2).as_subclass(Part),)])
     assert names(tmp_path) == []
@@ -524,13 +524,13 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
     def fail(path: Path) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
-    said: list[str] = []
+    logged: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", fail)
-        save(tmp_path, 200, keep=1, log=said.append)
-    assert len(said) == 1
-    assert str(tmp_path / "step-00000100") in said[0]
-    assert os.strerror(errno.EBUSY) in said[0]
+        save(tmp_path, 200, keep=1, log=logged.append)
+    assert len(logged) == 1
+    assert str(tmp_path / "step-00000100") in logged[0]
+    assert os.strerror(errno.EBUSY) in logged[0]
     assert load_latest(tmp_path)["step"] == 200
     save(tmp_path, 300, keep=1)
     assert names(tmp_path) == ["step-00000300"]

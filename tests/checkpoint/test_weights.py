@@ -1,4 +1,4 @@
-"""A model starts from weights in any of their forms, whole or split; foreign ones are refused."""
+"""A model starts from weights in any form, whole or split; weights that do not fit are errors."""
 
 import json
 import os
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def toy(value: float = 1.0) -> ToyModel:
-    """A model whose every parameter is one number."""
+    """Return a model whose parameters all have one value."""
     model = ToyModel()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,7 +47,7 @@ def prefixed(prefix: str, content: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_checkpoint(path: Path, content: dict[str, Tensor]) -> Path:
-    """Save a state_dict as a checkpoint of ours."""
+    """Save a state_dict as our checkpoint."""
     return save_checkpoint(
         path, {"model": content}, step=3, metrics={}, keep=1, monitor=None, mode="max", log=print
     )
@@ -88,7 +88,7 @@ def test_weights_are_read_in_each_form(form: str, tmp_path: Path) -> None:
 
 
 def test_a_split_model_starts_from_a_whole_one_and_back(tmp_path: Path) -> None:
-    """They share the names of parameters and buffers; the export keeps every bit."""
+    """They share the names of parameters and buffers, and the export keeps every bit."""
     whole = ConvNet().to(memory_format=torch.channels_last)
     whole(torch.randn(4, 1, 28, 28))  # moves the buffers
     path = tmp_path / "model.safetensors"
@@ -104,7 +104,7 @@ def test_a_split_model_starts_from_a_whole_one_and_back(tmp_path: Path) -> None:
 
 
 def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
-    """Each of their names is there, and a failed export leaves what was there before."""
+    """Each name is in the file, and a failed export leaves the previous file."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     path = tmp_path / "model.safetensors"
@@ -119,19 +119,19 @@ def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_model_are_refused_with_what_differs(tmp_path: Path) -> None:
-    """One line has the first keys that are missing or too many, or the shapes that differ."""
+    """One line has the first missing or unexpected keys, or the shapes that differ."""
     content = dict(toy().state_dict())
     cases: dict[str, dict[str, Tensor]] = {
         "it lacks net1.weight, net1.bias, net2.weight and 1 more": {},
-        "it has net3, which the model has not": content | {"net3": torch.zeros(1)},
+        "it has net3, which the model does not have": content | {"net3": torch.zeros(1)},
         "net1.weight is (3, 3) there and (10, 10) in the model": content
         | {"net1.weight": torch.zeros(3, 3)},
     }
-    for told, found in cases.items():
+    for message, found in cases.items():
         model = toy()
         with pytest.raises(UserError) as caught:
             load_weights(model, as_safetensors(tmp_path / "a.safetensors", found))
-        assert told in str(caught.value).replace(
+        assert message in str(caught.value).replace(
             "layer.weight, layer.bias", "layer.bias, layer.weight"
         )
         assert str(tmp_path / "a.safetensors") in str(caught.value)
@@ -150,7 +150,7 @@ class Hostile:
 
 
 def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path: Path) -> None:
-    """The refusal names the call; a whole pickled model is refused alike."""
+    """The message names the call; a whole pickled model is an error, too."""
     proof, path = tmp_path / "the code ran", tmp_path / "a.pt"
     with pytest.raises(
         UserError, match=r"refused: it names posix\.mkdir, .*none was run"
@@ -165,7 +165,7 @@ def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"no weights at all" * 9, b"PK\x03\x04 cut short"])
 def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
-    """Whatever the first bytes are, the answer is one line."""
+    """The answer is one line for any bytes."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"model\.weights \(.*{name}\)") as caught:
         load_weights(toy(), tmp_path / name)
@@ -175,35 +175,35 @@ def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> N
 
 
 def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) -> None:
-    """Only a run that begins reads its weights; a run without a whole checkpoint offers none."""
-    said: list[str] = []
+    """Only a new run reads weights; a run without an undamaged checkpoint has none."""
+    logged: list[str] = []
     config = compose_config(*TOY, f"model.weights={saved(tmp_path / 'a.pt', {})}")
     own = tmp_path / "checkpoints"
-    assert starting_weights(config, own, log=said.append) == tmp_path / "a.pt"
-    assert said == [f"starts from the weights in {tmp_path / 'a.pt'}"]
+    assert starting_weights(config, own, log=logged.append) == tmp_path / "a.pt"
+    assert logged == [f"starts from the weights in {tmp_path / 'a.pt'}"]
     as_checkpoint(own, dict(toy().state_dict()))
     assert starting_weights(config, own, log=pytest.fail) is None
     empty = tmp_path / "run"
     (empty / "checkpoints").mkdir(parents=True)
     config = compose_config(*TOY, f"model.weights={empty}")
-    with pytest.raises(UserError, match="does not tell which checkpoint is the best"):
+    with pytest.raises(UserError, match="does not say which checkpoint is best"):
         starting_weights(config, tmp_path / "none", log=pytest.fail)
     (empty / ".hydra").mkdir()
     settings = {"checkpoint": {"monitor": "eval/f1", "mode": "max"}}
     (empty / ".hydra" / "config.yaml").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="has no whole checkpoint"):
+    with pytest.raises(UserError, match="has no undamaged checkpoint"):
         starting_weights(config, tmp_path / "none", log=pytest.fail)
     damaged = as_checkpoint(empty / "checkpoints", {})
     (damaged / "state.pt").write_bytes(b"")
     assert starting_weights(config, empty / "checkpoints", log=pytest.fail) is None
-    said.clear()
-    with pytest.raises(UserError, match="has no whole checkpoint; give another run"):
-        starting_weights(config, tmp_path / "none", log=said.append)
-    assert len(said) == 1
+    logged.clear()
+    with pytest.raises(UserError, match="has no undamaged checkpoint; give another run"):
+        starting_weights(config, tmp_path / "none", log=logged.append)
+    assert len(logged) == 1
 
 
 def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:
-    """Build on ranks of which only the first reads the weights."""
+    """Build on ranks of which only rank 0 reads the weights."""
     dataset = load_dataset(make("dataset", config.dataset), data_root=Path("data"), log=print)
     mode, weights = make("parallelism", config.parallelism), path if env.is_rank_zero else None
     state = build_state(config, env, mode=mode, devices=(CPU,), dataset=dataset, weights=weights)
@@ -249,10 +249,10 @@ def test_each_broken_rule_is_one_line(overrides: str) -> None:
 
 
 def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Path) -> None:
-    """They may be gone; other ones are refused."""
+    """The file may be gone; another file is an error."""
     config, _ = resolved("model=toy")
     frozen = replace(config, model=config.model | {"weights": "gone"})
     freeze_config(tmp_path, frozen, overrides=(), choices={})
     assert resolved(f"resume={tmp_path}")[0].model["weights"] == "gone"
-    told = refusal(f"resume={tmp_path}", "model.weights=other")
-    assert told.endswith("leave model.weights out, or start a run of its own without resume")
+    message = refusal(f"resume={tmp_path}", "model.weights=other")
+    assert message.endswith("leave model.weights out, or start a run of its own without resume")

@@ -1,4 +1,4 @@
-"""The loop waits for a copy alone; what is written is that copy, one at a time, to its end."""
+"""The loop waits only for a copy; the copies are written one at a time, each to its end."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ NO_SPACE = OSError(28, "No space left on device")
 
 
 class Gate:
-    """Holds each save up until it is let through."""
+    """Holds each save until it is opened."""
 
     def __init__(self) -> None:
         self.reached, self.open, self.order = threading.Event(), threading.Event(), list[str]()
@@ -49,14 +49,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @contextmanager
 def writer(
-    folder: Path, said: list[str] | None = None, **config: Any
+    folder: Path, logged: list[str] | None = None, **config: Any
 ) -> Iterator[CheckpointWriter]:
     """Open a writer of a run's checkpoints."""
     with CheckpointWriter(
         folder / "checkpoints",
         CheckpointConfig(**config),
         scratch=folder / "scratch",
-        log=(said if said is not None else []).append,
+        log=(logged if logged is not None else []).append,
         pinned=False,
     ) as opened:
         yield opened
@@ -68,7 +68,7 @@ def loaded(folder: Path, step: int) -> dict[str, Any]:
 
 
 def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, gate: Gate) -> None:
-    """Steps go on meanwhile, in the very tensors that were given; nested figures change as well."""
+    """Steps meanwhile change the same tensors, and nested numbers as well."""
     model = nn.Linear(3, 2)
     model.register_buffer("tied", model.weight.detach()[0])  # a view of what is trained
     optimizer = torch.optim.Adam(model.parameters())
@@ -110,7 +110,7 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, gate: Gate) ->
 
 
 def test_one_save_at_a_time_in_the_order_of_the_calls(tmp_path: Path, gate: Gate) -> None:
-    """The second waits for the first, whose copy it would else overwrite."""
+    """The second waits for the first, whose copy it would overwrite."""
     weights = torch.zeros(4)
     with writer(tmp_path) as opened:
         opened.save({"model": weights}, step=1, metrics={})
@@ -129,7 +129,7 @@ def test_one_save_at_a_time_in_the_order_of_the_calls(tmp_path: Path, gate: Gate
 
 
 def test_the_end_of_the_block_waits_and_the_mark_lasts_as_long(tmp_path: Path, gate: Gate) -> None:
-    """The mark by which a launcher lets a save end is there from its first byte to its last."""
+    """The mark that makes a launcher wait exists from the save's first byte to its last."""
     mark = tmp_path / "scratch" / SAVING
     with writer(tmp_path) as opened:
         opened.save({"model": torch.zeros(1)}, step=1, metrics={})
@@ -145,7 +145,7 @@ def test_the_end_of_the_block_waits_and_the_mark_lasts_as_long(tmp_path: Path, g
 def test_a_mark_that_a_cleaner_of_temporary_files_took_is_not_missed(
     tmp_path: Path, gate: Gate
 ) -> None:
-    """The checkpoint is what counts."""
+    """The checkpoint is written all the same."""
     with writer(tmp_path) as opened:
         opened.save({"model": torch.zeros(1)}, step=1, metrics={})
         assert gate.reached.wait(60)
@@ -157,7 +157,7 @@ def test_a_mark_that_a_cleaner_of_temporary_files_took_is_not_missed(
 def test_an_end_that_is_interrupted_waits_all_the_same(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in the wait for the last save: nothing is being written once the block is left."""
+    """After Ctrl-C during the last wait, nothing is written once the block has ended."""
 
     def interrupted(_: CheckpointWriter) -> None:
         threading.Timer(0.1, gate.open.set).start()
@@ -175,7 +175,7 @@ def test_an_end_that_is_interrupted_waits_all_the_same(
 
 
 def disk_full_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the saves of a step and of all later ones fail."""
+    """Make the saves from a step on fail."""
 
     def save(*args: Any, **keys: Any) -> Path:
         with pytest.MonkeyPatch.context() as inner:
@@ -193,7 +193,7 @@ def disk_full_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_save_is_said_at_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an error that names its step; the checkpoint before it is whole, nothing else is left."""
+    """The error has its step; the checkpoint before it is intact, and nothing else is left."""
     disk_full_from(2, monkeypatch)
     with writer(tmp_path) as opened:
         opened.save({"model": torch.zeros(1)}, step=1, metrics={})
@@ -207,7 +207,7 @@ def test_a_failed_save_is_said_at_the_next_one(
 def test_a_failed_save_is_said_at_the_end_if_there_is_no_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one is what a run was for."""
+    """The error of the last save is raised at the end of the block."""
     disk_full_from(1, monkeypatch)
     cannot = pytest.raises(UserError, match="step-00000001 could not be saved")
     with cannot, writer(tmp_path) as opened:
@@ -217,42 +217,42 @@ def test_a_failed_save_is_said_at_the_end_if_there_is_no_next_one(
 def test_what_ends_a_run_comes_before_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the loop is the one that is raised; the other is said besides."""
+    """The loop's error is raised, and the save's error is logged."""
     disk_full_from(1, monkeypatch)
-    said: list[str] = []
+    logged: list[str] = []
 
     def fail() -> None:
-        with writer(tmp_path, said) as opened:
+        with writer(tmp_path, logged) as opened:
             opened.save({"model": torch.zeros(1)}, step=1, metrics={})
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert [one for one in said if "besides, checkpoint" in one and "could not be saved" in one]
+    assert [one for one in logged if "besides, checkpoint" in one and "could not be saved" in one]
 
 
 def test_what_ends_a_run_comes_before_what_cannot_be_saved_safely(tmp_path: Path) -> None:
-    """An object in the state is the lesser trouble."""
-    said: list[str] = []
+    """The loop's error is raised, and the state's error is logged."""
+    logged: list[str] = []
 
     def fail() -> None:
-        with writer(tmp_path, said) as opened:
+        with writer(tmp_path, logged) as opened:
             opened.save({"model": Path("an object")}, step=1, metrics={})
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert [one for one in said if "besides, " in one and "cannot be loaded safely" in one]
+    assert [one for one in logged if "besides, " in one and "cannot be loaded safely" in one]
 
 
 def test_an_error_of_any_kind_reaches_the_loop(tmp_path: Path) -> None:
-    """What a weights-only load would refuse is refused while it is saved."""
+    """A state that a weights-only load would refuse is not saved."""
     with pytest.raises(TypeError, match="cannot be loaded safely"), writer(tmp_path) as opened:
         opened.save({"model": Path("an object")}, step=1, metrics={})
 
 
 def test_a_resume_deletes_what_a_kill_kept_a_save_from_deleting(tmp_path: Path) -> None:
-    """Half a save, and one too many; a later one, which did not load, is left alone."""
+    """It deletes half a save and one too many, and leaves a later, damaged one alone."""
     folder = tmp_path / "checkpoints"
     with writer(tmp_path) as opened:
         for step in (1, 2, 3):

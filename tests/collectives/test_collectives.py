@@ -1,58 +1,64 @@
-"""The collectives benchmark: what is called is right, what is wrong is found, figures follow."""
+"""task=collectives: every operation is right, wrong results are found, bandwidths are computed."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from commands import refusal as refused
-from commands import resolved
+from commands import refusal, resolved
 from ranks import run_ranks
 
-from ddp_runner.collectives.messages import prepare, refusal
-from ddp_runner.collectives.operations import OPERATIONS, REDUCE_OPS, Variant
+from ddp_runner.collectives.messages import prepare, unsupported_reason
+from ddp_runner.collectives.operations import OPERATIONS, Variant, torch_reduce_op
 from ddp_runner.collectives.task import validate_reduce_ops, variants
-from ddp_runner.collectives.timing import WrongResultError, check, summary, time_calls
-from ddp_runner.config.collectives import DTYPES, OPS, message_sizes
-from ddp_runner.config.collectives import REDUCE_OPS as REDUCE_OP_NAMES
+from ddp_runner.collectives.timing import WrongResultError, summarize, time_calls, verify_result
+from ddp_runner.config.collectives import DTYPES, OPS, REDUCE_OPS, message_sizes
 from ddp_runner.config.schema import BackendConfig, CollectivesConfig
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 
-EVERYTHING = CollectivesConfig(reduce_ops=list(REDUCE_OP_NAMES), dtypes=list(DTYPES))
+EVERYTHING = CollectivesConfig(reduce_ops=list(REDUCE_OPS), dtypes=list(DTYPES))
 CPU = torch.device("cpu")
-ODD_SIZES = (1, 1001, 2437)  # bytes: no whole elements, no equal shares
+ODD_SIZES = (1, 1001, 2437)  # bytes: neither whole elements nor equal shares
 FACTORS = {  # nccl-tests' at 4 ranks
-    **{"broadcast": 1.0, "reduce": 1.0, "send_recv": 1.0, "all_reduce": 1.5},
-    **dict.fromkeys(("scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"), 0.75),
+    "broadcast": 1.0,
+    "reduce": 1.0,
+    "send_recv": 1.0,
+    "all_reduce": 1.5,
+    "scatter": 0.75,
+    "gather": 0.75,
+    "all_gather": 0.75,
+    "reduce_scatter": 0.75,
+    "all_to_all": 0.75,
 }
 
 
 def check_everything(env: DistEnv, backend: str, dtypes: list[str]) -> dict[str, str]:
-    """Check each variant at each odd size; return those that are refused, and why."""
+    """Verify each variant at each odd size; return the unsupported ones with the reason."""
     device = CPU if backend == "gloo" else torch.device("cuda", env.local_rank)
-    told = {}
+    unsupported = {}
     for variant in variants(replace(EVERYTHING, dtypes=dtypes)):
-        reason = refusal(variant, device=device, backend=backend)
+        reason = unsupported_reason(variant, device=device, backend=backend)
         if reason is not None:
-            told[str(variant)] = reason
+            unsupported[str(variant)] = reason
             continue
         for num_bytes in ODD_SIZES:
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
             if variant.op != "barrier":
                 assert num_bytes <= prepared.num_bytes <= num_bytes + 8 * env.world_size
-            check(variant, prepared, device=device)
+            verify_result(variant, prepared, device=device)
         latencies = time_calls(prepared, warmup_steps=1, steps=2, device=device)
         assert latencies is not None
         assert len(latencies) == 2
         assert min(latencies) > 0
-    return told
+    return unsupported
 
 
 @pytest.mark.parametrize(
     ("world_size", "dtypes"), [(2, ["float32"]), (3, list(DTYPES)), (4, ["bfloat16", "uint8"])]
 )
-def test_every_collective_gives_what_is_due(world_size: int, dtypes: list[str]) -> None:
-    """Each operation, dtype and reduction; what gloo cannot do is the same on all ranks."""
+def test_every_collective_gives_the_expected_result(world_size: int, dtypes: list[str]) -> None:
+    """Each operation, dtype and reduction; every rank agrees on what gloo does not support."""
     answers = run_ranks(check_everything, world_size, "gloo", dtypes, timeout_s=600)
     assert all(answer == answers[0] for answer in answers)
     whole = [name for name in DTYPES if not getattr(torch, name).is_floating_point]
@@ -62,7 +68,7 @@ def test_every_collective_gives_what_is_due(world_size: int, dtypes: list[str]) 
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_every_collective_of_nccl_gives_what_is_due() -> None:
+def test_every_collective_of_nccl_gives_the_expected_result() -> None:
     """As with gloo, on CUDA tensors."""
     nccl = BackendConfig(name="nccl", device="cuda", timeout_s=240)
     answers = run_ranks(check_on_gpu, 2, backend=nccl, timeout_s=600)
@@ -70,44 +76,44 @@ def test_every_collective_of_nccl_gives_what_is_due() -> None:
 
 
 def check_on_gpu(env: DistEnv) -> dict[str, str]:
-    """Check everything on this rank's own GPU."""
+    """Verify everything on this rank's GPU."""
     torch.cuda.set_device(env.local_rank)
     return check_everything(env, "nccl", list(DTYPES))
 
 
-def sentence(variant: Variant, prepared: Any) -> str:
-    """Return what the check says of a call."""
+def verdict(variant: Variant, prepared: Any) -> str:
+    """Return the message of the verification, or "right"."""
     try:
-        check(variant, prepared, device=CPU)
+        verify_result(variant, prepared, device=CPU)
     except WrongResultError as error:
         return str(error)
     return "right"
 
 
 def check_calls_that_do_nothing(env: DistEnv) -> dict[str, str]:
-    """Check every variant with a call that moves nothing, after one that did."""
-    told = {}
+    """Verify every variant with a call that moves nothing, after a call that did."""
+    verdicts = {}
     for variant in variants(replace(EVERYTHING, dtypes=["float32"])):
         prepared = prepare(variant, num_bytes=1001, device=CPU, backend="gloo")
-        check(variant, prepared, device=CPU)
-        told[str(variant)] = sentence(variant, replace(prepared, call=lambda: None))
-    return told
+        verify_result(variant, prepared, device=CPU)
+        verdicts[str(variant)] = verdict(variant, replace(prepared, call=lambda: None))
+    return verdicts
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_collective_that_moves_nothing_is_found(world_size: int) -> None:
-    """Of every operation, on every rank alike: neither an input nor an old result passes."""
+    """For every operation, on every rank: neither an input nor an old result passes."""
     answers = run_ranks(check_calls_that_do_nothing, world_size)
     assert all(answer == answers[0] for answer in answers)
     assert {name.partition("_float32")[0] for name in answers[0]} == set(OPS)
-    for name, told in answers[0].items():
-        assert told.startswith(f"{name} of "), told
-        assert " bytes gave a wrong result: rank " in told
+    for name, message in answers[0].items():
+        assert message.startswith(f"{name} of "), message
+        assert " bytes gave a wrong result: rank " in message
 
 
 def check_one_wrong_element(env: DistEnv, dtype: str) -> list[str]:
-    """Check an all-reduce and an all-gather whose last rank spoils one element by one."""
-    told = []
+    """Verify an all-reduce and an all-gather whose last rank changes one element by one."""
+    verdicts = []
     for variant in (Variant("all_reduce", dtype, "sum"), Variant("all_gather", dtype)):
         right = OPERATIONS[variant.op]
 
@@ -122,49 +128,50 @@ def check_one_wrong_element(env: DistEnv, dtype: str) -> list[str]:
             return spoil
 
         OPERATIONS[variant.op] = replace(right, bind=bind)
-        told.append(sentence(variant, prepare(variant, num_bytes=2400, device=CPU, backend="gloo")))
-    return told
+        verdicts.append(
+            verdict(variant, prepare(variant, num_bytes=2400, device=CPU, backend="gloo"))
+        )
+    return verdicts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
 def test_one_wrong_element_is_named(dtype: str) -> None:
-    """Operation, dtype, reduction, size, rank and place, told by every rank."""
+    """Every rank names operation, dtype, reduction, size, rank and position."""
     answers = run_ranks(check_one_wrong_element, 3, dtype)
     assert answers == [answers[0]] * 3
-    for told, name in zip(
+    for message, name in zip(
         answers[0], (f"all_reduce_{dtype}_sum", f"all_gather_{dtype}"), strict=True
     ):
-        assert told.startswith(f"{name} of 2400 bytes gave a wrong result: rank 2 holds ")
-        assert " at element 150 where " in told
-        assert "(1 of the " in told
+        assert message.startswith(f"{name} of 2400 bytes gave a wrong result: rank 2 holds ")
+        assert " at element 150 and should hold " in message
+        assert "(1 of the " in message
 
 
 def test_the_tables_have_the_same_names() -> None:
-    """What the config may ask for is what can be called."""
+    """The config's names and the implementations match."""
     assert set(OPS) == {*OPERATIONS, "barrier"}
-    assert set(REDUCE_OP_NAMES) == set(REDUCE_OPS)
-    assert {op for op in OPERATIONS if OPERATIONS[op].reduces} == {
-        *("reduce", "all_reduce", "reduce_scatter")
-    }
+    assert len({torch_reduce_op(name) for name in REDUCE_OPS}) == len(REDUCE_OPS)
+    reducing = {op for op in OPERATIONS if OPERATIONS[op].reduces}
+    assert reducing == {"reduce", "all_reduce", "reduce_scatter"}
 
 
 @pytest.mark.parametrize("op", FACTORS)
 def test_bandwidths_are_those_of_nccl_tests(op: str) -> None:
-    """Bytes through the median of the slowest ranks; busbw by the factor of the operation."""
+    """The algbw is bytes over the slowest ranks' median; busbw has the operation's factor."""
     reduce_op = "sum" if OPERATIONS[op].reduces else None
     by_rank = [[1e-3, 1e-3, 1e-3], [2e-3, 4e-3, 8e-3], [1e-3, 1e-3, 1e-3], [5e-4, 1e-3, 1e-3]]
-    row = summary(Variant(op, "float32", reduce_op), 8_000_000, by_rank)
-    assert row.latency_us == pytest.approx(
+    measured = summarize(Variant(op, "float32", reduce_op), 8_000_000, by_rank)
+    assert measured.latency_us == pytest.approx(
         {"median": 4000.0, "p95": 7600.0, "min": 500.0, "max": 8000.0}
     )
-    assert row.algbw_gb_per_s == pytest.approx(2.0)
-    assert row.busbw_gb_per_s == pytest.approx(2.0 * FACTORS[op])
+    assert measured.algbw_gb_per_s == pytest.approx(2.0)
+    assert measured.busbw_gb_per_s == pytest.approx(2.0 * FACTORS[op])
 
 
 def test_a_barrier_has_no_bandwidth() -> None:
-    """It moves no data, and is measured once, whatever sizes and dtypes are asked for."""
-    row = summary(Variant("barrier"), 0, [[1e-3], [3e-3]])
-    assert (row.algbw_gb_per_s, row.busbw_gb_per_s) == (None, None)
+    """It moves no data, and is measured once for all sizes and dtypes."""
+    measured = summarize(Variant("barrier"), 0, [[1e-3], [3e-3]])
+    assert (measured.algbw_gb_per_s, measured.busbw_gb_per_s) == (None, None)
     assert list(variants(CollectivesConfig(ops=["barrier"], dtypes=["int8", "float32"]))) == [
         Variant("barrier")
     ]
@@ -179,13 +186,13 @@ def test_a_barrier_has_no_bandwidth() -> None:
     ],
 )
 def test_sizes_grow_by_the_factor_and_end_at_the_largest(keys: str, sizes: list[int]) -> None:
-    """The largest is measured even where the factor does not meet it."""
+    """The largest size is measured even if the factor skips it."""
     config, _ = resolved(*(f"collectives.{key}" for key in keys.split()))
     assert message_sizes(config) == sizes
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ("steps=0", "steps (0) must be 1 or greater"),
         ("warmup_steps=-1", "warmup_steps (-1) must be 0 or greater"),
@@ -198,32 +205,33 @@ def test_sizes_grow_by_the_factor_and_end_at_the_largest(keys: str, sizes: list[
          "did you mean all_reduce?"),
         ("dtypes=[float]", f"dtypes (float) must be among {', '.join(DTYPES)}; "
          "did you mean float64?"),
-        ("reduce_ops=[avg]", f"reduce_ops (avg) must be among {', '.join(REDUCE_OP_NAMES)}"),
+        ("reduce_ops=[avg]", f"reduce_ops (avg) must be among {', '.join(REDUCE_OPS)}"),
         ("ops=[]", "ops ([]) must name at least one, and none twice; choose from "
          f"{', '.join(OPS)}"),
         ("dtypes=[int8,int8]", "dtypes ([int8, int8]) must name at least one, and none twice; "
          f"choose from {', '.join(DTYPES)}"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_is_refused_in_one_line(overrides: str, told: str) -> None:
-    """Key, value and what is allowed."""
-    assert refused(*(f"collectives.{key}" for key in overrides.split())) == f"collectives.{told}"
+def test_invalid_settings_are_answered_in_one_line(overrides: str, message: str) -> None:
+    """The line has key, value and what is allowed."""
+    assert refusal(*(f"collectives.{key}" for key in overrides.split())) == f"collectives.{message}"
 
 
-def test_one_rank_has_nobody_to_talk_to() -> None:
-    """The refusal says what to write; other tasks run on one rank as ever."""
-    assert refused("task=collectives", "world_size=1") == (
+def test_one_rank_cannot_measure_collectives() -> None:
+    """The message has the fix; other tasks run on one rank."""
+    assert refusal("task=collectives", "world_size=1") == (
         "task=collectives measures what ranks send each other, world_size is 1; "
         "write world_size=2 or more"
     )
     resolved("world_size=1")
 
 
-def test_a_reduction_asked_for_by_name_must_be_there() -> None:
-    """Refused where no dtype has it; where one has it, the others are rows of the table."""
+def test_a_reduction_that_the_config_names_must_be_supported() -> None:
+    """It is an error if no dtype supports it; if one does, the table lists the others."""
     mean = {dtype: Variant("reduce", dtype, "mean") for dtype in ("float32", "int32")}
     both = CollectivesConfig(reduce_ops=["sum", "mean"], dtypes=["float32", "int32"])
     validate_reduce_ops(both, {mean["float32"]: None, mean["int32"]: "no"}, backend="gloo")
-    with pytest.raises(Exception, match=r"\(mean\) is not in gloo for .*reduce_ops=\[sum\]"):
+    message = r"\(mean\) is unsupported by gloo for .*reduce_ops=\[sum\]"
+    with pytest.raises(UserError, match=message):
         validate_reduce_ops(both, {mean["float32"]: "no", mean["int32"]: "no"}, backend="gloo")
     validate_reduce_ops(CollectivesConfig(), dict.fromkeys(mean.values(), "no"), backend="gloo")

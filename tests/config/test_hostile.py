@@ -311,9 +311,8 @@ def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
     classes = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}))
-    (tmp_path / "vocab.txt").write_text("[PAD]\nword\n")
     settings = {"_target_": "ddp_runner.models.bert.Bert", "num_classes": 2, "vocab_size": 2}
-    sizes = {"max_length": 4, "pretrained": str(tmp_path), "tokenizer": str(tmp_path)}
+    sizes = {"max_length": 4, "pretrained": str(tmp_path)}
     with pytest.raises(UserError) as refused:
         make("model", settings | sizes)
     assert "cannot be built" in str(refused.value)

@@ -1,4 +1,4 @@
-"""Augmentation changes training images, as one says, equally at every world size."""
+"""Augmentation changes training images as configured, and the same way at every world size."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ CHOICES = [(False, 0), (True, 0), (False, 3), (True, 3), (True, 9)]
 
 
 def one_by_one(augmentation: FlipAndCrop, images: Tensor, randoms: Tensor) -> Tensor:
-    """Return what the augmentation should, from a plain loop over samples and pixels."""
+    """Return the expected result, computed by a plain loop over samples and pixels."""
     padding, results = augmentation.crop_padding, torch.zeros_like(images)
     for image, numbers, result in zip(images, randoms.tolist(), results, strict=True):
         flipped = augmentation.horizontal_flip and numbers[0] < 0.5
@@ -52,7 +52,7 @@ def one_by_one(augmentation: FlipAndCrop, images: Tensor, randoms: Tensor) -> Te
 def test_a_batch_is_changed_as_a_plain_loop_would(
     flip: bool, padding: int, memory_format: torch.memory_format
 ) -> None:
-    """Bit for bit, of images that are not square, with shifts past their edges."""
+    """Bit for bit, also for images that are not square and shifts past their edges."""
     augmentation = FlipAndCrop(flip, padding)
     images = torch.randn(9, 3, 6, 5).to(memory_format=memory_format)
     original, randoms = images.clone(), torch.rand(9, augmentation.num_randoms)
@@ -63,7 +63,7 @@ def test_a_batch_is_changed_as_a_plain_loop_would(
 
 
 def test_extreme_numbers_reach_the_farthest_shifts() -> None:
-    """0 and the largest number below 1 shift by the whole padding, and 0.5 by nothing."""
+    """0 and the largest number below 1 shift by the full padding, and 0.5 not at all."""
     last = 1 - 2.0**-24
     images = torch.arange(25.0).reshape(1, 1, 5, 5)
     for padding in (1, 2, 4):
@@ -77,7 +77,7 @@ def test_extreme_numbers_reach_the_farthest_shifts() -> None:
 
 
 def test_random_numbers_are_drawn_only_for_what_is_on() -> None:
-    """Switched off it takes none, so that a run without it is what it was before there was any."""
+    """Switched off it takes none, so a run without augmentation draws none."""
     assert [FlipAndCrop(*choice).num_randoms for choice in CHOICES] == [0, 1, 2, 3, 3]
 
 
@@ -88,7 +88,7 @@ def steps(env: DistEnv, config: Config) -> Trace:
 
 @pytest.mark.parametrize("grad_accum_steps", [1, 2])
 def test_steps_with_augmentation_are_the_same_at_every_world_size(grad_accum_steps: int) -> None:
-    """A sample is changed by the same numbers whichever rank computes it."""
+    """The same random numbers change a sample, whichever rank computes it."""
     keys = (*IMAGES, *ON)
     (expected,) = run_ranks(steps, 1, compose_config(*keys))
     (plain,) = run_ranks(steps, 1, compose_config(*IMAGES))
@@ -100,12 +100,12 @@ def test_steps_with_augmentation_are_the_same_at_every_world_size(grad_accum_ste
 
 
 def evaluation(env: DistEnv, config: Config) -> dict[str, float]:
-    """Evaluate the model that a run begins with."""
+    """Evaluate a run's initial model."""
     return evaluate(build(env, config))[0]
 
 
 def test_evaluation_sees_the_images_as_they_are() -> None:
-    """The metrics do not change by a bit."""
+    """The metrics are equal bit for bit."""
     (expected,) = run_ranks(evaluation, 1, compose_config(*IMAGES))
     (found,) = run_ranks(evaluation, 1, compose_config(*IMAGES, *ON))
     assert found == expected
@@ -113,7 +113,7 @@ def test_evaluation_sees_the_images_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", ["digits", "fake_images", "mnist", "cifar10", "image_folder"])
 def test_every_image_dataset_can_be_augmented(name: str) -> None:
-    """Two keys switch it on, null switches it off, and the source passes it on."""
+    """Two keys switch it on, null switches it off, and the dataset gets it."""
     settings = resolved(f"dataset={name}", *ON)[0].dataset
     tensors = {
         f"{split}_{part}": torch.zeros(1)
@@ -127,17 +127,17 @@ def test_every_image_dataset_can_be_augmented(name: str) -> None:
 
 
 def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:
-    """Switching it on prepares nothing anew."""
+    """Switching it on does not rebuild the cache."""
     source = make("dataset", resolved("dataset=fake_images", "dataset.seed=77")[0].dataset)
-    said: list[str] = []
+    logged: list[str] = []
     for augmentation in (source.augmentation, None, FlipAndCrop(True, 4)):
         one = replace(source, augmentation=augmentation)
-        load_dataset(one, data_root=tmp_path, log=said.append)
-    assert len(said) == 1
+        load_dataset(one, data_root=tmp_path, log=logged.append)
+    assert len(logged) == 1
 
 
 def test_a_negative_padding_is_refused() -> None:
-    """The line names the key, although the object lies inside the dataset's."""
+    """The line has the key of the nested object."""
     sentence = "dataset.augmentation.crop_padding (-1) must be 0 or greater"
     assert sentence in refusal("dataset.augmentation.crop_padding=-1")
     config, _ = resolved()

@@ -1,4 +1,4 @@
-"""CIFAR's batches are read without running what they name; whatever is wrong with one is said."""
+"""CIFAR's batches are read without running the code they name; every damage is reported."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ PIXELS = 3 * 32 * 32
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset cache of the test's own."""
+    """Give the test its own dataset cache."""
     monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path / "cache"))
 
 
@@ -42,24 +42,24 @@ def images_of(seed: int, count: int = 4) -> Tensor:
 
 
 def batch(images: Tensor, labels: list[int], key: bytes = b"labels") -> bytes:
-    """Return a pickle as today's Python and numpy write it."""
+    """Return a pickle as current Python and numpy write it."""
     return pickle.dumps({b"data": images.flatten(1).numpy(), key: labels}, protocol=4)
 
 
 def original_batch(images: Tensor, labels: list[int]) -> bytes:
-    """Return a pickle as Python 2 wrote it: its texts are bytes, its numpy is the old one."""
+    """Return a pickle as Python 2 and its numpy wrote it, with bytes for texts."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value
 
     data = images.numpy().tobytes()
     array = (
-        *(b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85", text(b"b"), b"\x87R"),
-        *(b"(K\1M", struct.pack("<H", len(images)), b"M", struct.pack("<H", PIXELS), b"\x86"),
-        *(b"cnumpy\ndtype\n", text(b"u1"), b"K\0K\1\x87R(K\3", text(b"|")),
-        *(b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89T", struct.pack("<I", len(data)), data),
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85", text(b"b"), b"\x87R",
+        b"(K\1M", struct.pack("<H", len(images)), b"M", struct.pack("<H", PIXELS), b"\x86",
+        b"cnumpy\ndtype\n", text(b"u1"), b"K\0K\1\x87R(K\3", text(b"|"),
+        b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89T", struct.pack("<I", len(data)), data,
         b"tb",
-    )
+    )  # fmt: skip
     numbers = b"".join(b"K" + bytes([label]) for label in labels)
     keys = (b"\x80\2}(", text(b"labels"), b"](", numbers, b"e", text(b"data"), *array)
     return b"".join((*keys, text(b"batch_label"), text(b"testing batch"), b"u."))
@@ -93,7 +93,7 @@ def test_batches_are_read_in_order_and_followed(
 
 
 def test_the_hundred_classes_are_the_fine_ones(tmp_path: Path) -> None:
-    """CIFAR-100 has one file a split, and labels of two kinds."""
+    """CIFAR-100 has one file per split, and two kinds of labels."""
     folder = tmp_path / "cifar-100-python"
     folder.mkdir()
     for name, label in (("train", 99), ("test", 7)):
@@ -106,7 +106,7 @@ def test_the_hundred_classes_are_the_fine_ones(tmp_path: Path) -> None:
 
 
 def test_images_are_normalised_by_channel(tmp_path: Path) -> None:
-    """As torchvision's Normalize does, from whichever memory format."""
+    """The result is that of torchvision's Normalize, in any memory format."""
     cifar_folder(tmp_path)
     data = load_dataset(source("cifar10"), data_root=tmp_path, log=print)
     mean, std = (torch.tensor(one).view(3, 1, 1) for one in (data.mean, data.std))
@@ -117,7 +117,7 @@ def test_images_are_normalised_by_channel(tmp_path: Path) -> None:
 
 
 class Hostile:
-    """Its pickle makes a file when it is loaded."""
+    """Its pickle creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,7 +129,7 @@ class Hostile:
 
 @pytest.mark.parametrize("where", ["whole", "data", "labels", "unused"])
 def test_a_batch_that_runs_code_is_refused(where: str, tmp_path: Path) -> None:
-    """Wherever the code hides it does not run, and the line says what was asked for."""
+    """The code does not run, wherever it is, and the message names it."""
     path, trace = cifar_folder(tmp_path) / "data_batch_3", tmp_path / "trace"
     content: Any = {b"data": images_of(0).flatten(1).numpy(), b"labels": [1, 2, 3, 4]}
     content = Hostile(trace) if where == "whole" else content | {where.encode(): Hostile(trace)}
@@ -144,7 +144,7 @@ def test_a_batch_that_runs_code_is_refused(where: str, tmp_path: Path) -> None:
     "name", ["numpy.load", "numpy.core.multiarray.fromfile", "builtins.eval", "numpy.os.system"]
 )
 def test_nothing_of_numpy_but_its_arrays_can_be_asked_for(name: str, tmp_path: Path) -> None:
-    """The allowed package is no way to its other functions."""
+    """Other functions of the allowed package stay out of reach."""
     module, _, function = name.rpartition(".")
     path = tmp_path / "batch"
     path.write_bytes(f"\x80\2c{module}\n{function}\n.".encode("latin-1"))
@@ -169,7 +169,7 @@ def test_nothing_of_numpy_but_its_arrays_can_be_asked_for(name: str, tmp_path: P
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_a_damaged_batch_is_named(content: bytes, message: str, tmp_path: Path) -> None:
-    """One line with the file, what is wrong and what to do."""
+    """The line has the file, the fault and the fix."""
     path = cifar_folder(tmp_path) / "data_batch_2"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -183,7 +183,7 @@ def test_a_damaged_batch_is_named(content: bytes, message: str, tmp_path: Path) 
 def test_missing_files_without_network_say_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line: the folder, the missing file, the ways to get it, the bundled dataset."""
+    """The line has the folder, the missing file, ways to get it, and the bundled dataset."""
 
     def no_network(*args: object, **kwargs: object) -> None:
         raise URLError("Name or service not known")
@@ -201,7 +201,7 @@ def test_missing_files_without_network_say_what_to_do(
 
 
 def test_what_the_files_cannot_be_is_refused() -> None:
-    """Other channels than colours, and other folders than the two known ones."""
+    """Three channels and the two known folders are all that is valid."""
     with pytest.raises(UserError, match=r"dataset\.channels \(1\) must be 3"):
         Cifar("c", "cifar-10-batches-py", (0.5,), (0.5,), num_classes=10, channels=1)
     with pytest.raises(UserError, match=r"dataset\.folder \(cifar\) must be one of cifar-10"):

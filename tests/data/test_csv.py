@@ -1,4 +1,4 @@
-"""What is read from a CSV file, and how a faulty one is refused."""
+"""What is read from a CSV file, and how its faults are reported."""
 
 import csv
 from pathlib import Path
@@ -26,7 +26,7 @@ FAULTS: dict[str, tuple[list[tuple[object, ...]], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -> None:
-    """One line names the file, where in it, and what is wrong."""
+    """The line has the file, the position and the fault."""
     rows, options, sentence = FAULTS[name]
     path = write_rows(tmp_path / "x.csv", rows, **options)
     answer = refused(path)
@@ -48,7 +48,7 @@ def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -
     ],
 )
 def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
-    """An empty file, quotes that nobody closes, UTF-16, a NUL byte."""
+    """An empty file, unclosed quotes, UTF-16, a NUL byte."""
     path = tmp_path / "x.csv"
     path.write_bytes(content)
     assert sentence in refused(path)
@@ -58,8 +58,8 @@ def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path
     ("keys", "sentence"),
     [
         ({"path": "nowhere.csv"}, "cannot be read (No such file"),
-        ({"encoding": "utf-99"}, "dataset.encoding (utf-99) is no text encoding"),
-        ({"encoding": "base64"}, "dataset.encoding (base64) is no text encoding"),
+        ({"encoding": "utf-99"}, "dataset.encoding (utf-99) is not a text encoding"),
+        ({"encoding": "base64"}, "dataset.encoding (base64) is not a text encoding"),
         ({"delimiter": "::"}, "dataset.delimiter ('::') must be one character"),
         ({"vocabulary": "words"}, "must be one of wordpiece, characters"),
         ({"vocab_size": 4}, "dataset.vocab_size (4) must be at least 5"),
@@ -70,12 +70,12 @@ def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path
 def test_keys_that_do_not_fit_are_refused(
     keys: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
-    """The key, its value and what would do."""
+    """The line has the key, its value and a valid one."""
     assert sentence in refused(write_reviews(tmp_path / "x.csv"), **keys)
 
 
 def test_rows_that_lack_something_are_left_out_and_counted(tmp_path: Path) -> None:
-    """Empty lines, texts and labels; 1.0 is a class as well; the number is said at start."""
+    """Empty lines, texts and labels; 1.0 is a class; a note has the number of rows."""
     rows = [HEADER, (1, "a b"), (), ("", "c"), (0, " "), (0,), ("1.0", "d"), (0, "e,\nf")]
     dataset = load(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
     assert len(dataset.train) + len(dataset.eval) == 3
@@ -85,7 +85,7 @@ def test_rows_that_lack_something_are_left_out_and_counted(tmp_path: Path) -> No
 
 
 def test_a_text_may_be_long(tmp_path: Path) -> None:
-    """Longer than the csv module's own limit, which is as it was afterwards."""
+    """It exceeds the csv module's limit, which is restored afterwards."""
     limit = csv.field_size_limit()
     rows = [HEADER, (1, "a" * 200_000), (0, "b c")]
     dataset = load(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
@@ -94,7 +94,7 @@ def test_a_text_may_be_long(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_refused_leaves_the_limit_as_well(tmp_path: Path) -> None:
-    """While the error is still held, and whatever is read before it goes."""
+    """The limit is restored while the error is still referenced."""
     limit = csv.field_size_limit()
     held = []
     for content in ("review,label\na,9\nb,1\n", "review,label\na,1,2\nb,1\nc,0\n"):
@@ -131,6 +131,6 @@ def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
 def test_an_encoding_of_another_purpose_is_refused(
     encoding: str, content: bytes, sentence: str, tmp_path: Path
 ) -> None:
-    """What it makes of a file is no text, or it does not say where it failed."""
+    """Its result is not text, or it gives no position of an error."""
     (tmp_path / "x.csv").write_bytes(content)
     assert sentence in refused(tmp_path / "x.csv", encoding=encoding)

@@ -36,25 +36,25 @@ WORLD_SIZES = (1, 2, 3, 4)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A dataset cache of the test's own."""
+    """Return the test's own dataset cache."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("DDP_RUNNER_CACHE", str(folder))
     return folder
 
 
 def numbered(num_samples: int) -> Split:
-    """A split whose inputs and targets are the samples' positions."""
+    """Return a split whose inputs and targets are the samples' positions."""
     return Split(torch.arange(num_samples).unsqueeze(1), torch.arange(num_samples))
 
 
 def batches(num_samples: int, *, rank: int, world_size: int, **kwargs: int) -> GlobalBatches:
-    """One rank's batches of a numbered split."""
+    """Return one rank's batches of a numbered split."""
     options = {"global_size": 8, "grad_accum_steps": 1, "seed": 3} | kwargs
     return GlobalBatches(numbered(num_samples), share=rank, num_shares=world_size, **options)
 
 
 def samples(step: StepBatch) -> list[int]:
-    """The real samples of one rank's step, in order."""
+    """Return the samples of one rank's step in order, without placeholders."""
     found: list[int] = []
     for batch in step.micro_batches:
         assert torch.equal(batch.inputs[:, 0], batch.targets)
@@ -85,7 +85,7 @@ def test_global_batch_is_the_same_set_at_every_world_size(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_order_is_that_of_distributed_sampler(world_size: int) -> None:
-    """A rank meets its samples in the order that a plain PyTorch loop would."""
+    """A rank gets its samples in the order of a plain PyTorch loop."""
     for rank in range(world_size):
         for epoch in (0, 1):
             # It adds the epoch to its seed: seed 3 in epoch 1 would have the order of seed 4 in
@@ -98,7 +98,7 @@ def test_order_is_that_of_distributed_sampler(world_size: int) -> None:
 
 
 def test_epochs_and_seeds_differ() -> None:
-    """Another epoch or another seed is another order."""
+    """Another epoch or another seed gives another order."""
     orders = {
         tuple(samples(next(batches(64, rank=0, world_size=1, seed=seed).epoch(epoch))))
         for seed, epoch in ((0, 0), (0, 1), (7, 0))
@@ -107,7 +107,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_batches_of_similar_length_are_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch is of one pool of the shuffled samples, sorted; and batches come in any order."""
+    """A batch comes from one sorted pool of shuffled samples; the order of batches is random."""
     monkeypatch.setattr(batching, "POOL_BATCHES", 4)
     lengths = torch.arange(90) % 45
     ours = GlobalBatches(numbered(90), 8, 1, share=0, num_shares=1, seed=3, lengths=lengths)
@@ -122,7 +122,7 @@ def test_batches_of_similar_length_are_left_to_chance(monkeypatch: pytest.Monkey
 
 
 def test_random_numbers_are_new_in_each_step() -> None:
-    """Another step, epoch or seed draws others; the same ones are drawn again."""
+    """Another step, epoch or seed gives other numbers; the same ones give the same."""
 
     def randoms(seed: int, epoch: int) -> list[Tensor | None]:
         ours = batches(16, rank=0, world_size=1, seed=seed, num_randoms=3)
@@ -138,7 +138,7 @@ def test_random_numbers_are_new_in_each_step() -> None:
 
 
 def test_a_batch_that_was_left_out_comes_in_anothers_place_as_it_was() -> None:
-    """Of an earlier epoch it has that epoch's order, number and random numbers."""
+    """A batch of an earlier epoch has that epoch's samples, number and random numbers."""
     plain = batches(41, rank=0, world_size=1, num_randoms=2)
     first, second = ([*plain.epoch(epoch)] for epoch in (0, 1))
     found = [*replace(plain, instead={len(first) + 1: 2}).epoch(1)]
@@ -153,7 +153,7 @@ def test_a_batch_that_was_left_out_comes_in_anothers_place_as_it_was() -> None:
 
 
 def test_start_step_goes_on_where_the_epoch_stopped() -> None:
-    """Starting at step k gives the rest of the epoch, and nothing past its end."""
+    """Step k starts the rest of the epoch, and nothing past its end."""
     ours = batches(41, rank=1, world_size=3)
     whole = [samples(step) for step in ours.epoch(1)]
     assert [samples(step) for step in ours.epoch(1, start_step=2)] == whole[2:]
@@ -163,7 +163,7 @@ def test_start_step_goes_on_where_the_epoch_stopped() -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("grad_accum_steps", [1, 2, 3, 8])
 def test_accumulation_splits_a_share_evenly(world_size: int, grad_accum_steps: int) -> None:
-    """Micro-batches keep the share's order, none is empty, and every rank has as many."""
+    """Micro-batches keep the share's order, none is empty, every rank has the same number."""
     for num_samples in (32, 29, 25):
         counts = set()
         for rank in range(world_size):
@@ -200,13 +200,13 @@ def test_rank_without_samples_gets_one_placeholder() -> None:
         (33, 32, 1, 4, [2]),  # and three ranks have none
         (39, 32, 4, 2, [4]),  # 7 are left over, 4 and 3 a rank, in micro-batches of 4
         (35, 32, 8, 2, [2, 2]),  # 3 are left over, 2 and 1 a rank, in micro-batches of 2
-        (3, 2, 2, 1, [1]),  # micro-batches of one sample are what was asked for
+        (3, 2, 2, 1, [1]),  # micro-batches of one sample, as configured
     ],
 )
 def test_what_is_left_over_makes_no_micro_batch_of_one_sample(
     num_samples: int, global_size: int, grad_accum_steps: int, world_size: int, sizes: list[int]
 ) -> None:
-    """BatchNorm cannot train on one: it comes twice, and each copy counts half."""
+    """BatchNorm cannot train on one sample: it comes twice with half the weight."""
     for rank in range(world_size):
         ours = batches(
             num_samples,
@@ -230,7 +230,7 @@ def test_what_is_left_over_makes_no_micro_batch_of_one_sample(
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("num_samples", [2, 12, 13])
 def test_evaluation_counts_each_sample_once(world_size: int, num_samples: int) -> None:
-    """No padding: the ranks' evaluation batches together are the split."""
+    """The ranks' evaluation batches together are the split, without padding."""
     seen: list[MicroBatch] = []
     for rank in range(world_size):
         ours = numbered(num_samples)
@@ -240,7 +240,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, num_samples: int) -
 
 
 def test_normalize_scales_images_and_leaves_floats() -> None:
-    """uint8 pixels get mean 0 and std 1; the original is not touched."""
+    """uint8 pixels get mean 0 and std 1; the original is unchanged."""
     split = numbered(1)
     dataset = Dataset("x", split, split, num_classes=None, mean=0.5, std=0.25)
     pixels = torch.tensor([0, 255], dtype=torch.uint8)
@@ -263,8 +263,8 @@ def test_offline_yaml_builds_the_same_data_each_time(
 ) -> None:
     """Sizes and types are right, statistics match the pixels, a second load is equal."""
     source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
-    said: list[str] = []
-    first, second = (load_dataset(source, data_root=tmp_path, log=said.append) for _ in range(2))
+    logged: list[str] = []
+    first, second = (load_dataset(source, data_root=tmp_path, log=logged.append) for _ in range(2))
     assert first.train.inputs.shape == (train, *shape)
     assert first.eval.inputs.shape == (evaluation, *shape)
     assert len(first.train) == len(first.train.targets) == train
@@ -276,15 +276,15 @@ def test_offline_yaml_builds_the_same_data_each_time(
     assert abs(float(normal.mean())) < 0.05
     assert abs(float(normal.std()) - 1) < 0.05
     if first.num_classes is None:  # cheap to draw: leaves nothing on disk
-        assert (said, cache.exists()) == ([], False)
+        assert (logged, cache.exists()) == ([], False)
     else:
         assert first.train.targets.dtype == torch.int64
         assert set(first.train.targets.tolist()) == set(range(first.num_classes))
-        assert len(said) == 1
+        assert len(logged) == 1
 
 
 def test_fake_images_can_be_learnt() -> None:
-    """The nearest class mean of the train split tells most of the eval split."""
+    """The nearest class mean of the train split classifies most of the eval split."""
     data = FakeImages("f", 200, 100, 3, 8, 8, 4, seed=0).build(Path())
     train, rest = data["train_inputs"].float(), data["eval_inputs"].float()
     means = torch.stack([train[data["train_targets"] == label].mean(0) for label in range(4)])
@@ -323,7 +323,7 @@ class Counting:
 
 
 def num_builds(data_root: Path) -> int:
-    """Times that the counting source was built."""
+    """Return how often the counting source was built."""
     return len((data_root / "builds").read_text())
 
 
@@ -344,7 +344,7 @@ def test_processes_prepare_a_cache_once(tmp_path: Path) -> None:
 
 
 def flip_a_byte(folder: Path) -> None:
-    """Damage the tensors without a change of size."""
+    """Damage the tensors and keep their size."""
     data = bytearray((folder / "tensors.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / "tensors.pt").write_bytes(data)
@@ -357,24 +357,24 @@ def truncate(folder: Path) -> None:
 
 
 def forget_manifest(folder: Path) -> None:
-    """As if killed before the manifest was written."""
+    """Leave what a kill before the manifest leaves."""
     (folder / "manifest.json").unlink()
 
 
 def halve_manifest(folder: Path) -> None:
-    """As if killed while the manifest was written."""
+    """Leave what a kill during the manifest's write leaves."""
     (folder / "manifest.json").write_text('{"format_ver')
 
 
 def age(folder: Path) -> None:
-    """As another version of the program would have left it."""
+    """Leave what another version of the program left."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["format_version"] = FORMAT_VERSION - 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def forge_digest(folder: Path) -> None:
-    """As a bad disk or hand would have left it, in what nothing else is compared with."""
+    """Change a field that only the manifest's own checksum covers."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["digest"] = "0" * 64
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -394,23 +394,23 @@ def forge_digest(folder: Path) -> None:
 def test_damaged_cache_is_rebuilt_and_said(
     damage: object, reason: str, tmp_path: Path, cache: Path
 ) -> None:
-    """Whatever is wrong with a cache, it is replaced, in one line that says why."""
+    """A damaged cache is replaced, and one logged line has the reason."""
     assert callable(damage)
     load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     damage(folder)
-    said: list[str] = []
-    data = load_dataset(Counting("c"), data_root=tmp_path, log=said.append)
+    logged: list[str] = []
+    data = load_dataset(Counting("c"), data_root=tmp_path, log=logged.append)
     assert data.train.targets.tolist() == list(range(1000))
-    (line,) = said
+    (line,) = logged
     assert "rebuilding" in line
     assert reason in line
-    load_dataset(Counting("c"), data_root=tmp_path, log=said.append)
-    assert (len(said), num_builds(tmp_path)) == (1, 2)
+    load_dataset(Counting("c"), data_root=tmp_path, log=logged.append)
+    assert (len(logged), num_builds(tmp_path)) == (1, 2)
 
 
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that are read in full from now on."""
+    """Return a list of the files that are read in full from now on."""
     found: list[Path] = []
     original = prepared._sha256
 
@@ -425,7 +425,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_one_process_verifies_a_cache_and_the_others_trust_it(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read in full once it was noted too long ago, or has changed in any way."""
+    """It is read in full if the note is old, or if the file has changed in any way."""
     load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     read = hashed(monkeypatch)
@@ -440,15 +440,15 @@ def test_one_process_verifies_a_cache_and_the_others_trust_it(
     before = (folder / "tensors.pt").stat()
     flip_a_byte(folder)
     os.utime(folder / "tensors.pt", ns=(before.st_atime_ns, before.st_mtime_ns))
-    said: list[str] = []
-    load_dataset(Counting("c"), data_root=tmp_path, log=said.append)
-    assert len(said) == 1
-    assert "sha256" in said[0]
+    logged: list[str] = []
+    load_dataset(Counting("c"), data_root=tmp_path, log=logged.append)
+    assert len(logged) == 1
+    assert "sha256" in logged[0]
 
 
 @pytest.mark.parametrize("note", ["", "[]", "{}", "[" * 9999, '{"at": "x", "stamp": 1}'])
 def test_a_damaged_note_is_no_note(note: str, tmp_path: Path, cache: Path) -> None:
-    """The cache is read in full then, and not rebuilt."""
+    """The cache is then read in full, and not rebuilt."""
     load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     (folder / "verified.json").write_text(note)
@@ -459,7 +459,7 @@ def test_a_damaged_note_is_no_note(note: str, tmp_path: Path, cache: Path) -> No
 def test_a_cache_that_only_others_may_write_to_serves(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sound, it is read without a lock and without a note."""
+    """If intact, it is read without a lock and without a note."""
     load_dataset(Counting("c"), data_root=tmp_path, log=print)
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     (folder / "verified.json").unlink()
@@ -467,7 +467,7 @@ def test_a_cache_that_only_others_may_write_to_serves(
     def refuse(self: object, *args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("filelock.FileLock.acquire", refuse)  # root may write everywhere
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)  # root may write
     data = load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert data.train.targets.tolist() == list(range(1000))
     flip_a_byte(folder)
@@ -476,7 +476,7 @@ def test_a_cache_that_only_others_may_write_to_serves(
 
 
 def test_the_digest_is_that_of_the_samples_alone(tmp_path: Path) -> None:
-    """A copy of the files has the same, whatever their times; one other label has another."""
+    """A copy of the files has the same digest; one changed label has another."""
     raw = idx_folder(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     os.utime(tmp_path / "b" / "MNIST" / "raw" / "t10k-labels-idx1-ubyte", (1, 1))
@@ -489,7 +489,7 @@ def test_the_digest_is_that_of_the_samples_alone(tmp_path: Path) -> None:
 
 
 def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, cache: Path) -> None:
-    """The way out is another folder; root ignores permissions, hence a file in the way."""
+    """The fix is another folder. Root ignores permissions, so the test puts a file in the way."""
     cache.write_text("a file")
     with pytest.raises(UserError, match="DDP_RUNNER_CACHE"):
         load_dataset(Counting("c"), data_root=tmp_path, log=print)
@@ -513,7 +513,7 @@ def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:
 
 
 def test_gzipped_idx_files_are_read_as_they_are(tmp_path: Path) -> None:
-    """Debian's package lays them so; where both are there, the plain file counts."""
+    """Debian's package installs them so; if both exist, the plain file counts."""
     raw = idx_folder(tmp_path)
     plain = load_dataset(TINY, data_root=tmp_path, log=print)
     for path in raw.glob("*ubyte"):
@@ -531,7 +531,7 @@ def test_gzipped_idx_files_are_read_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "plain", "folder"])
 def test_a_damaged_gzipped_file_is_named(damage: str, tmp_path: Path) -> None:
-    """Truncated, altered, not gzipped at all, a folder: one line with the path."""
+    """A truncated, altered or plain file, or a folder: one line with the path."""
     plain = idx_folder(tmp_path) / "t10k-images-idx3-ubyte"
     path, content = plain.with_name(f"{plain.name}.gz"), gzip.compress(plain.read_bytes())
     flipped = bytearray(content)
@@ -550,7 +550,7 @@ def test_a_damaged_gzipped_file_is_named(damage: str, tmp_path: Path) -> None:
 def test_machines_that_share_a_folder_download_into_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their caches are their own; one downloads, the others wait for its last file."""
+    """Each has its own cache; one downloads, the others wait for its last file."""
 
     def download(*args: object) -> str:
         with (tmp_path / "downloads").open("a") as file:
@@ -604,7 +604,7 @@ def test_machines_that_share_a_folder_download_into_it_once(
     ],
 )
 def test_damaged_idx_file_is_named(file: str, content: bytes, message: str, tmp_path: Path) -> None:
-    """One line with the file, what was expected and what was found."""
+    """The line has the file, the expected and the found value."""
     path = idx_folder(tmp_path) / file
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -617,7 +617,7 @@ def test_damaged_idx_file_is_named(file: str, content: bytes, message: str, tmp_
 def test_missing_files_without_network_say_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line: the folder, the missing file, the ways to get it, the bundled dataset."""
+    """The line has the folder, the missing file, ways to get it, and the bundled dataset."""
 
     def no_network(*args: object, **kwargs: object) -> None:
         print("Downloading")  # as some releases of torchvision do
@@ -639,7 +639,7 @@ def test_missing_files_without_network_say_what_to_do(
 @pytest.mark.real_data
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
 def test_real_images_have_the_yamls_statistics(name: str, data_root: Path) -> None:
-    """The real files load, and the mean and std in the YAML are theirs."""
+    """The real files load, and their mean and std are those in the YAML."""
     source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
     real(data_root / source.folder)
     data = load_dataset(source, data_root=data_root, log=print)

@@ -1,4 +1,4 @@
-"""Pictures of one's own: found, decoded, scaled and split as documented; every fault is named."""
+"""A user's own pictures are found, decoded, scaled and split; every fault is reported."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ RED, BLUE = (254, 0, 0), (0, 0, 254)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset cache of the test's own."""
+    """Give the test its own dataset cache."""
     monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path / "cache"))
 
 
@@ -35,7 +35,7 @@ def save(path: Path, colour: tuple[int, ...], *, size: tuple[int, int] = (12, 16
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two classes, cats before dogs: 3 + 2 pictures to train, 1 + 1 to evaluate."""
+    """Return a folder with cats and dogs: 3 + 2 pictures to train, 1 + 1 to evaluate."""
     folder = tmp_path / "pets"
     for number in range(3):
         save(folder / "train" / "cat" / f"{number}.png", RED)
@@ -49,7 +49,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_pictures_become_scaled_samples(root: Path, tmp_path: Path) -> None:
-    """Classes are numbered by name, colours stay, and both splits have the asked shape."""
+    """Classes are numbered by name, colours stay, and both splits have the configured shape."""
     data = load_dataset(SOURCE, data_root=tmp_path, log=print)
     assert data.train.inputs.shape == (5, 3, 8, 6)
     assert data.eval.inputs.shape == (2, 3, 8, 6)
@@ -62,13 +62,13 @@ def test_pictures_become_scaled_samples(root: Path, tmp_path: Path) -> None:
 
 
 def test_the_shorter_side_is_scaled_and_the_middle_kept(tmp_path: Path) -> None:
-    """A wide picture loses its left and right, a photograph that lies on its side is set up."""
+    """A wide picture loses its sides; a photograph is turned upright by its EXIF tag."""
     wide = Image.new("RGB", (30, 10), BLUE)
     wide.paste(RED, (10, 0, 20, 10))
     lying = Image.new("RGB", (16, 8), BLUE)  # 8 wide and 16 high, upper half red, once turned
     lying.paste(RED, (0, 0, 8, 8))
     tags = Image.Exif()
-    tags[0x0112] = 6  # orientation: to be turned to the right
+    tags[0x0112] = 6  # orientation: turn right
     for split in ("train", "eval"):
         for name in ("wide", "lying"):
             (tmp_path / "pets" / split / name).mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_odd_names_and_grey_pictures_work(root: Path, tmp_path: Path) -> None:
 
 
 def test_one_tree_is_split_always_alike(tmp_path: Path) -> None:
-    """A fixed part evaluates, each picture is in one split, and the cache follows the part."""
+    """The split is fixed, each picture is in one part, and another fraction has another cache."""
     for number in range(20):
         save(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", (number, 0, 0))
     source = replace(SOURCE, eval_fraction=0.25)
@@ -112,7 +112,7 @@ def test_one_tree_is_split_always_alike(tmp_path: Path) -> None:
 
 
 def test_changed_files_are_prepared_anew(root: Path, tmp_path: Path) -> None:
-    """Another picture, or the same one touched, is another dataset; augmentation is not."""
+    """Another picture or modification time is another dataset; augmentation is not."""
     seen = [SOURCE.fingerprint(tmp_path)]
     save(root / "train" / "cat" / "9.png", RED)
     seen.append(SOURCE.fingerprint(tmp_path))
@@ -123,50 +123,50 @@ def test_changed_files_are_prepared_anew(root: Path, tmp_path: Path) -> None:
 
 
 def unreadable(root: Path) -> None:
-    """Text under a picture's name."""
+    """Write text into a picture's file."""
     (root / "train" / "cat" / "1.png").write_text("no picture")
 
 
 def truncated(root: Path) -> None:
-    """A picture cut in half."""
+    """Cut a picture in half."""
     path = root / "val" / "dog" / "0.bmp"
     path.write_bytes(path.read_bytes()[:300])
 
 
 def deep(root: Path) -> None:
-    """A picture of 16 bits a pixel."""
+    """Write a picture with 16 bits per pixel."""
     Image.new("I;16", (8, 8)).save(root / "train" / "cat" / "1.png")
 
 
 def no_classes(root: Path) -> None:
-    """Pictures without folders."""
+    """Leave pictures without class folders."""
     shutil.rmtree(root / "train")
     save(root / "train" / "0.png", RED)
 
 
 def no_eval(root: Path) -> None:
-    """Only pictures to train."""
+    """Leave only training pictures."""
     shutil.rmtree(root / "val")
 
 
 def both_evals(root: Path) -> None:
-    """Two folders that might be meant."""
+    """Leave both possible folders."""
     (root / "eval").mkdir()
 
 
 def other_classes(root: Path) -> None:
-    """A class by another name."""
+    """Rename a class in one split."""
     (root / "val" / "dog").rename(root / "val" / "hound")
 
 
 def empty_class(root: Path) -> None:
-    """A class that has nothing but notes."""
+    """Leave a class without pictures."""
     for path in (root / "val" / "dog").iterdir():
         path.rename(path.with_suffix(".txt"))
 
 
 def third_class(root: Path) -> None:
-    """One class more than the config says."""
+    """Add one class more than num_classes."""
     for split in ("train", "val"):
         save(root / split / "emu" / "0.png", RED)
 
@@ -180,7 +180,7 @@ def third_class(root: Path) -> None:
         (no_classes, "train", "holds 0 folders of classes, dataset.num_classes is 2; add pictures"),
         (no_eval, "", "must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/"),
         (both_evals, "", "must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/"),
-        (other_classes, "val", "differ: dog, hound is in one of them only"),
+        (other_classes, "val", "differ: dog, hound is in only one of them"),
         (empty_class, "val/dog", "holds no picture"),
         (third_class, "train", "holds 3 folders of classes, dataset.num_classes is 2; write dat"),
     ],
@@ -189,7 +189,7 @@ def third_class(root: Path) -> None:
 def test_each_fault_is_named(
     damage: Callable[[Path], None], place: str, message: str, root: Path, tmp_path: Path
 ) -> None:
-    """One line with the file or folder, what is wrong and what to do."""
+    """The line has the file or folder, the fault and the fix."""
     damage(root)
     with pytest.raises(UserError) as caught:
         load_dataset(SOURCE, data_root=tmp_path, log=print)
@@ -213,13 +213,13 @@ def test_each_fault_is_named(
 def test_keys_that_cannot_be_are_refused(
     keys: dict[str, object], message: str, root: Path, tmp_path: Path
 ) -> None:
-    """Key, value and rule; a dataset larger than the memory is refused before it is decoded."""
+    """The line has key, value and rule; a dataset larger than memory is found before decoding."""
     with pytest.raises(UserError, match=message):
         load_dataset(replace(SOURCE, **keys), data_root=tmp_path, log=print)
 
 
 def test_a_link_to_nowhere_is_named(root: Path, tmp_path: Path) -> None:
-    """As when the pictures it points to were moved since."""
+    """The pictures it points to may have moved."""
     link = root / "train" / "cat" / "9.png"
     link.symlink_to(tmp_path / "gone.png")
     with pytest.raises(UserError, match=r"cat/9\.png cannot be read \(No such file"):

@@ -4,21 +4,26 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import resolved
 from ranks import run_ranks
 from texts import BAD, GOOD, csv_text, load, refused, write_reviews
 
+from ddp_runner.cli.preflight import validate_files
+from ddp_runner.config.moved import with_moved_names
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.tokenizer import SPECIAL_TOKENS, build_tokenizer, encode, load_tokenizer
-from ddp_runner.data.tokenizer_files import token_ids
+from ddp_runner.data.tokenizer_files import padding_id, token_ids
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.bert import Bert
 from ddp_runner.tracking.run_logger import keep_files
+from ddp_runner.train.build import model_factory
 
 CORPUS = ["The hotel is good", "the room is BAD, bad", "酒店很好", "好好好"] * 3
 SMALL = {"num_classes": 2, "vocab_size": 50, "max_length": 32, "width": 16, "feedforward": 32}
@@ -26,7 +31,7 @@ KEPT = "tokenizer/tokenizer.json"
 
 
 def test_the_split_is_fixed_and_each_row_is_in_one_part(tmp_path: Path) -> None:
-    """90 to 10; only split_seed changes it; the texts survive the way through their ids."""
+    """It is 90 to 10, only split_seed changes it, and decoding the ids gives the texts."""
     path = write_reviews(tmp_path / "x.csv", num_rows=200)
     dataset = load(path)
     assert (len(dataset.train), len(dataset.eval)) == (180, 20)
@@ -42,13 +47,13 @@ def test_the_split_is_fixed_and_each_row_is_in_one_part(tmp_path: Path) -> None:
 
 
 def kept(dataset: Dataset, run_dir: Path) -> Path:
-    """The folder of the tokenizer that a run keeps."""
+    """Return the tokenizer's folder that a run keeps."""
     keep_files(run_dir, dataset.files)
     return run_dir / "tokenizer"
 
 
 def test_a_resumed_run_refuses_another_vocabulary(tmp_path: Path) -> None:
-    """The same files may come again; others would give the checkpoint's embeddings new meanings."""
+    """Other tokens would give the checkpoint's embeddings new meanings."""
     dataset = load(write_reviews(tmp_path / "x.csv"))
     for _ in range(2):
         folder = kept(dataset, tmp_path)
@@ -58,7 +63,7 @@ def test_a_resumed_run_refuses_another_vocabulary(tmp_path: Path) -> None:
 
 
 def test_characters_are_counted_and_the_frequent_ones_are_tokens() -> None:
-    """Most frequent first, case folded, spaces no tokens, and what is rare unknown."""
+    """Most frequent first, case folded, no spaces, and rare characters unknown."""
     tokenizer = build_tokenizer(["aAab b", "ac"], vocabulary="characters", vocab_size=6)
     assert tokenizer.get_vocab() == {
         **{token: index for index, token in enumerate(SPECIAL_TOKENS)},
@@ -72,7 +77,7 @@ def test_characters_are_counted_and_the_frequent_ones_are_tokens() -> None:
 
 @pytest.mark.parametrize("vocab_size", [8, 20, 40, 200])
 def test_wordpiece_keeps_its_size_and_knows_words(vocab_size: int) -> None:
-    """Never more tokens than rows in the embedding; frequent words are one token if they fit."""
+    """It never exceeds vocab_size; frequent words are one token if they fit."""
     tokenizer = build_tokenizer(CORPUS, vocabulary="wordpiece", vocab_size=vocab_size)
     assert tokenizer.get_vocab_size() <= vocab_size
     if vocab_size == 200:
@@ -87,49 +92,57 @@ def test_wordpiece_keeps_its_size_and_knows_words(vocab_size: int) -> None:
 
 
 def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
-    """tokenizer.json or vocab.txt; its size and padding reach the model; a wreck is named."""
+    """Its size and padding id reach the model; a damaged file is reported."""
     path = write_reviews(tmp_path / "x.csv")
     words = ["[UNK]", "[CLS]", "[SEP]", GOOD, BAD, "[PAD]", "x"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     old = load(path, tokenizer=str(tmp_path))
-    assert old.padding == 5
+    assert (old.padding_id, old.vocab_size) == (5, 7)
     assert {int(one) for one in old.train.inputs.unique()} == {0, 1, 2, 3, 4, 5}
     new = load(path, tokenizer=str(kept(old, tmp_path / "run")))
     assert torch.equal(new.train.inputs, old.train.inputs)
-    model = Bert(**SMALL, tokenizer=str(tmp_path))
-    assert (model.padding, model.network.get_input_embeddings().num_embeddings) == (5, 7)
+    config, _ = resolved("model=bert")
+    model: Any = model_factory(config, old)()
+    assert (model.padding_id, model.network.get_input_embeddings().num_embeddings) == (5, 7)
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
     for use in (token_ids, load_tokenizer):
-        with pytest.raises(UserError, match="is not a tokenizer's"):
+        with pytest.raises(UserError, match="is not a tokenizer file"):
             use(tmp_path / "run" / "tokenizer")
 
 
+def test_a_frozen_config_of_an_earlier_version_still_builds() -> None:
+    """Its model has a key for the tokenizer, which the dataset passes on by itself now."""
+    config, _ = resolved("model=bert")
+    earlier = {"model": config.model | {"tokenizer": "folder"}, "dataset": config.dataset}
+    assert with_moved_names(earlier) == {"model": config.model, "dataset": config.dataset}
+
+
 def prepare(env: DistEnv, path: Path) -> tuple[str, list[str]]:
-    """The digest of the tensors that one of several processes gets, and what it said."""
-    said: list[str] = []
+    """Return the digest of one process's tensors, and the lines that it logged."""
+    logged: list[str] = []
     dataset = load_dataset(
-        csv_text(path, vocabulary="wordpiece"), data_root=path.parent, log=said.append
+        csv_text(path, vocabulary="wordpiece"), data_root=path.parent, log=logged.append
     )
     parts = [dataset.train.inputs, dataset.train.targets, dataset.eval.inputs, dataset.eval.targets]
     content = b"".join([*(part.numpy().tobytes() for part in parts), dataset.files[KEPT]])
-    return hashlib.sha256(content).hexdigest(), said
+    return hashlib.sha256(content).hexdigest(), logged
 
 
 def test_one_process_prepares_and_all_get_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where each prepares for itself, as on machines of their own: the same bits."""
+    """Machines that prepare separately also get the same bits."""
     path = write_reviews(tmp_path / "x.csv")
     answers = []
     for name in ("one", "two"):
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path / name))
         answers += run_ranks(prepare, 3, path, backend=None)
     assert len({digest for digest, _ in answers}) == 1
-    assert len([line for _, said in answers for line in said]) == 2
+    assert len([line for _, logged in answers for line in logged]) == 2
 
 
 def test_batches_of_similar_length_hold_each_sample_once(tmp_path: Path) -> None:
-    """An epoch is complete, other in each epoch, and less than half of the padding is left."""
+    """Each epoch is complete and in another order, with less than half of the padding."""
     dataset = load(write_reviews(tmp_path / "x.csv", num_rows=500))
     padded = {}
     for lengths in (None, dataset.lengths()):
@@ -149,7 +162,7 @@ def test_batches_of_similar_length_hold_each_sample_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ngrams", [1, 3])
 def test_padding_changes_no_logit(ngrams: int) -> None:
-    """A sequence alone and the same one in a batch with a longer one."""
+    """A sequence has the same logits alone and beside a longer one."""
     torch.manual_seed(0)
     model = Bert(**SMALL, ngrams=ngrams, ngram_buckets=64).double().eval()
     ids = torch.randint(4, 50, (2, 20), dtype=torch.int32)
@@ -161,7 +174,7 @@ def test_padding_changes_no_logit(ngrams: int) -> None:
 
 
 def test_ngrams_tell_the_same_tokens_in_another_order_apart() -> None:
-    """Without positions a bag of tokens is all there is; groups of tokens tell more."""
+    """Without positions single tokens are a bag; groups of tokens keep their order."""
     torch.manual_seed(0)
     ids = torch.tensor([[2, 8, 9, 3], [2, 9, 8, 3]])
     for ngrams in (1, 2):
@@ -180,14 +193,14 @@ def test_without_the_extra_one_line_says_how_to_install_it(
     for name in ("transformers", "tokenizers"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r'model=bert: .*pip install "ddp-runner\[text\]"'):
-        Bert(**SMALL)
+        validate_files(resolved("model=bert")[0])
     assert 'write pip install "ddp-runner[text]"' in refused(write_reviews(tmp_path / "x.csv"))
 
 
 def test_a_damaged_vocabulary_says_so(tmp_path: Path) -> None:
-    """A tokenizer without a token to pad with cannot serve."""
+    """A tokenizer needs a token to pad with."""
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []})
     )
     with pytest.raises(UserError, match=r"has no \[PAD\] or <pad>"):
-        Bert(**SMALL, tokenizer=str(tmp_path))
+        padding_id(token_ids(tmp_path), tmp_path)

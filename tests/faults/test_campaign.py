@@ -15,13 +15,13 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from kill_campaign import MODES, WrongError, campaign, check_equal, check_what_is_left, undisturbed
+from kill_campaign import MODES, WrongError, assert_equal, assert_whole, campaign, uninterrupted
 
 
 def test_killed_runs_end_as_the_undisturbed_ones() -> None:
     """In each mode: no state that does not load, no wrong resume, nothing left."""
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
-        result = campaign(Path(base), kills=4, seed=1, jobs=1, modes=list(MODES), say=print)
+        result = campaign(Path(base), kills=4, seed=1, jobs=1, modes=list(MODES), log=print)
     assert result.bad == []
     assert sum(result.kills.values()) >= 4
 
@@ -59,16 +59,16 @@ def the_export(run: Path) -> None:
 
 def test_the_campaign_sees_what_differs(tmp_path: Path) -> None:
     """One weight, figure, checkpoint or byte is enough; the run itself passes."""
-    run = undisturbed("single", tmp_path / "single").run_dir
-    check_equal(run, run)
+    run = uninterrupted("single", tmp_path / "single").run_dir
+    assert_equal(run, run)
     changes: list[Callable[[Path], None]] = [one_weight, one_figure, one_checkpoint, the_export]
     for change in changes:
         other = tmp_path / change.__name__
         shutil.copytree(run, other)
         change(other)
         with pytest.raises(WrongError):
-            check_equal(other, run)
-    check_what_is_left(run)
+            assert_equal(other, run)
+    assert_whole(run)
     flip(max((run / "checkpoints").iterdir()) / "state.pt", 1000)
     with pytest.raises(WrongError, match="does not load"):
-        check_what_is_left(run)
+        assert_whole(run)

@@ -1,4 +1,4 @@
-"""Models, losses and trainees that break a promise of data parallelism, each one; not a test."""
+"""Models, losses and trainees that each break a guarantee of data parallelism; not a test."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ class Wandering(ToyModel):
 
 
 class Late(ToyModel):
-    """Makes a parameter in its first forward, when DDP has seen all that it will reduce."""
+    """Creates a parameter in its first forward, after DDP has listed what it reduces."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, 10) to (batch, 5)."""
@@ -36,7 +36,7 @@ class Late(ToyModel):
 
 
 class Averaging(ToyModel):
-    """Keeps a running mean of its inputs, which nobody is told of."""
+    """Keeps a running mean of its inputs in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Averaging(ToyModel):
 
 
 class Counting(ToyModel):
-    """Changes a buffer while it is evaluated."""
+    """Changes a buffer in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Counting(ToyModel):
 
 
 class Dropping(ToyModel):
-    """Drops features in evaluation, too."""
+    """Drops features in evaluation as well."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, 10) to (batch, 5)."""
@@ -119,7 +119,7 @@ class SevenOutputs(ManyOutputs):
 
 
 class ZeroLogits(ManyOutputs):
-    """Begins with a head of zeros, as many do."""
+    """Starts with a head of zeros, as many models do."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def zero(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return nothing to learn."""
+    """Return a loss whose gradient is zero."""
     return 0 * outputs.sum()
 
 
@@ -163,17 +163,17 @@ def a_float(outputs: Tensor, targets: Tensor) -> float:
 
 
 def same_share(state: TrainState, env: DistEnv) -> TrainState:
-    """All ranks train on the first one's part."""
+    """Let all ranks train on the first rank's part."""
     return with_setup(state, batches=replace(state.setup.batches, share=0))
 
 
 def same_eval_share(state: TrainState, env: DistEnv) -> TrainState:
-    """All ranks evaluate the first one's part."""
+    """Let all ranks evaluate the first rank's part."""
     return with_setup(state, env=replace(env, rank=0))
 
 
 def other_data(state: TrainState, env: DistEnv) -> TrainState:
-    """The last rank has other targets."""
+    """Give the last rank other targets."""
     split = state.setup.dataset.eval
     if env.rank == 2:
         split = replace(split, targets=split.targets + 0.25)
@@ -181,7 +181,7 @@ def other_data(state: TrainState, env: DistEnv) -> TrainState:
 
 
 def other_start(state: TrainState, env: DistEnv) -> TrainState:
-    """The last rank begins with another parameter."""
+    """Give the last rank another initial parameter."""
     if env.rank == 2:
         with torch.no_grad():
             next(state.module.parameters())[0, 0] += 0.5
@@ -189,12 +189,12 @@ def other_start(state: TrainState, env: DistEnv) -> TrainState:
 
 
 def no_sync(state: TrainState, env: DistEnv) -> TrainState:
-    """The bare model trains."""
+    """Train the bare model."""
     return replace(state, model=state.module)
 
 
 def summed(state: TrainState, env: DistEnv) -> TrainState:
-    """Gradients are added and not divided."""
+    """Add gradients without dividing them."""
 
     def add(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         work = dist.all_reduce(bucket.buffer(), async_op=True)
@@ -207,5 +207,5 @@ def summed(state: TrainState, env: DistEnv) -> TrainState:
 
 
 def untouched(state: TrainState, env: DistEnv) -> TrainState:
-    """The model itself is broken."""
+    """Return the state unchanged: its model is broken."""
     return state

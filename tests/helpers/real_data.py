@@ -1,4 +1,4 @@
-"""Where real datasets lie; a helper of the tests, not a test."""
+"""Real datasets, and a tiny MNIST; not a test."""
 
 import struct
 from pathlib import Path
@@ -9,9 +9,9 @@ from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC
 
 
 def real(path: Path) -> Path:
-    """Return a path below DDP_RUNNER_DATA_ROOT; where it is not there, the test is skipped."""
+    """Return a path below DDP_RUNNER_DATA_ROOT; skip the test if it does not exist."""
     if not path.exists():
-        pytest.skip(f"{path} is not there: the real data are too large, or not ours, to ship")
+        pytest.skip(f"{path} does not exist: the real data are too large, or not ours, to ship")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Small corpora for the tests of text, not a test."""
+"""Small corpora for the tests of texts; not a test."""
 
 import csv
 import random
@@ -20,19 +20,19 @@ GOOD, BAD = "好", "坏"
 
 
 def write_rows(path: Path, rows: Sequence[Sequence[object]], **options: Any) -> Path:
-    """Write a CSV file and return its path; `options` are those of ``open``."""
+    """Write a CSV file and return its path; `options` go to ``open``."""
     with path.open("w", **{"newline": "", "encoding": "utf-8", **options}) as file:
         csv.writer(file).writerows(rows)
     return path
 
 
 def write_reviews(path: Path, *, num_rows: int = 120, wrong: float = 0.0) -> Path:
-    """Write Chinese reviews of 4 to 30 characters, one of which tells the class.
+    """Write Chinese reviews of 4 to 30 characters; one character decides the class.
 
     Args:
-        path: where to.
-        num_rows: how many.
-        wrong: the part of them whose label is not what the text says.
+        path: of the file.
+        num_rows: number of reviews.
+        wrong: the fraction of labels that contradict the text.
     """
     rng = random.Random(0)
     rows: list[tuple[object, object]] = [HEADER]
@@ -50,14 +50,14 @@ def csv_text(path: Path, /, **keys: Any) -> Any:
 
 
 def load(path: Path, /, **keys: Any) -> Dataset:
-    """The dataset of a CSV file, without a cache."""
+    """Return the dataset of a CSV file, without a cache."""
     source = csv_text(path, **keys)
     dataset: Dataset = source.dataset(source.build(path.parent))
     return dataset
 
 
 def refused(path: Path, /, **keys: Any) -> str:
-    """The one line with which a CSV file is refused."""
+    """Return the one line that answers an invalid CSV file."""
     with pytest.raises(UserError) as error:
         load(path, **keys)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Models compute what their sources say, split or whole; losses are sums; schedules follow."""
+"""Models compute what their sources define, split or whole; losses are sums; schedules."""
 
 import io
 from collections.abc import Callable
@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, its split form, the shapes that it maps and the layers of its first stage."""
+    """A model, its split form, its input and output shapes and its first stage's layers."""
 
     whole: Callable[..., nn.Module]
     split: Callable[..., nn.Module]
@@ -40,12 +40,12 @@ PAIRS = {
 
 @pytest.fixture(params=PAIRS)
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """Each model with its split form."""
+    """Return each model with its split form."""
     return PAIRS[request.param]
 
 
 def seeded(build: Callable[..., nn.Module], **kwargs: object) -> nn.Module:
-    """Return the model built from the seed that all tests share."""
+    """Return the model, built after the seed that all tests share."""
     torch.manual_seed(0)
     return build(**kwargs)
 
@@ -53,7 +53,7 @@ def seeded(build: Callable[..., nn.Module], **kwargs: object) -> nn.Module:
 def outputs_and_gradients(
     model: nn.Module, inputs: Tensor, function: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return outputs and parameter gradients of ``function``, else of the model, in train mode."""
+    """Return outputs and parameter gradients of ``function``, or of the model, in train mode."""
     model.train().zero_grad()
     torch.manual_seed(1)  # dropout
     outputs = (function or model)(inputs)
@@ -68,12 +68,12 @@ def outputs_and_gradients(
 def assert_same_step(
     left: tuple[Tensor, dict[str, Tensor]], right: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
-    """Assert that outputs and every gradient are equal to the bit."""
+    """Assert that outputs and gradients are equal bit for bit."""
     torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
 def test_outputs_have_the_documented_shape(pair: Pair) -> None:
-    """A batch keeps its first dimension and gets one output a class or feature."""
+    """The batch size stays, with one output per class or feature."""
     outputs = seeded(pair.whole)(torch.randn(pair.input_shape))
     assert outputs.shape == pair.output_shape
 
@@ -104,7 +104,7 @@ def test_stages_lie_on_their_own_devices(pair: Pair) -> None:
 
 
 def test_forward_moves_activations_to_the_second_device(pair: Pair) -> None:
-    """Inputs on the first device leave as outputs on the second."""
+    """Inputs on the first device give outputs on the second."""
     model = seeded(pair.split, dev0=CPU, dev1=META)
     assert model(torch.randn(pair.input_shape)).device == META
 
@@ -171,7 +171,7 @@ def test_mnist_net_equals_the_examples_order_of_layers() -> None:
 
 
 def test_model_options_reach_the_layers() -> None:
-    """Classes, channels and dropout probabilities are the ones asked for, split or whole."""
+    """Classes, channels and dropout probabilities are the configured ones, split or whole."""
     images = torch.randn(2, 3, 28, 28)
     assert ConvNet(num_classes=7, in_channels=3)(images).shape == (2, 7)
     assert ConvNetMp(num_classes=7, in_channels=3, dev0=CPU, dev1=CPU)(images).shape == (2, 7)
@@ -184,7 +184,7 @@ def test_model_options_reach_the_layers() -> None:
 
 
 def test_losses_are_torchs_mean_times_the_samples() -> None:
-    """Each loss is a sum, so that halves of a batch add up to the whole."""
+    """Each loss is a sum, so the halves of a batch add up to the whole."""
     logits, classes = torch.randn(6, 10), torch.randint(10, (6,))
     values, goals = torch.randn(6, 5), torch.randn(6, 5)
     cases = (
@@ -212,7 +212,7 @@ def sgd() -> torch.optim.SGD:
 
 
 def factors(build: Callable[..., LambdaLR], **fields: float) -> list[float]:
-    """Return the factors on the learning rate before each of 8 steps (4 an epoch) and after."""
+    """Return the learning rate's factor before each of 8 steps, 4 per epoch, and after."""
     optimizer = sgd()
     schedule = build(optimizer, total_steps=8, steps_per_epoch=4, **fields)
     seen = [optimizer.param_groups[0]["lr"] / 0.5]
@@ -236,7 +236,7 @@ def test_cosine_falls_from_the_peak_to_the_minimum() -> None:
 
 
 def test_cosine_warms_up_linearly() -> None:
-    """Three warm-up steps climb by quarters; the peak comes next, and the end is still zero."""
+    """Three warm-up steps rise by quarters, then comes the peak, and the end is zero."""
     seen = factors(schedules.cosine, warmup_steps=3)
     assert seen[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert seen[8] == pytest.approx(0.0)
@@ -259,7 +259,7 @@ def test_step_changes_at_epoch_ends() -> None:
 def test_impossible_schedules_are_refused(
     build: Callable[..., LambdaLR], fields: dict[str, float], message: str
 ) -> None:
-    """A schedule that cannot be followed names its key and value."""
+    """The message has the key and its value."""
     with pytest.raises(UserError, match=message):
         factors(build, **fields)
 
@@ -275,7 +275,7 @@ def test_impossible_schedules_are_refused(
 def test_schedule_state_survives_a_weights_only_checkpoint(
     build: Callable[..., LambdaLR], fields: dict[str, float]
 ) -> None:
-    """A schedule restored from plain saved state goes on with the same learning rates."""
+    """A schedule restored from a saved state continues with the same learning rates."""
     first, second = (build(sgd(), total_steps=8, steps_per_epoch=4, **fields) for _ in range(2))
     for _ in range(3):
         first.optimizer.step()

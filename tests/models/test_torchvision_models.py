@@ -1,4 +1,4 @@
-"""torchvision's classifiers for any images; models and datasets that fit, or one line why not."""
+"""torchvision's classifiers for any images; models that do not fit the dataset are one line."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_each_family_takes_any_channels_and_classes(
 ) -> None:
     """Images with 1 or 3 channels give 7 logits each."""
     settings = {"small_images": False, **keys}
-    with torch.device("meta"):  # shapes alone
+    with torch.device("meta"):  # only shapes matter
         model = classifier(
             architecture=architecture, num_classes=7, in_channels=in_channels, **settings
         )
@@ -63,7 +63,7 @@ def test_an_unchanged_architecture_is_torchvisions_own() -> None:
     ],
 )
 def test_small_images_stay_larger(architecture: str, body: str, sides: list[int]) -> None:
-    """Stride 1 at the start and no max-pooling: 64 pixels end as 8 and not as 2."""
+    """With stride 1 at the start and no max-pooling, 64 pixels become 8 and not 2."""
     found: list[int] = []
     for small in (False, True):
         with torch.device("meta"):
@@ -81,14 +81,14 @@ def test_small_images_stay_larger(architecture: str, body: str, sides: list[int]
     ("keys", "sentence"),
     [
         ({"architecture": "resnet19"}, "did you mean resnet18 or"),
-        ({"architecture": "fasterrcnn_resnet50_fpn"}, "is none of torchvision's"),
+        ({"architecture": "fasterrcnn_resnet50_fpn"}, "is not one of torchvision's"),
         ({"architecture": "googlenet"}, "architecture googlenet has auxiliary outputs in training"),
         ({"architecture": "vit_b_32", "small_images": True}, "architecture vit_b_32 cuts an image"),
         ({"options": {"colour": 1}}, "unexpected keyword argument 'colour'"),
     ],
 )
 def test_what_does_not_work_is_refused_in_one_line(keys: dict[str, object], sentence: str) -> None:
-    """The line names the architecture and the way out."""
+    """The line has the architecture and the fix."""
     settings = resolved("model=resnet18")[0].model
     settings = {key: settings[key] for key in ("_target_", "architecture", "small_images")}
     with pytest.raises(UserError) as caught:
@@ -99,7 +99,7 @@ def test_what_does_not_work_is_refused_in_one_line(keys: dict[str, object], sent
 
 @pytest.mark.parametrize("model", ["convnet", "mnist_net", "resnet18", "mobilenet_v3_small"])
 def test_a_model_follows_the_dataset(model: str) -> None:
-    """Classes and channels come from the dataset, unless the user writes them."""
+    """Classes and channels come from the dataset, unless the user sets them."""
     for dataset, expected in (("cifar100", (100, 3)), ("fashion_mnist", (10, 1))):
         keys = resolved(f"model={model}", f"dataset={dataset}")[0].model
         assert (keys["num_classes"], keys["in_channels"]) == expected
@@ -112,7 +112,7 @@ def test_a_model_follows_the_dataset(model: str) -> None:
 @pytest.mark.parametrize("model", ["convnet", "mnist_net"])
 @pytest.mark.parametrize("side", [28, 32, 17])
 def test_the_tutorials_networks_take_images_of_other_sizes(model: str, side: int) -> None:
-    """At 28x28 they are what they were; other sizes are averaged to it."""
+    """Features of other sizes are averaged to those of 28x28."""
     keys = resolved(f"model={model}", "dataset=cifar10")[0].model
     used = ("_target_", "num_classes", "in_channels")
     net = make("model", {key: keys[key] for key in used})

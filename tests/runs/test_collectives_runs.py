@@ -117,7 +117,7 @@ def test_what_a_backend_lacks_is_listed(sweep: Ended) -> None:
         ops = ("reduce", "all_reduce", "reduce_scatter")
         assert set(missing) == {(op, "int32", "mean") for op in ops}
         text = (run_dir / "logs" / "rank-0.log").read_text()
-        assert text.count(" not in gloo: ") == 3
+        assert text.count(" unsupported by gloo: ") == 3
         assert all(reason in text for reason in missing.values())
         other = record(run_dir.with_name(f"experiment=refused,world_size={world_size}"))
         assert (other["status"], other["error"]["kind"]) == ("failed", "user")

@@ -24,7 +24,7 @@ from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.instantiate import make
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.errors import UserError
-from ddp_runner.train.build import MODEL_KEYS
+from ddp_runner.train.build import MODEL_KEYS, model_factory
 
 SMALL = (
     *("model=bert", "model.num_layers=1", "model.width=32", "model.feedforward=64"),
@@ -75,10 +75,10 @@ def reloaded(run_dir: Path, data_root: Path) -> tuple[Any, Any]:
     """What a run's folder says is its dataset, and its model with the last checkpoint's weights."""
     config = yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text())
     keys = {key: value for key, value in config["model"].items() if key not in MODEL_KEYS}
-    model = make("model", keys)
+    dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, log=print)
+    model = make("model", keys, **dataset.model_arguments)
     path = run_dir / "checkpoints" / f"step-{steps(run_dir)[-1]:08d}" / "state.pt"
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
-    dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, log=print)
     return dataset, model.eval()
 
 
@@ -190,26 +190,30 @@ def test_a_pretrained_bert_is_fine_tuned(tmp_path: Path) -> None:
     for keys, sentence in (
         (("dataset.max_length=513",), "exceeds the 512 positions"),
         ((f"dataset.tokenizer={tmp_path}",), "is neither tokenizer.json nor vocab.txt"),
-        (("dataset.tokenizer=null",), "knows its own tokens alone"),
+        (("dataset.tokenizer=null",), "knows only its own tokens"),
+        (("model.ngrams=2",), "has no embeddings for groups of tokens; use model.ngrams=1"),
     ):
-        answer = build_refusal(f"model.pretrained={folder}", *keys)
+        answer = build_refusal(tmp_path, f"model.pretrained={folder}", *keys)
         assert sentence in answer
-    words = [*(folder / "vocab.txt").read_text().splitlines(), "one", "more"]
-    (tmp_path / "vocab.txt").write_text("\n".join(f"{i}-{w}" for i, w in enumerate(words)))
-    with (tmp_path / "vocab.txt").open("a") as file:
-        file.write("\n[PAD]\n")
-    answer = build_refusal(f"model.pretrained={folder}", f"dataset.tokenizer={tmp_path}")
+    words = [*(folder / "vocab.txt").read_text().splitlines(), "[one]", "[two]", "[three]"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    answer = build_refusal(tmp_path, f"model.pretrained={folder}", f"dataset.tokenizer={tmp_path}")
     assert "has ids up to 30524" in answer
     assert "an embedding of 30522 rows" in answer
 
 
-def build_refusal(*overrides: str) -> str:
-    """The one line with which a model is refused as it is built."""
-    config, _ = resolved("model=bert", *overrides)
-    keys = {key: value for key, value in config.model.items() if key not in MODEL_KEYS}
+def build_refusal(data_root: Path, *overrides: str) -> str:
+    """Return the one line that answers a model that does not fit its texts."""
     with pytest.raises(UserError) as error:
-        make("model", keys)
+        build(data_root, *overrides)
     return str(error.value)
+
+
+def build(data_root: Path, *overrides: str) -> None:
+    """Resolve a config, load its texts and build its model."""
+    config, _ = resolved("model=bert", "dataset.path=english.csv", *overrides)
+    dataset = load_dataset(make("dataset", config.dataset), data_root=data_root, log=print)
+    model_factory(config, dataset)()
 
 
 @pytest.mark.slow

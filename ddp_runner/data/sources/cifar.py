@@ -1,11 +1,11 @@
-"""CIFAR-10 and CIFAR-100 from their Python batches, laid out as torchvision does.
+"""CIFAR-10 and CIFAR-100 from their Python batches, in torchvision's folders.
 
-The format: https://www.cs.toronto.edu/~kriz/cifar.html (pickled mappings of arrays). To load a
-pickle runs whatever code it names, so these are read by a reader that knows numpy's arrays alone.
+The format: https://www.cs.toronto.edu/~kriz/cifar.html (pickled mappings of arrays). Loading a
+pickle runs whatever code it names, so our reader accepts nothing but numpy's arrays.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset
+from ddp_runner.data.dataset import Augmentation, image_dataset
 from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
 from ddp_runner.errors import UserError
 
-SHAPE = (3, 32, 32)  # of an image: red, green and blue, row by row
+SHAPE = (3, 32, 32)  # of an image: red, green and blue planes
 LAYOUTS = {  # files of the train split, the eval split, the key of the labels, torchvision's class
     "cifar-10-batches-py": (
         [f"data_batch_{i}" for i in range(1, 6)],
@@ -35,7 +35,7 @@ class Cifar:
 
     name: str
     folder: str  # cifar-10-batches-py or cifar-100-python
-    mean: Sequence[float]  # of each channel of the train split, scaled to 0..1
+    mean: Sequence[float]  # of each channel of the train split's pixels, scaled to 0..1
     std: Sequence[float]
     num_classes: int
     channels: int = 3
@@ -50,12 +50,12 @@ class Cifar:
             )
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """Size and modification time of each file; None for a missing one."""
+        """Return the fields that count, and size and modification time of each file."""
         files = self._files(data_root, 0) + self._files(data_root, 1)
         return {"num_classes": self.num_classes, "folder": self.folder, "files": stamps(files)}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Read the files, downloading what is missing; images as uint8 ``(n, 3, 32, 32)``.
+        """Read the files and download missing ones; images are uint8 ``(n, 3, 32, 32)``.
 
         Raises:
             UserError: a file is missing and cannot be downloaded, or is damaged.
@@ -77,9 +77,7 @@ class Cifar:
             tensors[f"{split}_targets"] = torch.cat([labels for _, labels in batches])
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Images to be normalised."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset
 
     def _files(self, data_root: Path, part: int) -> list[Path]:
         return [data_root / self.folder / name for name in LAYOUTS[self.folder][part]]
@@ -90,10 +88,10 @@ def read_batch(path: Path, *, key: str) -> tuple[Tensor, Tensor]:
 
     Args:
         path: of the pickled batch.
-        key: of the labels in it.
+        key: of the labels in the batch.
 
     Raises:
-        UserError: the file is damaged, of another format, or asks for code to be run.
+        UserError: the file is damaged, of another format, or names code to run.
     """
     try:
         with path.open("rb") as file:
@@ -102,14 +100,14 @@ def read_batch(path: Path, *, key: str) -> tuple[Tensor, Tensor]:
         images, labels = batch["data"].tensor().reshape(-1, *SHAPE), torch.tensor(batch[key])
         if labels.dtype != torch.int64 or labels.shape != (len(images),):
             raise ValueError(f"it has {labels.numel()} labels for {len(images)} images")
-    except Exception as error:  # of any kind, as damaged bytes can mean anything
+    except Exception as error:  # damaged bytes raise any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} is not a whole batch of CIFAR ({reason}); {REMEDY}") from error
     return images, labels
 
 
 class _Array:
-    """Stands in for numpy's array: takes the state that one is pickled as, and runs nothing."""
+    """Stands in for numpy's array: keeps an array's pickled state and runs nothing."""
 
     def __init__(self, *_: object) -> None:
         self.state: Sequence[Any] = ()
@@ -126,7 +124,7 @@ class _Array:
 
 
 class _Dtype:
-    """Stands in for numpy's dtype: all that matters is its code."""
+    """Stands in for numpy's dtype: keeps only its code."""
 
     def __init__(self, code: str | bytes, *_: object) -> None:
         self.code = _text(code)
@@ -136,7 +134,7 @@ class _Dtype:
 
 
 class _BatchReader(pickle.Unpickler):
-    """Reads a pickle of mappings, lists, numbers, texts and arrays of numpy; refuses all else."""
+    """Reads pickled mappings, lists, numbers, texts and numpy arrays; refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         stand_in = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Dtype}.get(name)

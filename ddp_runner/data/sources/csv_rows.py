@@ -1,4 +1,4 @@
-"""Reads the texts and classes of a CSV file, and names the line and column of what is wrong."""
+"""Reads texts and classes from a CSV file; its errors name the line and the column."""
 
 import csv
 import io
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 
-HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # which some encodings allow, as utf-7
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character; utf-7 and others allow it
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The samples of a CSV file, in its order."""
+    """The samples of a CSV file, in the file's order."""
 
     texts: list[str]
-    labels: list[int]  # classes
+    labels: list[int]  # classes from 0
     num_dropped: int  # rows that lacked a text or a class
 
 
@@ -27,15 +27,15 @@ def read_rows(
     """Return the rows that have both a text and a class.
 
     Args:
-        path: of the file, whose first line names its columns.
-        text: the column with the texts.
-        label: the column with the classes.
-        num_classes: classes are whole numbers from 0 to below it.
-        encoding: as Python names it.
+        path: of the file; its first line names the columns.
+        text: name of the column with the texts.
+        label: name of the column with the classes.
+        num_classes: number of classes; a class is a whole number from 0.
+        encoding: Python's name of the encoding.
         delimiter: between two columns.
 
     Raises:
-        UserError: the file is missing or empty, or a row is not as it should be.
+        UserError: the file is missing or empty, or a row is malformed.
     """
     texts, labels, num_dropped = [], [], 0
     (_, header), *rows = _records(_decoded(path, encoding, delimiter), delimiter, path)
@@ -71,20 +71,19 @@ def read_rows(
 
 def _class(value: str, num_classes: int) -> int | None:
     try:
-        number = float(value)  # 1.0 is what some programs make of 1
+        number = float(value)  # some programs write 1 as 1.0
     except ValueError:
         return None
     return int(number) if number in range(num_classes) else None
 
 
 def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:
-    """Return the rows, the first line's included, each with the line that it begins at."""
+    """Return all rows, including the first line, each with the number of its first line."""
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     records, line = [], 1
-    # The csv module's own limit of 128 KiB is there to find quotes that nobody closes. A text may
-    # be longer, and such quotes are found at the end of the file. The limit is the whole process's,
-    # so all rows are read before anything else can run or fail: a generator would give it back
-    # whenever it is collected.
+    # The csv module limits a field to 128 KiB to find unclosed quotes. A text may be longer, and
+    # unclosed quotes show at the end of the file. The limit is global to the process, so read all
+    # rows at once: a generator would restore it only when it is collected.
     limit = csv.field_size_limit(max(len(content), 1))
     try:
         for fields in reader:
@@ -100,7 +99,7 @@ def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[s
 
 
 def _decoded(path: Path, encoding: str, delimiter: str) -> str:
-    """Return the file's text, without the mark that some programs put before it."""
+    """Return the file's text without a byte order mark."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -112,23 +111,23 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
         content = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeError as error:
         place = ""
-        with suppress(UnicodeError):  # of codecs that say not where, or cannot read a part
+        with suppress(UnicodeError):  # some codecs give no position, or cannot decode a part
             if isinstance(error, UnicodeDecodeError):
-                # What comes before is sound: its last row ends within the column that is not.
+                # The text before the error is valid; its last row ends in the invalid column.
                 place = f", {_place(data[: error.start].decode(encoding), delimiter)}"
         raise UserError(
             f"{path}{place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
-    if half := HALF_A_CHARACTER.search(content):
+    if half := SURROGATE.search(content):
         place = _place(content[: half.start()], delimiter)
         raise UserError(
-            f"{path}, {place}: half of a character, which no text holds; save the file as utf-8"
+            f"{path}, {place}: half of a character (a surrogate); save the file as utf-8"
         )
     if "\0" in content:
         place = _place(content[: content.index("\0")], delimiter)
         raise UserError(
-            f"{path}, {place}: a NUL byte, which no text holds; save the file as utf-8, or name "
+            f"{path}, {place}: a NUL byte, which is not text; save the file as utf-8, or name "
             "its encoding, as in dataset.encoding=utf-16"
         )
     if not content.strip():
@@ -137,7 +136,7 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
 
 
 def _place(before: str, delimiter: str) -> str:
-    """Return the line and the column at which a text that is sound so far goes on."""
+    """Return the line and the column where a valid text ends."""
     limit = csv.field_size_limit(len(before) + 1)
     try:
         rows = list(csv.reader(io.StringIO(f"{before}?", newline=""), delimiter=delimiter))

@@ -1,4 +1,4 @@
-"""Texts and their classes from a CSV file, split and turned into token ids once."""
+"""Texts and their classes from a CSV file, split and encoded as token ids once."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -26,28 +26,28 @@ from ddp_runner.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-EVAL_RUNS = 4  # runs of rising length in the eval split: the ranks' parts of it are alike
-FILE_KEY = "file:"  # of a tensor that is a file's bytes
+EVAL_RUNS = 4  # runs of rising length in the eval split, so that ranks get similar lengths
+FILE_KEY = "file:"  # prefix of the keys of tensors that hold a file's bytes
 
 
 @dataclass(frozen=True)
 class CsvText:
-    """One row a sample, with a column for its text and one for its class, 0 to num_classes - 1."""
+    """One sample per row, with columns for its text and its class, 0 to num_classes - 1."""
 
     name: str
     path: str  # of the CSV, under data_root
     text: str  # the columns' names
     label: str
     num_classes: int
-    max_length: int  # tokens of a sample, the special ones at its ends included
+    max_length: int  # tokens of a sample, including the special ones at its ends
     tokenizer: str | None  # folder of a tokenizer; None: a vocabulary is built from the train split
     vocabulary: str  # wordpiece or characters
-    vocab_size: int  # most tokens of a vocabulary that is built
+    vocab_size: int  # most tokens of a vocabulary built here
     eval_fraction: float = 0.1
     split_seed: int = 0  # of the data, not of the run
     encoding: str = "utf-8"
     delimiter: str = ","
-    group_by_length: bool = True  # batches of texts of similar length: less padding
+    group_by_length: bool = True  # put texts of similar length in one batch: less padding
 
     def __post_init__(self) -> None:
         require_positive(self, "num_classes")
@@ -67,7 +67,7 @@ class CsvText:
             csv.reader([], delimiter=self.delimiter)
         except LookupError as error:
             raise UserError(
-                f"dataset.encoding ({self.encoding}) is no text encoding; use utf-8 or gb18030"
+                f"dataset.encoding ({self.encoding}) is not a text encoding; use utf-8 or gb18030"
             ) from error
         except (TypeError, ValueError) as error:
             raise UserError(
@@ -75,7 +75,7 @@ class CsvText:
             ) from error
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The keys, and size and modification time of the files; None for a missing one."""
+        """Return the fields that count, and size and modification time of each file."""
         folder = Path(self.tokenizer) if self.tokenizer is not None else None
         names = (TOKENIZER_FILE, VOCABULARY_FILE, "tokenizer_config.json")
         keys = {key: value for key, value in asdict(self).items() if key != "group_by_length"}
@@ -85,13 +85,13 @@ class CsvText:
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Read, split and encode; ids as int32 ``(n, max_length)``.
+        """Read, split and encode; the ids are int32 ``(n, max_length)``.
 
-        The eval split is ordered by length, so that its batches, which are slices, need little
+        The eval split is sorted by length, because its batches are slices and should need little
         padding.
 
         Raises:
-            UserError: the CSV or the tokenizer is missing or not usable.
+            UserError: the CSV or the tokenizer is missing or unusable.
         """
         parts, num_dropped = self.read(data_root)
         tokenizer, padding = self._tokenizer(parts["train"][0])
@@ -113,10 +113,10 @@ class CsvText:
         return tensors
 
     def read(self, data_root: Path) -> tuple[dict[str, tuple[list[str], list[int]]], int]:
-        """Return the texts and classes of each split, and how many rows lacked one of the two.
+        """Return the texts and classes of each split, and the number of rows that lack one of them.
 
         Raises:
-            UserError: the CSV is missing or not usable.
+            UserError: the CSV is missing or unusable.
         """
         path = data_root / self.path
         rows = read_rows(
@@ -144,14 +144,16 @@ class CsvText:
         return parts, rows.num_dropped
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Sequences of token ids, and the tokenizer that made them."""
+        """Return the sequences of token ids, with the tokenizer that made them."""
+        folder = self.tokenizer
         num_dropped = int(tensors["num_dropped"])
         note = f"{self.path}: {num_dropped:,} rows without {self.text} or {self.label} are left out"
         return Dataset(
             self.name,
             *splits(tensors),
             num_classes=self.num_classes,
-            padding=int(tensors["padding"]),
+            padding_id=int(tensors["padding"]),
+            vocab_size=max(token_ids(Path(folder)).values()) + 1 if folder is not None else None,
             group_by_length=self.group_by_length,
             files={
                 key.removeprefix(FILE_KEY): value.numpy().tobytes()
@@ -162,7 +164,7 @@ class CsvText:
         )
 
     def _tokenizer(self, corpus: Sequence[str]) -> tuple["Tokenizer", int]:
-        """Return the tokenizer and the id that it pads with."""
+        """Return the tokenizer and its padding id."""
         if self.tokenizer is not None:
             folder = Path(self.tokenizer)
             return load_tokenizer(folder), padding_id(token_ids(folder), folder)

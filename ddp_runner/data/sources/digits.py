@@ -1,6 +1,5 @@
-"""Handwritten digits that come with scikit-learn: real data without a download."""
+"""Handwritten digits from scikit-learn: real data without a download."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 from ddp_runner.errors import UserError
 
 TRAIN_SAMPLES = 1437  # of 1797: four fifths
-IMAGE_SIZE = 28  # pixels, as MNIST
+IMAGE_SIZE = 28  # pixels, as in MNIST
 SPLIT_SEED = 0
 
 
@@ -28,7 +27,7 @@ class Digits:
     augmentation: Augmentation | None = None
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The constants of this file, and the fields that count."""
+        """Return the constants of this module and the fields that count."""
         return {
             "train_samples": TRAIN_SAMPLES,
             "size": IMAGE_SIZE,
@@ -38,10 +37,10 @@ class Digits:
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Scale and split the scans, uint8 ``(n, channels, 28, 28)``; always into the same split.
+        """Scale and split the scans into uint8 ``(n, channels, 28, 28)``; the split is fixed.
 
         Raises:
-            UserError: there shall be less than one channel, or fewer classes than digits.
+            UserError: channels is below 1, or num_classes below 10.
         """
         require_positive(self, "channels")
         if self.num_classes < 10:
@@ -63,6 +62,4 @@ class Digits:
             "eval_targets": targets[rest],
         }
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Images to be normalised."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset

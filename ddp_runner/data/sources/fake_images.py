@@ -1,7 +1,6 @@
-"""Images of any shape that a model can learn, for tests and speed measurements."""
+"""Made-up images of any shape that a model can learn, for tests and speed measurements."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -9,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class FakeImages:
     std: ClassVar[float] = math.sqrt(2 * (128**2 - 1) / 12) / 255
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The fields that the images depend on."""
+        """Return the fields that the images depend on."""
         return {key: value for key, value in asdict(self).items() if key != "augmentation"}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
@@ -55,6 +54,4 @@ class FakeImages:
             tensors[f"{split}_targets"] = targets
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Images to be normalised."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset

@@ -1,8 +1,8 @@
-"""Pictures of your own: a folder for each class, decoded and scaled once."""
+"""A user's own pictures, one folder per class, decoded and scaled once."""
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 from ddp_runner.errors import UserError
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -24,19 +24,20 @@ Samples = list[tuple[Path, int]]  # files and their classes
 class ImageFolder:
     """Pictures in ``folder/train/CLASS/`` and ``folder/val/CLASS/`` or ``folder/eval/CLASS/``.
 
-    With ``eval_fraction`` they lie in ``folder/CLASS/`` and are split here. Classes are numbered in
-    the order of their names; pictures may lie deeper; other files and hidden folders do not count.
+    With ``eval_fraction`` the pictures are in ``folder/CLASS/`` and are split here. Classes are
+    numbered by the order of their names. Pictures may be in subfolders; other files and hidden
+    folders are ignored.
     """
 
     name: str
     folder: str  # under data_root
     height: int  # pixels
     width: int
-    mean: float | Sequence[float]  # of the pixels, scaled to 0..1; or of each channel
+    mean: float | Sequence[float]  # of the pixels scaled to 0..1, or one per channel
     std: float | Sequence[float]
     num_classes: int
     channels: int = 3  # 1: grey
-    eval_fraction: float | None = None  # of the pictures; None: there are folders for the splits
+    eval_fraction: float | None = None  # of the pictures; None: each split has a folder
     augmentation: Augmentation | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class ImageFolder:
             )
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """The shape, and a digest of the files' names, sizes and modification times."""
+        """Return the shape, and a digest of the files' names, sizes and modification times."""
         digest = hashlib.sha256()
         for samples in self._samples(data_root):
             for path, label in samples:
@@ -71,11 +72,11 @@ class ImageFolder:
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Decode all pictures, uint8 ``(n, channels, height, width)``: scaled, then centre-cropped.
+        """Decode all pictures to uint8 ``(n, channels, height, width)``, scaled and centre-cropped.
 
         Raises:
-            UserError: a folder is missing or empty, the splits' classes differ or are not as many
-                as the config says, the pictures do not fit in memory, or one cannot be decoded.
+            UserError: a folder is missing or empty, the classes of the splits differ or do not
+                match num_classes, the pictures do not fit in memory, or a picture is damaged.
         """
         tensors = {}
         for split, samples in zip(("train", "eval"), self._samples(data_root), strict=True):
@@ -83,12 +84,10 @@ class ImageFolder:
             tensors[f"{split}_targets"] = torch.tensor([label for _, label in samples])
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Images to be normalised."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset
 
     def _samples(self, data_root: Path) -> tuple[Samples, Samples]:
-        """Return the files of both splits, always in the same order."""
+        """Return the files of both splits with their classes, in a fixed order."""
         root = data_root / self.folder
         if self.eval_fraction is not None:
             return self._split(self._classes(root), root)
@@ -97,14 +96,14 @@ class ImageFolder:
             raise UserError(
                 f"{root.absolute()} must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/ "
                 "with the pictures; name it with data_root and dataset.folder, or write "
-                "dataset.eval_fraction=0.1 where it holds the folders of the classes itself"
+                "dataset.eval_fraction=0.1 if it holds the folders of the classes itself"
             )
         train, rest = self._classes(root / "train"), self._classes(root / present[0])
         if train.keys() != rest.keys():
             differing = ", ".join(sorted(train.keys() ^ rest.keys()))
             raise UserError(
                 f"the classes in {root / 'train'} and {root / present[0]} differ: {differing} is "
-                "in one of them only; make the folders alike"
+                "in only one of them; give both the same classes"
             )
         return _numbered(train), _numbered(rest)
 
@@ -121,7 +120,7 @@ class ImageFolder:
         return [samples[i] for i in order[num_eval:]], [samples[i] for i in order[:num_eval]]
 
     def _classes(self, root: Path) -> dict[str, list[Path]]:
-        """Return the pictures of each class by its name, both in order."""
+        """Return the pictures of each class by the class's name, all sorted."""
         folders = [path for path in root.glob("*") if path.is_dir() and path.name[0] != "."]
         classes = {folder.name: _pictures(folder) for folder in sorted(folders)}
         for name, paths in classes.items():
@@ -149,7 +148,7 @@ class ImageFolder:
                 "dataset.width, or fewer pictures"
             )
         images = torch.empty(shape, dtype=torch.uint8)
-        with ThreadPoolExecutor() as pool:  # Pillow lets threads run side by side
+        with ThreadPoolExecutor() as pool:  # Pillow releases the interpreter lock
             for image, pixels in zip(images, pool.map(self._picture, paths), strict=True):
                 image.copy_(pixels)
         return images
@@ -166,7 +165,7 @@ class ImageFolder:
                 picture.draft(None, (2 * max(self.width, self.height),) * 2)
                 upright = ImageOps.exif_transpose(picture).convert(mode)
             fitted = ImageOps.fit(upright, (self.width, self.height), Image.Resampling.BILINEAR)
-        except Exception as error:  # of any kind, as damaged bytes can mean anything
+        except Exception as error:  # damaged bytes raise any kind
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
                 f"{path.absolute()} cannot be read as a picture ({reason}); replace or remove it"
@@ -178,7 +177,7 @@ class ImageFolder:
 def _stat(path: Path) -> os.stat_result:
     try:
         return path.stat()
-    except OSError as error:  # a link to nowhere, or one removed meanwhile
+    except OSError as error:  # a dangling link, or a file removed meanwhile
         raise UserError(
             f"{path.absolute()} cannot be read ({error.strerror}); replace or remove it"
         ) from error

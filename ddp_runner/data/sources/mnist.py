@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST from their IDX files, laid out as torchvision does, or gzipped there.
+"""MNIST and Fashion-MNIST from their IDX files, plain or gzipped, in torchvision's folders.
 
 The format: http://yann.lecun.com/exdb/mnist/ (big-endian magic number, sizes, then bytes).
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
 from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
 from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
 LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
-# SHA-256 of the unpacked files, by the dataset's name; files of one's own have another name.
+# SHA-256 of the unpacked files, by the dataset's name; a user's own files take another name.
 PUBLISHED = {
     "mnist": {
         "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738"
@@ -40,7 +40,7 @@ PUBLISHED = {
 class IdxImages:
     """60000 train and 10000 eval images of 28x28 grey pixels, in ``data_root/folder/raw``.
 
-    A file may be there as ``.gz``, as it is published and as Debian packages it.
+    Each file may be plain or ``.gz``, as it is published and as Debian packages it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class IdxImages:
     augmentation: Augmentation | None = None
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """Size and modification time of each file; None for a missing one."""
+        """Return the fields that count, and size and modification time of each file."""
         return {
             "folder": self.folder,
             "num_classes": self.num_classes,
@@ -61,7 +61,7 @@ class IdxImages:
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Read the files, downloading what is missing; images as uint8 ``(n, channels, 28, 28)``.
+        """Read the files and download missing ones; images are uint8 ``(n, channels, 28, 28)``.
 
         Raises:
             UserError: a file is missing and cannot be downloaded, or is damaged.
@@ -90,9 +90,7 @@ class IdxImages:
             tensors[f"{split}_targets"] = labels.long()
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Images to be normalised."""
-        return image_dataset(self, tensors)
+    dataset = image_dataset
 
     def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
         raw = data_root / self.folder / "raw"
@@ -109,16 +107,16 @@ def _plain_or_gzipped(path: Path) -> Path:
 
 
 def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
-    """The uint8 tensor in an IDX file; its number of dimensions is the magic number's last byte.
+    """Return the uint8 tensor in an IDX file; the magic number's last byte counts its dimensions.
 
     Args:
-        path: of the file; one that ends in ``.gz`` is unpacked in memory.
-        magic: the number that it must begin with.
-        published: the SHA-256 of files, unpacked, by name; a file that is not listed may be any.
+        path: of the file; a ``.gz`` file is unpacked in memory.
+        magic: the number that the file must begin with.
+        published: SHA-256 of unpacked files by name; other files are not compared.
 
     Raises:
-        UserError: it cannot be read or unpacked, or magic number, size or SHA-256 is not as
-            expected.
+        UserError: the file cannot be read or unpacked, or its magic number, size or SHA-256 is
+            wrong.
     """
     try:
         data = bytearray(path.read_bytes())

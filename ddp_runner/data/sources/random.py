@@ -22,7 +22,7 @@ class RandomRegression:
     seed: int  # of the data, not of the run
 
     def fingerprint(self, data_root: Path) -> None:
-        """None: drawing the numbers is cheaper than reading them."""
+        """Return None: drawing the numbers is cheaper than reading them."""
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Draw both splits.
@@ -39,5 +39,5 @@ class RandomRegression:
         return tensors
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """A regression."""
+        """Return the dataset, a regression."""
         return Dataset(self.name, *splits(tensors), num_classes=None)

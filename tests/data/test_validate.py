@@ -1,4 +1,4 @@
-"""A source of one's own that gives what cannot be trained on is refused in one sentence."""
+"""A user's source whose data cannot be trained on is answered in one sentence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.checks import KEYS
 from ddp_runner.data.dataset import Dataset, splits
+from ddp_runner.data.validate import KEYS
 from ddp_runner.errors import UserError
 
 GOOD = {
@@ -25,7 +25,7 @@ GOOD = {
 
 @dataclass(frozen=True)
 class Own:
-    """A source whose build returns what it is given."""
+    """A source whose build returns its field."""
 
     built: Any
     num_classes: int | None = 3
@@ -45,7 +45,7 @@ class Own:
 
 
 class Cached(Own):
-    """The same, to be kept in the cache."""
+    """The same source with a cache."""
 
     def fingerprint(self, data_root: Path) -> Any:
         """Nothing varies."""
@@ -53,14 +53,14 @@ class Cached(Own):
 
 
 def changed(**tensors: Any) -> dict[str, Any]:
-    """Return what a good source builds, with changes; None leaves a key out."""
+    """Return valid tensors with changes; None removes a key."""
     return {key: one for key, one in (GOOD | tensors).items() if one is not None}
 
 
 INVALID: dict[str, tuple[Any, str]] = {
     "torch Dataset": (
         TensorDataset(torch.zeros(3)),
-        "is no source of data: it has no fingerprint, build, dataset; write a class",
+        "is not a source of data: it has no fingerprint, build, dataset; write a class",
     ),
     "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets, only "),
     "nothing": (Own(None), "returned a NoneType; it must return a mapping with train_inputs, "),
@@ -88,7 +88,7 @@ INVALID: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", INVALID)
 def test_each_mistake_is_one_sentence(name: str, tmp_path: Path) -> None:
-    """It names the dataset, the split and what was found."""
+    """The sentence has the dataset, the split and the fault."""
     source, part = INVALID[name]
     with pytest.raises(UserError) as error:
         load_dataset(source, data_root=tmp_path, log=print)
@@ -97,7 +97,7 @@ def test_each_mistake_is_one_sentence(name: str, tmp_path: Path) -> None:
 
 
 def test_what_can_be_trained_on_is_loaded(tmp_path: Path) -> None:
-    """Classes from 0 on, and float targets where there are no classes."""
+    """Classes from 0, or float targets without classes."""
     assert len(load_dataset(Own(GOOD), data_root=tmp_path, log=print).train) == 4
     regression = Own(changed(train_targets=torch.rand(4, 2)), num_classes=None)
     assert load_dataset(regression, data_root=tmp_path, log=print).num_classes is None
@@ -106,7 +106,7 @@ def test_what_can_be_trained_on_is_loaded(tmp_path: Path) -> None:
 def test_a_build_that_lacks_a_key_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once mended, the source is built again."""
+    """A corrected source is built again."""
     monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="returned no eval_inputs"):
         load_dataset(Cached(changed(eval_inputs=None)), data_root=tmp_path, log=print)
