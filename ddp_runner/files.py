@@ -1,17 +1,39 @@
-"""Files that a reader sees whole: the old one or the new one, never half of it. Torch-free."""
+"""Files: their names in a folder, and writing them whole, never half. Torch-free."""
 
 import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-MAX_NAME_BYTES = 200  # file systems end at 255
+MAX_NAME_BYTES = 200  # file systems allow 255
+
+
+class Folder(Protocol):
+    """A class that stands for a folder."""
+
+    @property
+    def path(self) -> Path:
+        """Return the folder's path."""
+
+
+class FileIn:
+    """The path of a file or folder inside a ``Folder``, as an attribute of its class.
+
+    Args:
+        name: relative to the folder.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: Folder, owner: object) -> Path:
+        return folder.path / self._name
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a text file in full beside the old one, then puts it in the old one's place."""
+    """Write a text file in full beside the old one, then replace the old one with it."""
     temp = path.with_name(f".{path.name}.tmp")
     with temp.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -21,7 +43,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """Returns the value with null for NaN and infinities, which JSON does not have."""
+    """Return the value with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -32,11 +54,11 @@ def json_safe(value: Any) -> Any:
 
 
 def safe_name(text: str) -> str:
-    """Return the text as one folder name, which is never the folder above, nor too long.
+    """Return the text as the name of a folder: not too long, and never that of the folder above.
 
     It has no separators and no control characters.
     """
     name = re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))
-    # What is cut off may leave the first bytes of a character.
+    # The cut may leave the first bytes of a character.
     name = os.fsencode(name)[:MAX_NAME_BYTES].decode(errors="ignore")
     return name if name.strip(". ") else f"_{name}"

@@ -120,7 +120,7 @@ def _build(session: Session) -> Trainee:
     dataset = load_dataset(source, data_root=Path(config.data_root), log=log)
     weights = None
     if env.is_rank_zero:
-        weights = starting_weights(config, run_dir / "checkpoints", log=log)
+        weights = starting_weights(config, run_dir.checkpoints, log=log)
     trainee = build_trainee(
         config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
     )

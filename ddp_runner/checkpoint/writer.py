@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from ddp_runner.checkpoint.staging import Stager
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.scratch import marked
+from ddp_runner.scratch import Scratch
 
 
 class CheckpointWriter:
@@ -34,7 +35,7 @@ class CheckpointWriter:
         folder: Path,
         config: CheckpointConfig,
         *,
-        scratch: Path | None,
+        scratch: Scratch | None,
         log: Callable[[str], None],
         pinned: bool,
     ) -> None:
@@ -98,7 +99,7 @@ class CheckpointWriter:
             self._thread.shutdown()
 
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
-        with marked(self._scratch):
+        with self._scratch.marked_as_saving() if self._scratch else nullcontext():
             return save_checkpoint(
                 self._folder,
                 state,

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from ddp_runner.data.dataset import Source
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.scratch import READY, ended_ranks
 from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
-from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.train.build import build_trainee
 from ddp_runner.train.export import deliver, validate_monitor
 from ddp_runner.train.first_batch import refuse_mean, try_first_batch, warnings_of
@@ -46,14 +45,14 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     validate_monitor(config, dataset)
     weights = None
     if env.is_rank_zero:
-        weights = starting_weights(config, run_dir / "checkpoints", log=log)
+        weights = starting_weights(config, run_dir.checkpoints, log=log)
     trainee = build_trainee(
         config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
     )
     trial = try_first_batch(trainee, config)
     refuse_mean(trial, config)
     position = Position()
-    resume_step = restore(trainee, position, written, run_dir / "checkpoints", log=log)
+    resume_step = restore(trainee, position, written, run_dir.checkpoints, log=log)
     note_restart(session, step=position.step)
     if env.is_rank_zero:
         freeze(session.job, run_dir)  # only now: a resume that is refused leaves it as it was
@@ -69,15 +68,14 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         position=position,
         num_steps=max(0, max_steps - position.step),
         timeout_s=config.backend.timeout_s,
-        ended=partial(ended_ranks, session.job.scratch),
+        ended=session.job.scratch.ended_ranks if session.job.scratch else set,
         log=log,
     )
     if isinstance(part, str):
         return part
     trainee = part
     if session.job.scratch is not None:
-        session.job.scratch.mkdir(parents=True, exist_ok=True)
-        (session.job.scratch / READY).touch()
+        session.job.scratch.begin_loop()
 
     logger: NullLogger | RunLogger = NullLogger()
     if env.is_rank_zero:
@@ -88,7 +86,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
         block = start_block(
             config, trainee, env, run_dir, max_steps=max_steps, code=session.job.code
         )
-        keep_files(run_dir, dataset.files)
+        keep_files(run_dir.path, dataset.files)
         log("\n".join([*warnings, *dataset.notes, block]))
         logger = RunLogger(
             run_dir,
@@ -102,7 +100,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
     writer = None
     if env.is_rank_zero:
         writer = CheckpointWriter(
-            run_dir / "checkpoints",
+            run_dir.checkpoints,
             config.checkpoint,
             scratch=session.job.scratch,
             log=log,
@@ -139,7 +137,7 @@ def start_block(
     config: Config,
     trainee: Trainee,
     env: DistEnv,
-    run_dir: Path,
+    run_dir: RunDir,
     *,
     max_steps: int,
     code: Mapping[str, Any],
@@ -183,7 +181,7 @@ def _numbers(count: int) -> str:
     return "0" if count == 1 else f"0 to {count - 1}"
 
 
-def sizes(module: nn.Module) -> dict[str, int]:
+def sizes(module: nn.Module) -> RunFields:
     """Return how many parameters a model has, and how many bytes its gradients."""
     parameters = list(module.parameters())
     return {

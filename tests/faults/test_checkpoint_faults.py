@@ -71,7 +71,8 @@ def test_a_run_killed_in_a_save_resumes_from_the_one_before(
     if what is KILL:
         assert end.exit_code == 1
         assert error_line(end).startswith(
-            "rank 0 was killed by SIGKILL from outside, or by the kernel for want of memory; see "
+            "rank 0 was killed by SIGKILL, by another process or by the kernel's out-of-memory "
+            "killer; see "
         )
         assert record(end.run_dir)["status"] == "failed"
     else:

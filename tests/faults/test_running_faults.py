@@ -66,7 +66,7 @@ from ddp_runner.launch.signals import ONE_REQUEST_S
 MIDDLE = 11  # a step in the midst of the training, and of an epoch
 PATIENCE = 6  # how much longer than promised an end may take on a busy machine
 KILL, STOP = (partial(send, one) for one in (signal.SIGKILL, signal.SIGSTOP))
-KILLED = "was killed by SIGKILL from outside, or by the kernel for want of memory"
+KILLED = "was killed by SIGKILL, by another process or by the kernel's out-of-memory killer"
 TIMEOUT_S = 5
 AT_ONCE_S = 5.0  # from the end of a rank to that of all
 LATE = (
@@ -104,32 +104,32 @@ TIMED: dict[str, tuple[Fault, float, str]] = {
     "stopped": (
         Fault(STOP, At(1, MIDDLE)),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it could not even say where it stood, as if it were stopped; see RUN/logs",
+        f"rank 1 {LATE}; no stack could be read: the process may be suspended; see RUN/logs",
     ),
     "hangs": (
         Fault(hang, At(1, MIDDLE)),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it stood at File ",
+        f"rank 1 {LATE}; it was at File ",
     ),
     "hangs before its first step": (
         Fault(hang, At(1, 1)),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it stood at File ",
+        f"rank 1 {LATE}; it was at File ",
     ),
     "hangs in an evaluation": (
         Fault(hang, At(1, 2, of="evaluation")),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it stood at File ",
+        f"rank 1 {LATE}; it was at File ",
     ),
     "stopped in a save": (
         Fault(STOP, Call(5, within=3)),
         TIMEOUT_S + 10.0,
-        f"rank 0 {LATE}; it could not even say where it stood, as if it were stopped; see RUN/logs",
+        f"rank 0 {LATE}; no stack could be read: the process may be suspended; see RUN/logs",
     ),
     "hangs in a save": (
         HANGING_SAVE,
         TIMEOUT_S + 13.0,
-        f"rank 0 {LATE}; it stood at File ",
+        f"rank 0 {LATE}; it was at File ",
     ),
 }
 
@@ -284,7 +284,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(
         wait_for_nobody(process)
     assert end.exit_code == 1
     assert error_line(end).startswith(
-        "rank 1 was killed by SIGKILL: likely out of memory, the kernel says; use a smaller "
+        "rank 1 was killed by SIGKILL: likely out of memory, as the kernel reports; use a smaller "
         "batch.per_rank; see "
     )
     assert_all_whole(tmp_path)

@@ -33,7 +33,7 @@ COUNTED = {  # the functions whose calls are places; the first one's are a rank'
 }
 DURING = {  # the functions whose own calls of the file system are places
     "save": ("ddp_runner.checkpoint.writer.save_checkpoint",),
-    "freeze": ("ddp_runner.tracking.claims.freeze_config",),
+    "freeze": ("ddp_runner.tracking.run_dir.RunDir.freeze",),
 }
 
 

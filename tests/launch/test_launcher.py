@@ -36,11 +36,8 @@ from ddp_runner import worker
 from ddp_runner.dist_env import dist_env
 from ddp_runner.host.signals import STOP_SIGNALS
 from ddp_runner.job import Job
-from ddp_runner.launch import execute as execution
-from ddp_runner.launch import supervisor
-from ddp_runner.launch.execute import execute
+from ddp_runner.launch import launcher, supervisor
 from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.scratch import READY, SAVING
 
 FAULTY = '''
 import os, time
@@ -176,7 +173,9 @@ def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
         gang(process.pid)[0].kill()
         end = ended(process, tmp_path)
     assert end.exit_code == 1
-    sentence = "rank 0 was killed by SIGKILL from outside, or by the kernel for want of memory"
+    sentence = (
+        "rank 0 was killed by SIGKILL, by another process or by the kernel's out-of-memory killer"
+    )
     way_out = f"see {(lost / 'logs').relative_to(tmp_path)}, then go on with resume=RUN"
     assert end.stderr.strip() == f"error: {sentence}; {way_out}"
     fields = record(lost)
@@ -232,12 +231,12 @@ def leave_behind(job: Job) -> dict[str, Any]:
         wait_for(lambda: not psutil.pid_exists(int(Path("rank-0").read_text())))
         os._exit(7)
     if (rank, attempt) == (0, 0):
-        for name in (READY, SAVING, "ended-1", "failure-1-0.json", "stack-1-0.txt"):
-            (job.scratch / name).touch()
+        for name in ("ready", "saving", "ended-1", "failure-1-0.json", "stack-1-0.txt"):
+            (job.scratch.path / name).touch()
         Path("server").write_text(str(os.getppid()))
         Path("rank-0").write_text(str(os.getpid()))
     if (rank, attempt) == (0, 1):
-        names = sorted(path.name for path in job.scratch.iterdir())
+        names = sorted(path.name for path in job.scratch.path.iterdir())
         is_same = Path("server").read_text() == str(os.getppid())
         Path("found").write_text(json.dumps({"names": names, "same server": is_same}))
         os._exit(8)
@@ -340,10 +339,10 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
     def leave(_: Job) -> NoReturn:
         raise SystemExit(143)
 
-    monkeypatch.setattr(execution, "launch", leave)
+    monkeypatch.setattr(launcher, "run_worker_group", leave)
     config, _ = resolved("model=toy")
     with pytest.raises(SystemExit):
-        execute(Job(config=config, started_at=1.0, code={}, run_dir=tmp_path))
+        launcher.launch(Job(config=config, started_at=1.0, code={}, run_dir=tmp_path))
     assert record(tmp_path)["status"] == "preempted"
 
 

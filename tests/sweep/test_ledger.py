@@ -31,7 +31,7 @@ from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import recorded, run_jobs
 from ddp_runner.sweep.ledger import INVALID, LEDGER, Entry, Ledger, unfinished_sweep
 from ddp_runner.sweep.table import sweep_table
-from ddp_runner.tracking.run_dir import locked
+from ddp_runner.tracking.run_dir import RunDir
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
 
@@ -161,7 +161,7 @@ def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
 ) -> None:
     """It runs as long as somebody holds its folder."""
     Ledger(tmp_path).note("a", status="running")
-    with locked(tmp_path / "a"):
+    with RunDir(tmp_path / "a").locked():
         assert table_row(sweep_table(tmp_path), "a")[1] == "running"
     assert table_row(sweep_table(tmp_path), "a")[1] == "preempted"
 

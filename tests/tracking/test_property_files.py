@@ -39,7 +39,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.sweep.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.launch_marks import find_unfinished_run
-from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 
@@ -173,7 +173,7 @@ def test_a_record_is_a_mapping_or_refused(content: bytes) -> None:
             write_run_record(run, status="running")
             assert read_run_record(run)["status"] == "running"
         (run / "run.json").write_bytes(content)
-        assert find_unfinished_run([run], work="abc") in (run, None)
+        assert find_unfinished_run([RunDir(run)], work="abc") in (RunDir(run), None)
         Ledger(here).queue({"id": "job"}, refused=())
         assert all(line.isprintable() for line in sweep_table(here).splitlines())
 
@@ -296,7 +296,7 @@ def frozen() -> tuple[bytes, Any]:
     """Return the bytes of a run's frozen config, and what a command composes beside it."""
     with folder() as here:
         config, _ = resolved("model=toy")
-        freeze_config(here, config, overrides=(), choices={"model": "toy"})
+        RunDir(here).freeze(config, overrides=(), choices={"model": "toy"})
         return (here / ".hydra" / "config.yaml").read_bytes(), compose_raw("model=toy")
 
 

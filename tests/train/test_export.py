@@ -15,6 +15,7 @@ from ddp_runner.checkpoint.manifest import STATE
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.export import deliver
 from ddp_runner.train.loop import Position
 from ddp_runner.train.snapshot import snapshot
@@ -47,7 +48,7 @@ def delivered(
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
     position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, logger=trace, log=trace.said.append)
+    deliver(trainee, position, config, RunDir(run_dir), logger=trace, log=trace.said.append)
     return flat_weights(trainee.module), trace.said
 
 
@@ -106,5 +107,5 @@ def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     fill(trainee.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
     position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, logger=trace, log=trace.said.append)
+    deliver(trainee, position, config, RunDir(run_dir), logger=trace, log=trace.said.append)
     return trace.said
