@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,8 +35,6 @@ from ddp_runner.scratch import Scratch
 from ddp_runner.sweep.jobs import run_jobs
 from ddp_runner.sweep.ledger import Ledger
 
-# What a slot sends its parent: that a job begins, with its number, and that the batch is over.
-JOB, DONE = "job", "done"
 SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot, or of its output
 CHUNK_BYTES = 2**16
 
@@ -49,6 +47,21 @@ class Batch:
     ledger: Ledger
     settings: SweepConfig
     known_failures: Collection[str]
+
+
+@dataclass(frozen=True)
+class JobBegins:
+    """A slot sends it before a job and waits for an answer; at the end of a batch it sends None."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that a slot printed, and where to show it."""
+
+    text: str
+    target: TextIO
 
 
 class Slots:
@@ -106,45 +119,25 @@ class Slots:
         for end in (child_end, child_out, child_err):
             end.close()
         outputs = [Output(out, sys.stdout), Output(err, sys.stderr)]
-        reading = (slot.number, pipe, outputs)
-        threading.Thread(target=self._follow, args=reading, daemon=True).start()
+        threading.Thread(target=self._follow, args=(slot, pipe, outputs), daemon=True).start()
         return pipe, process
 
-    def _follow(self, number: int, pipe: Connection, outputs: list["Output"]) -> None:
-        """Print what a slot prints, each line with the number of its job, until the slot ends."""
-        label = f"slot {number}"
-        while True:
-            ready = wait([pipe, *(output.source for output in outputs)])
-            message: tuple[str, int] | None = None
-            if pipe in ready:
-                try:
-                    message = pipe.recv()
-                except (EOFError, OSError):
-                    break
-            # The slot has flushed its streams before it sent the message, and prints nothing until
-            # it is answered. So all that the pipes hold by now belongs to the job before.
-            self._print(outputs, label, to_the_end=message is not None)
-            outputs = [output for output in outputs if not output.is_closed]
-            if message is not None and message[0] == JOB:
-                label = str(message[1])
-                self._current[number] = message[1]
-                with suppress(OSError):
-                    pipe.send(None)
-            elif message is not None:
-                self._finished.put((pipe, True))
-        deadline = time.monotonic() + SHUTDOWN_GRACE_S  # a process of the job may hold the stream
-        while outputs and time.monotonic() < deadline:
-            wait([output.source for output in outputs], timeout=deadline - time.monotonic())
-            self._print(outputs, label, to_the_end=False)
-            outputs = [output for output in outputs if not output.is_closed]
+    def _follow(self, slot: Slot, pipe: Connection, outputs: list["Output"]) -> None:
+        """Show what a slot prints, each line with the number of its job, until the slot ends."""
+        label = f"slot {slot.number}"
+        for event in events(pipe, outputs):
+            match event:
+                case Line():
+                    with self._printing:
+                        event.target.write(f"[{label}] {event.text}\n")
+                        event.target.flush()
+                case JobBegins():
+                    label, self._current[slot.number] = str(event.number), event.number
+                    with suppress(OSError):  # the slot has ended meanwhile
+                        pipe.send(None)
+                case None:
+                    self._finished.put((pipe, True))
         self._finished.put((pipe, False))
-
-    def _print(self, outputs: list["Output"], label: str, *, to_the_end: bool) -> None:
-        for output in outputs:
-            for line in output.lines(to_the_end=to_the_end):
-                with self._printing:
-                    output.target.write(f"[{label}] {line}\n")
-                    output.target.flush()
 
     def _drop_slot(self, pipe: Connection) -> None:
         process = self._slots.pop(pipe)
@@ -156,38 +149,54 @@ class Slots:
 
 
 class Output:
-    """One captured stream of a slot.
-
-    Args:
-        source: the pipe that the slot prints to.
-        target: where its lines are shown.
-    """
+    """A stream of a slot that its parent reads from a pipe and shows elsewhere."""
 
     def __init__(self, source: Connection, target: TextIO) -> None:
-        self.source, self.target, self.is_closed = source, target, False
-        self._rest = b""
+        self.source, self.target, self.is_open = source, target, True
+        self._rest = b""  # the begin of a line
         os.set_blocking(source.fileno(), False)
 
-    def lines(self, *, to_the_end: bool) -> list[str]:
-        """Return the lines that have come, without blank ones.
-
-        Args:
-            to_the_end: read all that the pipe holds, and take an unfinished last line as a line.
-        """
+    def lines(self, *, all_of_it: bool) -> Iterator[Line]:
+        """Yield the lines that have come; with `all_of_it` the begin of the last one, too."""
         data = self._rest
         with suppress(BlockingIOError):  # the pipe is empty
             while chunk := os.read(self.source.fileno(), CHUNK_BYTES):
                 data += chunk
-                if not to_the_end:
+                if not all_of_it:
                     break
             else:
-                self.is_closed = True
-        *lines, self._rest = re.split(rb"[\r\n]", data)
-        if to_the_end or self.is_closed:
-            lines.append(self._rest)
-            self._rest = b""
-        texts = (line.decode(errors="replace").rstrip() for line in lines)
-        return [text for text in texts if text]
+                self.is_open = False
+        *lines, rest = re.split(rb"[\r\n]", data)
+        is_last = all_of_it or not self.is_open
+        self._rest = b"" if is_last else rest
+        for line in [*lines, rest] if is_last else lines:
+            if text := line.decode(errors="replace").rstrip():
+                yield Line(text, self.target)
+
+
+def events(pipe: Connection, outputs: list[Output]) -> Iterator[Line | JobBegins | None]:
+    """Yield what a slot prints and sends, until it ends: None at the end of a batch.
+
+    A slot flushes its streams before it sends anything, and prints nothing more until the parent
+    answers. So whatever the streams hold by then was printed before.
+    """
+    while True:
+        ready = wait([pipe, *(output.source for output in outputs)])
+        try:
+            message = pipe.recv() if pipe in ready else None
+        except (EOFError, OSError):
+            break
+        for output in outputs:
+            yield from output.lines(all_of_it=pipe in ready)
+        outputs = [output for output in outputs if output.is_open]
+        if pipe in ready:
+            yield message
+    deadline = time.monotonic() + SHUTDOWN_GRACE_S  # a job's own child may hold a stream open
+    while outputs and (left_s := deadline - time.monotonic()) > 0:
+        wait([output.source for output in outputs], timeout=left_s)
+        for output in outputs:
+            yield from output.lines(all_of_it=False)
+        outputs = [output for output in outputs if output.is_open]
 
 
 def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connection) -> None:
@@ -218,17 +227,17 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
         except UserError as error:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)
-        _send(pipe, DONE, 0)
+        _send(pipe, None)
 
 
 def _launch_in(slot: Slot, pipe: Connection, job: Job) -> Outcome:
-    _send(pipe, JOB, job.number)
-    pipe.recv()  # from here on lines are labelled with this job
+    _send(pipe, JobBegins(job.number))
+    pipe.recv()
     print(job.title, flush=True)
     return launch(replace(job, slot=slot))
 
 
-def _send(pipe: Connection, kind: str, number: int) -> None:
+def _send(pipe: Connection, message: JobBegins | None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    pipe.send((kind, number))
+    pipe.send(message)

@@ -1,10 +1,16 @@
 """Jobs of a sweep side by side: each on cores and GPUs of its own, stopped and started as one."""
 
+import io
+import multiprocessing
 import os
+import random
 import re
 import signal
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -33,6 +39,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.sweep.slots import JobBegins, Output, events
 from ddp_runner.sweep.validate import validate_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
@@ -96,6 +103,48 @@ def test_what_cannot_be_packed_is_refused(overrides: str, sentence: str | None) 
     refusal = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
     with refusal:
         validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
+
+
+def print_in_jobs(pipe: Connection, streams: Sequence[int], num_jobs: int) -> None:
+    """Print as a slot does: lines of each job, some without an end, then announce the next job."""
+    numbers = random.Random(0)
+    for job in range(num_jobs):
+        pipe.send(JobBegins(job))
+        pipe.recv()
+        for stream in streams:
+            lines = [f"{job} " + "x" * numbers.randrange(9000) for _ in range(numbers.randrange(9))]
+            end = numbers.choice(["", "\n", "\r\n"])
+            os.write(stream, ("\n".join(lines) + end).encode())
+    pipe.send(None)
+    pipe.close()
+
+
+def test_each_line_of_a_slot_comes_between_the_jobs_that_it_was_printed_between() -> None:
+    """Jobs come over a pipe and lines over two others, more than a pipe holds at once."""
+    pipe, child_end = multiprocessing.Pipe()
+    outputs, streams = [], []
+    for _ in range(2):
+        source, end = os.pipe()
+        outputs.append(Output(Connection(source, writable=False), io.StringIO()))
+        streams.append(end)
+    writing = (child_end, streams, 300)
+    slot = threading.Thread(target=print_in_jobs, args=writing, daemon=True)
+    slot.start()
+    current, num_lines, num_batches = -1, 0, 0
+    for event in events(pipe, outputs):
+        if isinstance(event, JobBegins):
+            current = event.number
+            pipe.send(None)
+        elif event is None:
+            num_batches += 1
+            slot.join()
+            for end in streams:
+                os.close(end)
+        else:
+            assert int(event.text.split()[0]) == current
+            num_lines += 1
+    assert (current, num_batches) == (299, 1)
+    assert num_lines > 1000
 
 
 @needs_two_cores
