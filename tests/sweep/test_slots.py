@@ -131,18 +131,22 @@ def test_each_line_of_a_slot_comes_between_the_jobs_that_it_was_printed_between(
     slot = threading.Thread(target=print_in_jobs, args=writing, daemon=True)
     slot.start()
     current, num_lines, num_batches = -1, 0, 0
-    for event in events(pipe, outputs):
-        if isinstance(event, JobBegins):
-            current = event.number
-            pipe.send(None)
-        elif event is None:
-            num_batches += 1
-            slot.join()
-            for end in streams:
-                os.close(end)
-        else:
-            assert int(event.text.split()[0]) == current
-            num_lines += 1
+    try:
+        for event in events(pipe, outputs):
+            if isinstance(event, JobBegins):
+                current = event.number
+                pipe.send(None)
+            elif event is None:
+                num_batches += 1
+                slot.join()
+                for end in streams:
+                    os.close(end)
+            else:
+                assert int(event.text.split()[0]) == current
+                num_lines += 1
+    finally:  # a slot that is still writing ends
+        for end in [pipe, *(output.source for output in outputs)]:
+            end.close()
     assert (current, num_batches) == (299, 1)
     assert num_lines > 1000
 
