@@ -432,7 +432,7 @@ def test_a_run_in_use_is_nobody_elses(tmp_path: Path, undisturbed: Path) -> None
     ("to", "words"),
     [
         ("/dev/full", "stdout is lost (No space left on device): what it would have shown is in"),
-        (None, "stdout was closed: what it would have shown is in logs/ alone"),
+        (None, "stdout was closed: what it would have shown is in logs/ only"),
     ],
     ids=["full", "closed"],
 )

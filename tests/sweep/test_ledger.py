@@ -124,11 +124,11 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
     ledger = Ledger(tmp_path)
 
     @contextmanager
-    def locked_late(folder: Path) -> Iterator[None]:
-        ledger.note(folder.name, status="completed")
+    def locked_late(run_dir: RunDir) -> Iterator[None]:
+        ledger.note(run_dir.path.name, status="completed")
         yield
 
-    monkeypatch.setattr("ddp_runner.sweep.jobs.locked", locked_late)
+    monkeypatch.setattr(RunDir, "locked", locked_late)
     outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=pytest.fail)
     assert [one.status for one in outcomes] == ["completed"] * 3
 
