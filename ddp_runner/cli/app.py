@@ -32,11 +32,11 @@ from ddp_runner.config.schema import work_hash
 from ddp_runner.config.secrets import find_secrets
 from ddp_runner.dist_env import dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
+from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.host.signals import handled_signals
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.ledger import LEDGER
 from ddp_runner.sweep.multirun import Multirun

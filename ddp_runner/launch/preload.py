@@ -1,7 +1,7 @@
 """Imports, in the fork server, what every rank needs, so that no rank pays for it.
 
 Torch's optimizers import torch._dynamo when the first one is built: four seconds for each rank.
-Importing starts no thread and touches no GPU.
+The server must start no thread and touch no GPU: neither survives a fork.
 """
 
 import importlib
@@ -23,6 +23,7 @@ def end_with_launcher(*_: object) -> None:
 
 
 die_with_parent()  # before the imports: until they finish, the closed pipe would go unnoticed
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise its import starts threads
 for name in (
     "torch._dynamo",
     "torch.utils.tensorboard",

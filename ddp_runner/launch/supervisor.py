@@ -24,12 +24,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.host.children import adopt_orphans, children
-from ddp_runner.host.forkserver import fork_server_is_gone
+from ddp_runner.host.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.host.load import oom_kills
 from ddp_runner.job import Job
 from ddp_runner.launch.blame import Ends, first_failure
 from ddp_runner.launch.elastic import numa_options, worker_spec
-from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.rank_processes import RankProcess, end_ranks, start_rank, wait_for
 from ddp_runner.scratch import Failure
 

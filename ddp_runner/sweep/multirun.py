@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
+from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
-from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import failed_enough, recorded, run_jobs

@@ -23,11 +23,11 @@ from typing import TextIO
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
+from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.host.signals import children_ignore_signals
 from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
 from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
-from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.signals import StopSignals
 from ddp_runner.rank.stop import die_with_launcher
@@ -96,7 +96,7 @@ class Slots:
             working = set(self._slots)
             while working:
                 pipe, is_done = self._finished.get()
-                working.remove(pipe)
+                working.discard(pipe)  # a slot may end after it has finished
                 if not is_done:
                     self._drop_slot(pipe)
         return stop_signals.received
