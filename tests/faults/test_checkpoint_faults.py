@@ -236,7 +236,9 @@ def test_a_restart_goes_on_from_the_save_that_a_peers_end_interrupted(
         processes = {
             folder: stack.enter_context(
                 background(
-                    *(*TOY, "launch.max_restarts=1", "launch.shutdown_timeout_s=1"),
+                    *TOY,
+                    "launch.max_restarts=1",
+                    "launch.shutdown_timeout_s=1",
                     folder=folder,
                     prepare=prepared(BEGUN, slowed, begun, Fault(what, peer)),
                 )

@@ -278,9 +278,15 @@ def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
     """
     (tmp_path / "leak.py").write_text(LEAK)
     end = run_command(
-        *("-m", *FEW, "model._target_=leak.Leak", "allowed_targets=[leak]", "world_size=2"),
-        *("+model.token=${oc.env:MY_SECRET}", "+model.listed=[a,'${model.token}']"),
-        *(f"+model.when={','.join(TELLING)}", "hydra.sweep.dir=sweep"),
+        "-m",
+        *FEW,
+        "model._target_=leak.Leak",
+        "allowed_targets=[leak]",
+        "world_size=2",
+        "+model.token=${oc.env:MY_SECRET}",
+        "+model.listed=[a,'${model.token}']",
+        f"+model.when={','.join(TELLING)}",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path), "MY_SECRET": SECRET},
     )
@@ -359,7 +365,8 @@ def test_ranks_that_were_launched_differently_refuse_each_other(
         ranks = [
             stack.enter_context(
                 background(
-                    *(*FEW, *args.replace("RANK", folder.name).split()),
+                    *FEW,
+                    *args.replace("RANK", folder.name).split(),
                     folder=folder,
                     environ={**where, "RANK": folder.name, "LOCAL_RANK": folder.name},
                     prepare=prepare,

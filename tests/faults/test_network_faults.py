@@ -33,7 +33,8 @@ def test_ranks_of_another_launcher_on_one_machine_listen_on_loopback_only(tmp_pa
         ranks = [
             stack.enter_context(
                 background(
-                    *(*TOY, "train.epochs=100000"),
+                    *TOY,
+                    "train.epochs=100000",
                     folder=tmp_path / rank,
                     environ={**where, "RANK": rank, "LOCAL_RANK": rank},
                 )

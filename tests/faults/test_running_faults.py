@@ -148,7 +148,9 @@ class Hit:
         told = [Fault(partial(write_pid, f"rank-{rank}"), At(rank, 1)) for rank in (0, 1)]
         mark = Fault(partial(note, "hit"), self._fault.where)
         return background(
-            *(*TOY, f"backend.timeout_s={TIMEOUT_S}", *shutdown),
+            *TOY,
+            f"backend.timeout_s={TIMEOUT_S}",
+            *shutdown,
             folder=self.folder,
             prepare=prepared(*told, mark, self._fault),
         )
@@ -312,7 +314,7 @@ def test_a_second_sigterm_ends_at_once(tmp_path: Path, undisturbed: Path) -> Non
     """The first waits for a step that a stopped rank never ends; the second waits for nothing."""
     faults = (Fault(STOP, At(1, MIDDLE)), *stop_asked(signal.SIGTERM, At(0, MIDDLE)))
     with background(
-        *(*TOY, "launch.shutdown_timeout_s=3600"), folder=tmp_path, prepare=prepared(*faults)
+        *TOY, "launch.shutdown_timeout_s=3600", folder=tmp_path, prepare=prepared(*faults)
     ) as process:
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
         time.sleep(2 * ONE_REQUEST_S)  # what comes at once is the same request
@@ -391,7 +393,8 @@ def test_two_equal_commands_at_once_of_which_one_is_restarted(tmp_path: Path) ->
         processes = {
             name: stack.enter_context(
                 background(
-                    *(*EQUAL, "launch.max_restarts=1"),
+                    *EQUAL,
+                    "launch.max_restarts=1",
                     folder=place(tmp_path, name),
                     prepare=prepared(*faults[name]),
                 )

@@ -75,7 +75,9 @@ def test_a_rank_that_died_without_a_word_comes_before_its_peers_complaints(
 @pytest.mark.parametrize(
     "error",
     [
-        *(SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("x")),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        ZeroDivisionError("x"),
         ValueError(str(CLOSED)),  # words alone make no lost peer
     ],
 )

@@ -131,7 +131,9 @@ def test_a_rank_that_raises_is_named_and_ends_the_gang(tmp_path: Path) -> None:
     """Exit code 1; one sentence, then its traceback, once and last; the peer does not wait."""
     (tmp_path / "faulty.py").write_text(FAULTY)
     with background(
-        *("model=toy", "model._target_=faulty.Faulty", "allowed_targets=[faulty]"),
+        "model=toy",
+        "model._target_=faulty.Faulty",
+        "allowed_targets=[faulty]",
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path)},
     ) as process:
@@ -160,8 +162,13 @@ def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
     """
     short = [one for one in LONG if not one.startswith("train.epochs")]
     with background(
-        *("-m", "launch.max_restarts=1,2,0", "hydra.sweep.dir=sweep", *short),
-        *("train.epochs=40", "checkpoint.every_epochs=null", "checkpoint.every_steps=10"),
+        "-m",
+        "launch.max_restarts=1,2,0",
+        "hydra.sweep.dir=sweep",
+        *short,
+        "train.epochs=40",
+        "checkpoint.every_epochs=null",
+        "checkpoint.every_steps=10",
         folder=tmp_path,
     ) as process:
         restarted, undisturbed, lost = (
@@ -205,7 +212,9 @@ def do_instead(work: Work) -> None:
 def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> Ended:
     """Run two ranks that do this, and once again if they fail."""
     with background(
-        *("model=toy", "world_size=2", "launch.max_restarts=1"),
+        "model=toy",
+        "world_size=2",
+        "launch.max_restarts=1",
         folder=folder,
         twins=2,
         prepare=partial(together, partial(do_instead, work), *prepare),

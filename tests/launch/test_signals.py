@@ -63,8 +63,15 @@ def launcher(
     trap = f"trap '' {' '.join(map(str, map(int, ignored)))}; " if ignored else ""
     process = subprocess.Popen(
         [
-            *("bash", "-c", f'{trap}exec "$@"', "bash"),
-            *(sys.executable, "-c", LAUNCHER, str(timeout_s), *script),
+            "bash",
+            "-c",
+            f'{trap}exec "$@"',
+            "bash",
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            str(timeout_s),
+            *script,
         ],
         cwd=folder,
         stdout=subprocess.PIPE,

@@ -221,8 +221,13 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     Ctrl-C reaches every process, as from a terminal, and counts once.
     """
     command = (
-        *("-m", *TOY, *SLOWED_TOY, "seed=0,1,2", "train.max_steps=2000"),
-        *("checkpoint.every_steps=20", "checkpoint.keep=1"),
+        "-m",
+        *TOY,
+        *SLOWED_TOY,
+        "seed=0,1,2",
+        "train.max_steps=2000",
+        "checkpoint.every_steps=20",
+        "checkpoint.keep=1",
     )
     packed = (*command, "sweep.parallel_jobs=2")
     slow = brake(tmp_path / "models")

@@ -18,8 +18,17 @@ from ddp_runner.tracking.run_dir import RunDir
 @pytest.mark.parametrize(
     "name",
     [
-        *("outputs/run", "/tmp/2026-11-21_10-30-00", "outputs/s/world_size=2,optimizer.lr=0.1"),
-        *("with space", "it's", 'a "b"', "a\\'b", "$HOME", "[x]{y: z}", "日本", "a;b|c&d"),
+        "outputs/run",
+        "/tmp/2026-11-21_10-30-00",
+        "outputs/s/world_size=2,optimizer.lr=0.1",
+        "with space",
+        "it's",
+        'a "b"',
+        "a\\'b",
+        "$HOME",
+        "[x]{y: z}",
+        "日本",
+        "a;b|c&d",
     ],
 )
 def test_a_printed_resume_is_what_shell_and_hydra_take(name: str) -> None:
