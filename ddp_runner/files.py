@@ -5,31 +5,19 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 MAX_NAME_BYTES = 200  # file systems allow 255
 
 
-class Folder(Protocol):
-    """A class that stands for a folder."""
-
-    @property
-    def path(self) -> Path:
-        """Return the folder's path."""
-
-
 class FileIn:
-    """The path of a file or folder inside a ``Folder``, as an attribute of its class.
-
-    Args:
-        name: relative to the folder.
-    """
+    """An attribute of a class with a `path`: the path of the file of this name in that folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, folder: Folder, owner: object) -> Path:
-        return folder.path / self._name
+    def __get__(self, folder: Any, owner: object) -> Path:
+        return Path(folder.path, self._name)
 
 
 def replace_file(path: Path, text: str) -> None:

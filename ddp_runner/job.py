@@ -15,7 +15,7 @@ EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
 
 
 class Status(StrEnum):
-    """How a run or a job of a sweep stands, in run.json and in sweep.json."""
+    """The state of a run or of a sweep's job, in run.json and in sweep.json."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -43,7 +43,7 @@ class Job:
     started_at: float  # time.time() when the command, or the sweep's job, began
     code: Mapping[str, Any]  # git_revision and versions
     run_dir: Path | None = None  # None: rank 0 claims one
-    scratch: Scratch | None = None  # of this worker group alone; None under another launcher
+    scratch: Scratch | None = None  # of this worker group only; None under another launcher
     slot: Slot | None = None  # for a parallel job
     number: int = 1  # its place in the sweep
     title: str = ""  # its name in a sweep

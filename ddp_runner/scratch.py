@@ -155,7 +155,7 @@ class Scratch:
         (self.path / f"ended-{rank}").touch()
 
     def ended_ranks(self) -> set[int]:
-        """Return the ranks whose processes are known to have ended."""
+        """Return the ranks whose end is recorded."""
         return {int(path.name.removeprefix("ended-")) for path in self.path.glob("ended-*")}
 
     @contextmanager
@@ -184,8 +184,5 @@ class Scratch:
             return False
 
     def is_saving(self) -> bool:
-        """Return whether there is a saving mark, here or in the scratch folder of a parallel job.
-
-        Those lie below this folder.
-        """
+        """Return whether there is a saving mark, here or below, as parallel jobs have theirs."""
         return any(SAVING in files for _, _, files in os.walk(self.path))

@@ -40,14 +40,7 @@ def start_rank(
     environ: Mapping[str, object],
     options: NumaOptions | None,
 ) -> RankProcess:
-    """Fork the process of one rank.
-
-    Args:
-        job: what the rank receives.
-        work: what it runs; picklable.
-        environ: torchrun's variables for it, such as RANK.
-        options: how to bind it to cores; None: not at all.
-    """
+    """Fork the process of one rank, which runs `work`, with torchrun's variables in `environ`."""
     context = get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     texts = {name: str(value) for name, value in environ.items()}
@@ -64,13 +57,13 @@ def end_ranks(
     *,
     patience_s: float,
 ) -> None:
-    """End the ranks that live and whatever ranks have started, so that nothing of them is left.
+    """End the ranks that live, and all that ranks have started.
 
     Args:
-        ranks: all of this machine.
+        ranks: all ranks of this machine.
         scratch: of their worker group.
         own_children: the processes that this one had started before.
-        patience_s: launch.shutdown_timeout_s; a save has SAVING_FACTOR times as long to end.
+        patience_s: a save may take SAVING_FACTOR times this long.
     """
     processes = [one.process for one in ranks]
     for process in processes:

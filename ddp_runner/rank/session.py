@@ -96,7 +96,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
 
 
 def _comparable(job: Job) -> dict[str, Any]:
-    """Return the config's keys and values, with one hash for the secret values of all others."""
+    """Return the config's keys and values, with one hash in place of all secret values."""
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     return {**shown, "the hash of what oc.env gives": digest(hidden)}

@@ -19,7 +19,6 @@ from ddp_runner.job import Job, Status
 from ddp_runner.tracking.launch_marks import (
     find_own_run,
     find_unfinished_run,
-    is_own_run,
     is_same_work,
     marks_in,
 )
@@ -57,7 +56,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     resumes = resume not in (None, AUTO)
     if job.run_dir is not None:
         run_dir = RunDir(job.run_dir)
-        is_own = is_own_run(run_dir, marks=marks, work=work)
+        is_own = find_own_run([run_dir], marks=marks, work=work) is not None
         may_resume = is_own or resumes or (resume == AUTO and is_same_work(run_dir, work=work))
         if run_dir.record.exists() and not may_resume:
             raise UserError(

@@ -61,11 +61,6 @@ def find_unfinished_run(runs: Iterable[RunDir], *, work: str) -> RunDir | None:
     return None
 
 
-def is_own_run(run_dir: RunDir, *, marks: Collection[str], work: str) -> bool:
-    """Return whether an earlier attempt of this launch left this folder."""
-    return find_own_run([run_dir], marks=marks, work=work) is not None
-
-
 def is_same_work(run_dir: os.PathLike[str], *, work: str) -> bool:
     """Return whether the folder holds a run of this work, finished or not."""
     return bool(_record(run_dir).get("work_hash") == work)

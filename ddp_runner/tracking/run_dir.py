@@ -39,7 +39,7 @@ class RunDir:
 
     path: Path
 
-    record = FileIn(RUN_RECORD)  # what the run is and how it stands
+    record = FileIn(RUN_RECORD)  # what the run is, and its status
     metrics = FileIn(METRICS_FILE)
     config = FileIn(CONFIG_FILE)  # frozen
     overrides = FileIn(".hydra/overrides.yaml")  # from the command line
@@ -82,7 +82,7 @@ class RunDir:
 
     @contextmanager
     def locked(self, *, patience_s: float = 0.0) -> Iterator[None]:
-        """Hold the folder for this process alone.
+        """Hold the folder for this process only.
 
         Args:
             patience_s: how long to wait for another process to release it.

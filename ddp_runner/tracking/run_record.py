@@ -165,7 +165,7 @@ def git_revision() -> str | None:
     # Excluding every tag makes describe print the full hash: one call returns both facts.
     command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40"]
     try:
-        answer = subprocess.run(
+        result = subprocess.run(
             [*command, "--exclude=*", "--dirty=+dirty"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -175,7 +175,7 @@ def git_revision() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def versions() -> dict[str, str | None]:

@@ -423,7 +423,7 @@ def test_a_run_in_use_is_nobody_elses(tmp_path: Path, undisturbed: Path) -> None
             assert end.exit_code == 2
             assert error_line(end) == (
                 f"{run_dir} is in use by process {process.pid} on {os.uname().nodename}; wait for "
-                "it to end, or start a run of its own"
+                "it to end, or start a new run"
             )
         go.touch()
         assert ended(process, tmp_path / "first").exit_code == 0

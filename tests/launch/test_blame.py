@@ -224,7 +224,7 @@ def test_peers_that_complain_alone_are_believed(tmp_path: Path, config: Config) 
 def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     tmp_path: Path, config: Config, steps: tuple[int, ...], first: int
 ) -> None:
-    """A gang that gets further each time goes on, however often it is restarted."""
+    """A worker group that gets further each time goes on, however often it is restarted."""
     said: list[str] = []
     job = Job(config=config, started_at=0.0, code={}, scratch=Scratch(tmp_path))
     mode = Single("single", devices_per_rank=1, max_ranks=1)

@@ -80,7 +80,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
-    """One machine's gang on loopback, on few threads; SIGTERM saves its step and ends with 143."""
+    """One machine's ranks on loopback, on few threads; SIGTERM saves its step and ends with 143."""
     with background(*LONG, folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         server = fork_server(process.pid)
@@ -127,7 +127,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_raises_is_named_and_ends_the_gang(tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_named_and_ends_the_group(tmp_path: Path) -> None:
     """Exit code 1; one sentence, then its traceback, once and last; the peer does not wait."""
     (tmp_path / "faulty.py").write_text(FAULTY)
     with background(
@@ -154,8 +154,8 @@ def test_a_rank_that_raises_is_named_and_ends_the_gang(tmp_path: Path) -> None:
     assert "cursed" in (end.run_dir / "logs" / "rank-1.log").read_text()
 
 
-def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
-    """With restarts left the gang goes on from its checkpoint and ends where it would have.
+def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
+    """With restarts left the group goes on from its checkpoint and ends where it would have.
 
     A sweep: the first job loses a rank and restarts, the second is left alone, and the third
     loses a rank and may not restart.

@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side: each on cores and GPUs of its own, stopped and started as one."""
+"""Parallel jobs of a sweep: each on its own cores and GPUs, stopped and resumed together."""
 
 import io
 import multiprocessing
@@ -43,7 +43,7 @@ from ddp_runner.sweep.slots import JobBegins, Output, events
 from ddp_runner.sweep.validate import validate_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
-PACKED = ("-m", *TOY, "sweep.parallel_jobs=2")
+PARALLEL = ("-m", *TOY, "sweep.parallel_jobs=2")
 
 
 def num_importing(launcher_pid: int) -> int:
@@ -96,7 +96,7 @@ def test_cores_and_gpus_are_dealt_out_evenly(
         ("sweep.parallel_jobs=2 sweep.calibrate=true", "sweep.calibrate measures what the jobs"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(overrides: str, sentence: str | None) -> None:
+def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: str | None) -> None:
     """In one line for the whole sweep."""
     register(None)
     config = to_config(compose_raw(*overrides.split()))
@@ -156,7 +156,7 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     """Two at a time; pinned as run.json says; each line tells its job; failures count over all."""
     lost = "optimizer.lr=0.1,1e30", "seed=range(5)", "sweep.max_failures=2", "train.max_steps=300"
     seen: dict[Path, set[int]] = {}
-    with background(*PACKED, *lost, folder=tmp_path, twins=2) as process:
+    with background(*PARALLEL, *lost, folder=tmp_path, twins=2) as process:
         while process.poll() is None:
             for run_dir, worker in workers(process.pid):
                 with suppress(psutil.Error):
@@ -215,7 +215,7 @@ def check_lines(end: Ended) -> None:
 
 
 @needs_two_cores
-def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL leaves no process; Ctrl-C saves every job that runs; alone the rest comes to an end.
 
     Ctrl-C reaches every process, as from a terminal, and counts once.
@@ -229,10 +229,10 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
         "checkpoint.every_steps=20",
         "checkpoint.keep=1",
     )
-    packed = (*command, "sweep.parallel_jobs=2")
+    parallel = (*command, "sweep.parallel_jobs=2")
     slow = brake(tmp_path / "models")
     saved = {"seed=0": 20, "seed=1": 20}
-    with background(*packed, folder=tmp_path, environ=slow.environ, twins=2) as process:
+    with background(*parallel, folder=tmp_path, environ=slow.environ, twins=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=saved), every_s=POLL_S)
         process.kill()
         process.wait()
@@ -241,7 +241,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     assert list(statuses(sweep).values()) == ["running", "running", "queued"]
     reached = {run_dir.name: last_step(run_dir) for run_dir in run_dirs(sweep)}
 
-    with background(*packed, folder=tmp_path, environ=slow.environ, twins=2) as process:
+    with background(*parallel, folder=tmp_path, environ=slow.environ, twins=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=reached), every_s=POLL_S)
         os.killpg(process.pid, signal.SIGINT)
         end = ended(process, tmp_path)
@@ -266,7 +266,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
     """The first waits for a step, here while torch is imported still; the second for nothing."""
     patient = "launch.shutdown_timeout_s=3600"
-    with background(*PACKED, patient, "seed=0,1", folder=tmp_path, fresh=True) as process:
+    with background(*PARALLEL, patient, "seed=0,1", folder=tmp_path, fresh=True) as process:
         wait_for(lambda: num_importing(process.pid) == 2)
         os.killpg(process.pid, signal.SIGINT)
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
