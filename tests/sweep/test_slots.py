@@ -119,8 +119,8 @@ def print_in_jobs(pipe: Connection, streams: Sequence[int], num_jobs: int) -> No
     pipe.close()
 
 
-def test_each_line_of_a_slot_comes_between_the_jobs_that_it_was_printed_between() -> None:
-    """Jobs come over a pipe and lines over two others, more than a pipe holds at once."""
+def test_each_line_of_a_slot_belongs_to_the_job_that_printed_it() -> None:
+    """Also lines without an end, and more of them than a pipe holds at once."""
     pipe, child_end = multiprocessing.Pipe()
     outputs, streams = [], []
     for _ in range(2):
