@@ -21,9 +21,9 @@ from commands import (
     wait_for,
 )
 from properties import WATCHED
-from trainings import TOY, free_port, only_sentence
+from trainings import free_port, only_sentence
 
-FEW = (*TOY, "train.max_steps=2")
+FEW = ("model=toy", "train.num_threads=1", "train.log_every_steps=1", "train.max_steps=2")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that a machine with GPUs answers alike
 OWN_GROUP = "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\n"
 
@@ -330,16 +330,16 @@ def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_p
 
 def revision_by_rank() -> None:
     """Let the code of this rank be of a commit of its own."""
-    from ddp_runner.tracking import run_record as record
+    from ddp_runner.cli import app
 
-    record.git_revision = lambda: f"commit-{os.environ['RANK']}"
+    app.git_revision = lambda: f"commit-{os.environ['RANK']}"
 
 
 def torch_by_rank() -> None:
     """Let this rank have a torch of its own."""
-    from ddp_runner.tracking import run_record as record
+    from ddp_runner.cli import app
 
-    record.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
+    app.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
 
 
 def nothing() -> None:
