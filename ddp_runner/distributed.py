@@ -1,4 +1,4 @@
-"""The process group and the few collectives that the loop needs; called by worker and train."""
+"""The few collectives that tasks need, and how ranks agree; over gloo, on the CPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -15,13 +15,12 @@ T = TypeVar("T")
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
     """Return the group of the ranks that take part in the loop; None: all. Collective: every rank.
 
-    Args:
-        takes_part: whether this rank does; one that does not gets a group of no use to it.
+    A rank that takes no part gets a group that it cannot use.
     """
-    answers = gather_objects(takes_part)
-    if all(answers):
+    flags = gather_objects(takes_part)
+    if all(flags):
         return None
-    group = dist.new_group([rank for rank, yes in enumerate(answers) if yes])
+    group = dist.new_group([rank for rank, flag in enumerate(flags) if flag])
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -56,16 +55,16 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Give the group's ranks the buffers (BatchNorm statistics) of rank 0. Collective."""
+    """Copy rank 0's buffers (BatchNorm statistics) to the group's ranks. Collective."""
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0, group=group)
 
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Give the group's ranks what a checkpoint of rank 0's module would hold. Collective."""
+    """Copy the state_dict of rank 0's module to the group's ranks. Collective."""
     for tensor in module.state_dict().values():
-        value = tensor.contiguous()  # a channels_last weight is not
+        value = tensor.contiguous()  # channels_last weights are not
         dist.broadcast(value, src=0, group=group)
         tensor.copy_(value)
 
@@ -74,18 +73,18 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     """Return on every rank what rank 0 computes. Collective: every rank must call.
 
     Raises:
-        UserError: on every rank, the one that rank 0 raised.
+        UserError: on every rank, if rank 0 raised it.
     """
-    answer: T | UserError | None = None
+    result: T | UserError | None = None
     if dist.get_rank() == 0:
         try:
-            answer = compute()
+            result = compute()
         except UserError as error:
-            answer = error
-    answer = broadcast_object(answer)
-    if isinstance(answer, UserError):
-        raise answer
-    return cast(T, answer)
+            result = error
+    result = broadcast_object(result)
+    if isinstance(result, UserError):
+        raise result
+    return cast(T, result)
 
 
 def ensure_agreement(
@@ -95,7 +94,7 @@ def ensure_agreement(
 
     Args:
         facts: of this rank.
-        optional: more of them; a rank that does not know one (None) agrees with any.
+        optional: more facts; a rank with None agrees with any value.
 
     Raises:
         UserError: on every rank, naming the first key that differs, its values and their ranks.
@@ -120,10 +119,10 @@ def ensure_agreement(
 
 
 def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:
-    """Compare the ranks' GPUs, of which NCCL wants another for each. Collective: every rank.
+    """Check that no two ranks share a GPU, which NCCL forbids. Collective: every rank.
 
     Raises:
-        UserError: on every rank, naming two ranks that have the same one.
+        UserError: on every rank, naming two ranks that share a GPU.
     """
     if backend != "nccl":
         return
@@ -134,16 +133,16 @@ def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None
             if owners.setdefault(uuid, rank) != rank:
                 raise UserError(
                     f"ranks {owners[uuid]} and {rank} both have GPU {uuid}, which backend=nccl "
-                    "cannot do; start as many ranks as there are GPUs, or write backend=gloo "
-                    "backend.device=cpu"
+                    "does not support; start as many ranks as there are GPUs, or write "
+                    "backend=gloo backend.device=cpu"
                 )
 
 
 class StopVote:
-    """Agreement of all ranks on the step at which they stop.
+    """Lets all ranks stop at the same step.
 
-    The vote of one step is counted in the next, so that the collective runs beside the step's
-    computation and costs the loop next to nothing.
+    The vote of a step is counted in the next one, so the collective overlaps with the step's
+    computation and costs almost nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -152,7 +151,7 @@ class StopVote:
         self._pending: dist.Work | None = None
 
     def agreed(self, want_stop: bool) -> bool:
-        """Return True on all ranks alike once any wanted it. Collective: every rank, every step."""
+        """Return True on all ranks once any wants to stop. Collective: every rank, every step."""
         if dist.get_world_size(self._group) == 1:
             return want_stop
         if self._pending is not None:
@@ -166,7 +165,7 @@ class StopVote:
         return False
 
     def close(self) -> None:
-        """Count the last vote, so that no collective is left open. Collective: every rank."""
+        """Wait for the last vote, so that no collective stays open. Collective: every rank."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

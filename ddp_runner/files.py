@@ -1,4 +1,4 @@
-"""Files that a reader sees whole: the old one or the new one, never half of it. Torch-free."""
+"""Files: their names in a folder, and writing them whole, never half. Torch-free."""
 
 import math
 import os
@@ -8,7 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MAX_NAME_BYTES = 200  # file systems end at 255
+MAX_NAME_BYTES = 200  # file systems allow 255
+
+
+class FileIn:
+    """An attribute of a class with a `path`: the path of the file of this name in that folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: Any, owner: object) -> Path:
+        return Path(folder.path, self._name)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -27,7 +37,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """Return the value with null for NaN and infinities, which JSON does not have."""
+    """Return the value with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -38,11 +48,11 @@ def json_safe(value: Any) -> Any:
 
 
 def safe_name(text: str) -> str:
-    """Return the text as one folder name, which is never the folder above, nor too long.
+    """Return the text as the name of a folder: not too long, and never that of the folder above.
 
     It has no separators and no control characters.
     """
     name = re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))
-    # What is cut off may leave the first bytes of a character.
+    # The cut may leave the first bytes of a character.
     name = os.fsencode(name)[:MAX_NAME_BYTES].decode(errors="ignore")
     return name if name.strip(". ") else f"_{name}"

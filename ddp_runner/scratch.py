@@ -1,6 +1,6 @@
-"""What a failing rank leaves for the launcher: small files in the scratch folder of its group.
+"""The scratch folder of a worker group: files that its ranks and its launcher leave for each other.
 
-Torch-free, since the launcher reads them: see ``blame``.
+Torch-free, since the launcher reads them.
 """
 
 import json
@@ -11,119 +11,178 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddp_runner.errors import UserError
-from ddp_runner.job import Failure
-
-READY = "ready"  # a file of the scratch folder: the training loop has begun
-STOP = "stop"  # another: finish the step, save and end
+from ddp_runner.files import FileIn
 
 SAVING = "saving"
-SAVING_FACTOR = 10  # while it is there, an end waits so many times launch.shutdown_timeout_s
-SAVING_POLL_S = 0.05  # between two looks
-FRESH_S = 4.0  # a mark that nobody has renewed for so long is of a rank that stands still
+SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdown_timeout_s
+SAVING_POLL_S = 0.05
+FRESH_S = 4.0  # a rank that has not renewed its saving mark for this long is suspended
 
-# What gloo, NCCL and the store of a group say when another rank is gone or late.
+# What gloo, NCCL and the store of a group report when another rank is gone or late.
 PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
+TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure")  # this rank itself waited too long
 
 
-def record_failure(scratch: Path, *, rank: int, attempt: int, error: BaseException) -> Failure:
-    """Write down why this rank dies; return what was written."""
-    if isinstance(error, UserError):
-        kind, sentence = "user", str(error)
-    else:
-        lost_peer = type(error).__module__.startswith("torch.distributed") or any(
-            sign in str(error) for sign in PEER_SIGNS
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed: `kind` is user, crash, peer, late or signal."""
+
+    rank: int
+    kind: str
+    sentence: str
+    traceback: str = ""
+    time_ns: int = 0
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the rank waited for a peer in vain: the peer is late rather than gone."""
+        return self.kind == "peer" and any(sign in self.sentence for sign in TIMEOUT_SIGNS)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The folder, and the name of each file in it.
+
+    Attempts count from 0; each restart of the worker group is a new one.
+    """
+
+    path: Path
+
+    stop = FileIn("stop")  # exists once the ranks should finish the step, save and end
+    ready = FileIn("ready")  # exists once the training loop has begun
+    saving = FileIn(SAVING)  # exists while a checkpoint is being written
+
+    def store(self, attempt: int, *, name: str = "store") -> Path:
+        """Return the file at which the ranks of an attempt meet.
+
+        Args:
+            attempt: each has its own file: an earlier one holds the addresses of ranks that are
+                gone.
+            name: of the file, or its path elsewhere.
+        """
+        return Path(f"{Path(self.path, name).absolute()}.{self.path.name}-{attempt}")
+
+    def make(self) -> None:
+        """Create the folder; a program that cleans up temporary files may have removed it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Remove what earlier ranks left under this number.
+
+        An attempt that a machine joined or left has the same number as the one before.
+        """
+        self.make()
+        patterns = (f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", "ready", SAVING)
+        for path in [path for pattern in patterns for path in self.path.glob(pattern)]:
+            path.unlink(missing_ok=True)
+
+    def begin_loop(self) -> None:
+        """Note that the training loop begins."""
+        self.make()
+        self.ready.touch()
+
+    def record_failure(self, error: BaseException, *, rank: int, attempt: int) -> Failure:
+        """Write down why this rank fails; return it."""
+        if isinstance(error, UserError):
+            kind, sentence = "user", str(error)
+        else:
+            lost_peer = type(error).__module__.startswith("torch.distributed") or any(
+                sign in str(error) for sign in PEER_SIGNS
+            )
+            kind = "peer" if lost_peer and isinstance(error, RuntimeError) else "crash"
+            what = [type(error).__name__, *str(error).splitlines()[:1]]
+            sentence = f"rank {rank} raised {': '.join(what)}"
+        failure = Failure(
+            rank=rank,
+            kind=kind,
+            sentence=sentence,
+            traceback="".join(traceback.format_exception(error)),
+            time_ns=time.time_ns(),
         )
-        kind = "peer" if lost_peer and isinstance(error, RuntimeError) else "crash"
-        what = [type(error).__name__, *str(error).splitlines()[:1]]
-        sentence = f"rank {rank} raised {': '.join(what)}"
-    failure = Failure(
-        rank=rank,
-        kind=kind,
-        sentence=sentence,
-        traceback="".join(traceback.format_exception(error)),
-        time_ns=time.time_ns(),
-    )
-    _write(scratch / f"failure-{attempt}-{rank}.json", failure)
-    return failure
+        self._write(f"failure-{attempt}-{rank}.json", failure)
+        return failure
 
+    def failures(self, *, attempt: int) -> dict[int, Failure]:
+        """Return the failures that the ranks of an attempt have recorded, by rank."""
+        paths = self.path.glob(f"failure-{attempt}-*.json")
+        failures = [Failure(**json.loads(path.read_text())) for path in paths]
+        return {failure.rank: failure for failure in failures}
 
-def recorded_failures(scratch: Path, *, attempt: int) -> dict[int, Failure]:
-    """Return what the ranks of an attempt have written down, by rank."""
-    paths = scratch.glob(f"failure-{attempt}-*.json")
-    failures = [Failure(**json.loads(path.read_text())) for path in paths]
-    return {failure.rank: failure for failure in failures}
+    def record_cause(self, failure: Failure, *, attempt: int) -> None:
+        """Keep why an attempt ended, for the ranks of the next one."""
+        self._write(f"cause-{attempt}.json", failure)
 
+    def cause(self, *, attempt: int) -> Failure | None:
+        """Return why an earlier attempt ended; None if no rank of this machine failed."""
+        path = self.path / f"cause-{attempt}.json"
+        return Failure(**json.loads(path.read_text())) if path.exists() else None
 
-def note_cause(scratch: Path, failure: Failure, *, attempt: int) -> None:
-    """Keep for the next attempt's ranks why this one ended."""
-    _write(scratch / f"cause-{attempt}.json", failure)
+    def _write(self, name: str, failure: Failure) -> None:
+        # A rank that cannot write this still ends, and its exit code reaches the launcher.
+        with suppress(OSError):
+            self.make()
+            path = self.path / name
+            path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
+            path.with_suffix(".tmp").replace(path)
 
+    def record_first_step(self, step: int, *, rank: int) -> list[int]:
+        """Note the step at which a restarted rank goes on; return those of all its restarts."""
+        path = self.path / f"attempts-{rank}.json"
+        steps = [*(json.loads(path.read_text()) if path.exists() else []), step]
+        path.write_text(json.dumps(steps))
+        return steps
 
-def cause(scratch: Path, *, attempt: int) -> Failure | None:
-    """Return why an earlier attempt ended; None where that was no failure of this machine's."""
-    path = scratch / f"cause-{attempt}.json"
-    return Failure(**json.loads(path.read_text())) if path.exists() else None
+    def record_stack(self, *, rank: int, attempt: int) -> None:
+        """Write down where this rank's main thread is, when its worker group has failed."""
+        main_thread = threading.main_thread().ident
+        frame = sys._current_frames().get(main_thread or 0)
+        if frame is not None and self.path.is_dir():
+            text = "".join(traceback.format_stack(frame))
+            path = self.path / f"stack-{attempt}-{rank}.txt"
+            path.write_text(text, encoding="utf-8")
 
+    def stacks(self, *, attempt: int) -> dict[int, Path]:
+        """Return the files with the stacks of an attempt's ranks, by rank, the lowest first."""
+        paths = self.path.glob(f"stack-{attempt}-*.txt")
+        return dict(sorted((int(path.stem.rpartition("-")[2]), path) for path in paths))
 
-def _write(path: Path, failure: Failure) -> None:
-    # Where that is impossible the rank ends all the same, and its exit code tells the launcher.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files was here
-        path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
-        path.with_suffix(".tmp").replace(path)
+    def record_end(self, *, rank: int) -> None:
+        """Note that a rank's process has ended, for a worker group that goes on without it."""
+        (self.path / f"ended-{rank}").touch()
 
+    def ended_ranks(self) -> set[int]:
+        """Return the ranks whose end is recorded."""
+        return {int(path.name.removeprefix("ended-")) for path in self.path.glob("ended-*")}
 
-def note_end(scratch: Path, *, rank: int) -> None:
-    """Let a gang that goes on without this rank know that its process has ended."""
-    (scratch / f"ended-{rank}").touch()
+    @contextmanager
+    def marked_as_saving(self) -> Iterator[None]:
+        """Keep the saving mark while this lasts."""
+        self.make()
+        self.saving.touch()
+        try:
+            yield
+        finally:
+            self.saving.unlink(missing_ok=True)
 
+    def renew_saving(self) -> bool:
+        """Renew the saving mark, from a rank that was asked to end; return whether it exists."""
+        try:
+            os.utime(self.saving)
+        except FileNotFoundError:
+            return False
+        return True
 
-def ended_ranks(scratch: Path | None) -> set[int]:
-    """Return the ranks of this gang whose processes are known to have ended."""
-    if scratch is None:
-        return set()
-    return {int(path.name.removeprefix("ended-")) for path in scratch.glob("ended-*")}
+    def saving_is_fresh(self) -> bool:
+        """Return whether a rank is writing a checkpoint and is not suspended."""
+        try:
+            return time.time() - self.saving.stat().st_mtime < FRESH_S
+        except FileNotFoundError:
+            return False
 
-
-def record_stack(scratch: Path, *, rank: int, attempt: int) -> None:
-    """Write down where this rank's main thread stands; its group has failed and it may be late."""
-    main_thread = threading.main_thread().ident
-    frame = sys._current_frames().get(main_thread or 0)
-    if frame is not None and scratch.is_dir():
-        text = "".join(traceback.format_stack(frame))
-        (scratch / f"stack-{attempt}-{rank}.txt").write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def marked(scratch: Path | None) -> Iterator[None]:
-    """Keep the mark in the scratch folder, if there is one, while this lasts."""
-    if scratch is None:
-        yield
-        return
-    scratch.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files was here
-    (scratch / SAVING).touch()
-    try:
-        yield
-    finally:
-        (scratch / SAVING).unlink(missing_ok=True)
-
-
-def renewed(scratch: Path) -> bool:
-    """Renew the mark, as a rank does that has been told to end; return whether it is there."""
-    try:
-        os.utime(scratch / SAVING)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def is_renewed(scratch: Path) -> bool:
-    """Return whether the rank that writes a checkpoint is alive and not stopped."""
-    try:
-        return time.time() - (scratch / SAVING).stat().st_mtime < FRESH_S
-    except FileNotFoundError:
-        return False
+    def is_saving(self) -> bool:
+        """Return whether there is a saving mark, here or below, as parallel jobs have theirs."""
+        return any(SAVING in files for _, _, files in os.walk(self.path))

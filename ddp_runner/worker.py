@@ -1,8 +1,4 @@
-"""The composition root of one rank: the only place where config becomes objects.
-
-Called by ``launch`` inside each worker it started, and by ``__main__`` in a worker that torchrun,
-Slurm or mpirun started.
-"""
+"""One rank: opens its session and runs the task; the only place that knows all tasks."""
 
 import os
 import signal
@@ -17,47 +13,8 @@ from ddp_runner.collectives.task import run_collectives
 from ddp_runner.dist_env import DistEnv, dist_env
 from ddp_runner.job import EXIT_COMPLETED, Job, Status
 from ddp_runner.rank.session import Session, open_session
-from ddp_runner.rank.stop import StopRequest, die_with_launcher
+from ddp_runner.rank.stop import StopRequest
 from ddp_runner.train.task import run_training
-
-
-def work(job: Job) -> dict[str, Any]:
-    """Run one rank of a group that ``launch`` started. The supervisor's entrypoint."""
-    die_with_launcher()
-    env = dist_env()
-    assert env is not None
-    return run(job, env)
-
-
-def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
-    """Run one rank that torchrun, Slurm or mpirun started, and end the process."""
-    result = record(run)(job, env)
-    status = result["status"] if result else Status.COMPLETED
-    received = (result or {}).get("signal") or signal.SIGTERM
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not by way of the interpreter's own end, which now and then aborts under gloo's threads while
-    # a peer's connection closes. Forked workers end like this, too.
-    os._exit(EXIT_COMPLETED if status == Status.COMPLETED else 128 + received)
-
-
-def run(job: Job, env: DistEnv) -> dict[str, Any]:
-    """Run the task as one rank of the gang; return status, run_dir and the signal that stopped it.
-
-    Collective: every rank must call.
-
-    Raises:
-        UserError: the input is at fault: the data, a checkpoint, a loss that became NaN.
-    """
-    stop_requested = StopRequest(job.scratch, rank=env.rank, attempt=env.restart_count)
-    with open_session(job, env) as session:
-        status = TASKS[job.config.task](session, stop_requested)
-    return {
-        "status": status,
-        "run_dir": str(session.run_dir),
-        "signal": stop_requested.received,  # that this very rank has received
-    }
-
 
 # Each takes the session and whether to stop, and returns completed or preempted.
 TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
@@ -65,3 +22,37 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
     "collectives": run_collectives,
     "check": run_check,
 }
+
+
+def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
+    """Run the job's task as one rank. Collective: every rank must call.
+
+    Args:
+        job: the same on every rank.
+        env: this rank's place; None: read from the environment.
+
+    Returns:
+        status, run_dir, and the signal that stopped this very rank, or None.
+
+    Raises:
+        UserError: the input is invalid: the data, a checkpoint, a loss that became NaN.
+    """
+    env = env or dist_env()
+    assert env is not None
+    stop_requested = StopRequest(job.scratch, rank=env.rank, attempt=env.restart_count)
+    with open_session(job, env) as session:
+        status = TASKS[job.config.task](session, stop_requested)
+    run_dir = str(session.run_dir)
+    return {"status": status, "run_dir": run_dir, "signal": stop_requested.received}
+
+
+def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
+    """Run one rank that torchrun, Slurm or mpirun started, and end the process."""
+    result = record(work)(job, env)
+    status = result["status"] if result else Status.COMPLETED
+    received = (result or {}).get("signal") or signal.SIGTERM
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skips the interpreter's own shutdown, which now and then aborts in gloo's threads while a
+    # peer's connection closes. The ranks of our own launcher end like this, too.
+    os._exit(EXIT_COMPLETED if status == Status.COMPLETED else 128 + received)

@@ -156,7 +156,7 @@ def own_devices(env: DistEnv, gpus: list[str], backend: str) -> str:
 def test_ranks_that_share_a_gpu_are_named_under_nccl() -> None:
     """It would end in an error of NCCL's own; gloo lets them share."""
     for told in run_ranks(own_devices, 3, ["a", "b", "a"], "nccl"):
-        assert told.startswith("ranks 0 and 2 both have GPU a, which backend=nccl cannot do")
+        assert told.startswith("ranks 0 and 2 both have GPU a, which backend=nccl does not support")
     assert run_ranks(own_devices, 3, ["a", "b", "c"], "nccl") == ["agreed"] * 3
     assert run_ranks(own_devices, 3, ["a", "b", "a"], "gloo") == ["agreed"] * 3
 
@@ -268,7 +268,7 @@ def listening_hosts(env: DistEnv) -> list[str]:
     return hosts
 
 
-def test_single_machine_gang_listens_on_loopback_only() -> None:
+def test_single_machine_ranks_listen_on_loopback_only() -> None:
     """Nobody on the network can reach a rank of a run on one machine."""
     for hosts in run_ranks(listening_hosts, 2):
         assert hosts

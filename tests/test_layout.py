@@ -19,14 +19,14 @@ ALLOWED = {
     **{name: set[str]() for name in GROUND},
     "dist_env": GROUND,
     "config": {*GROUND, "dist_env"},
-    "job": {"config"},
-    "scratch": {"errors", "job"},
+    "job": {"config", "scratch"},
+    "scratch": {"errors", "files"},
     "distributed": GROUND,
     "parallelism": {*GROUND, "dist_env", "job"},
     "models": set(),
     "data": {*GROUND, "config"},
     "tracking": {*GROUND, "config", "dist_env", "job"},
-    "checkpoint": {*GROUND, "config", "scratch"},
+    "checkpoint": {*GROUND, "config", "scratch", "tracking"},
     "rank": {
         *(*GROUND, "config", "dist_env", "distributed", "job", "parallelism", "scratch"),
         "tracking",
@@ -61,7 +61,12 @@ TORCH_FREE = {
     "sweep",
     "tracking",
 }
-LATE = {"launch.preload", "launch.elastic", "launch.supervisor"}  # imported once ranks start
+LATE = {
+    "launch.preload",
+    "launch.elastic",
+    "launch.rank_processes",
+    "launch.supervisor",
+}  # imported once ranks start
 SLOW = {"torchvision", "sklearn", "transformers"}  # seconds at import: inside functions only
 
 

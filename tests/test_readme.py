@@ -10,7 +10,7 @@ from commands import CONFIG_DIR, resolved
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 BIG = Hardware(num_gpus=8, num_cores=64)  # has what any of the commands asks for
@@ -57,7 +57,7 @@ def test_each_command_of_the_readme_is_accepted(line: str, tmp_path: Path) -> No
 def _filled(word: str, folder: Path) -> str:
     key, _, value = word.partition("=")
     if key == "resume":
-        freeze_config(folder, resolved("model=toy")[0], overrides=(), choices={})
+        RunDir(folder).freeze(resolved("model=toy")[0], overrides=(), choices={})
         return word if value == "auto" else f"resume={folder}"
     if key == "data_root" or value in ("DIR", "FOLDER"):
         return f"{key}={folder}"

@@ -23,6 +23,7 @@ from ddp_runner.checkpoint.store import (
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import replace_file
+from ddp_runner.tracking.run_dir import RunDir
 
 EXPORT = "model.safetensors"
 
@@ -113,7 +114,7 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
     """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest."""
     if path.is_file() or (path / MANIFEST).exists():
         return path
-    config = path / ".hydra" / "config.yaml"
+    config = RunDir(path).config
     try:
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]
         monitor, mode = settings["monitor"], settings["mode"]
@@ -122,7 +123,7 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
             f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
-    folder = path / "checkpoints"
+    folder = RunDir(path).checkpoints
     ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
     found = first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
     if found is None:

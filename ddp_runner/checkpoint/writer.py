@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from ddp_runner.checkpoint.staging import Stager
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.scratch import marked
+from ddp_runner.scratch import Scratch
 
 
 class CheckpointWriter:
@@ -32,7 +33,7 @@ class CheckpointWriter:
         folder: Path,
         config: CheckpointConfig,
         *,
-        scratch: Path | None,
+        scratch: Scratch | None,
         log: Callable[[str], None],
         pinned: bool,
     ) -> None:
@@ -96,5 +97,5 @@ class CheckpointWriter:
             self._thread.shutdown()
 
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
-        with marked(self._scratch):
+        with self._scratch.marked_as_saving() if self._scratch else nullcontext():
             return self._save(state, step=step, metrics=metrics)

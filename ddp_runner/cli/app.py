@@ -32,19 +32,18 @@ from ddp_runner.config.schema import work_hash
 from ddp_runner.config.secrets import find_secrets
 from ddp_runner.dist_env import dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
+from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, detect
-from ddp_runner.host.signals import answered
+from ddp_runner.host.signals import handled_signals
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.launch.execute import execute, print_error, print_failure
-from ddp_runner.launch.fork_server import start_fork_server
-from ddp_runner.launch.launcher import launch
+from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.ledger import LEDGER
 from ddp_runner.sweep.multirun import Multirun
 from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.launch_marks import is_same_work
-from ddp_runner.tracking.run_dir import discard_unused, ensure_writable, locked, resume_argument
-from ddp_runner.tracking.run_record import RUN_RECORD, git_revision, versions
+from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
+from ddp_runner.tracking.run_record import git_revision, versions
 
 
 def main() -> None:
@@ -52,7 +51,7 @@ def main() -> None:
     started_at = time.time()
     lost: list[str] = []
     keep_streams(lost.append)
-    for signum in answered():
+    for signum in handled_signals():
         signal.signal(signum, _leave)  # before any worker: there is nothing to save
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; what the user reads is written here
@@ -130,18 +129,18 @@ class Command:
                 return
             assert run_dir is not None
             _validate_one_folder(run_dir, job.config.resume)
-            ensure_writable(run_dir)
-            with locked(run_dir):
-                self._exit_code = execute(self._gone_on_with(job, raw, node)).exit_code
+            RunDir(run_dir).ensure_writable()
+            with RunDir(run_dir).locked():
+                self._exit_code = launch(self._gone_on_with(job, raw, node)).exit_code
         except UserError as error:
             self._refused = error  # raised here, Hydra would print a line of its own
             if run_dir is not None:
-                discard_unused(run_dir)  # Hydra may have made it just now
+                RunDir(run_dir).discard_unused()  # Hydra may have made it just now
 
     def _run_elsewhere(self, job: Job) -> None:
         """Run a job whose folder rank 0 claims, since this process may not be on its machine."""
         if self._env is None:
-            self._exit_code = print_failure(launch(job)).exit_code
+            self._exit_code = launch(job).exit_code
             return
         from ddp_runner.worker import run_under_launcher
 
@@ -164,10 +163,9 @@ class Command:
             with open_dict(raw):
                 raw.resume = str(run_dir)
             return self._plan(raw, run_dir, node, detect())
-        if job.config.resume in (None, AUTO) and (run_dir / RUN_RECORD).exists():
-            raise UserError(
-                f"{run_dir} already holds a run; give another folder, or {resume_argument(run_dir)}"
-            )
+        if job.config.resume in (None, AUTO) and RunDir(run_dir).record.exists():
+            way_out = RunDir(run_dir).resume_argument
+            raise UserError(f"{run_dir} already holds a run; give another folder, or {way_out}")
         return job
 
     def _run_batch(

@@ -8,6 +8,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA, tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.tracking.run_dir import RunDir
 
 MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT, IMAGE_FOLDER = (
@@ -59,7 +60,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
 def _validate_weights(path: Path) -> None:
     if not path.exists():
         raise UserError(f"model.weights ({path}) does not exist; {_kinds()}")
-    is_checkpoint = (path / MANIFEST).exists() or (path / "checkpoints").is_dir()
+    is_checkpoint = (path / MANIFEST).exists() or RunDir(path).checkpoints.is_dir()
     if not (is_checkpoint or path.suffix in WEIGHT_FILES):
         raise UserError(f"model.weights ({path}) is no weights; {_kinds()}")
 

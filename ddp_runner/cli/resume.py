@@ -19,7 +19,7 @@ from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.claims import AUTO
-from ddp_runner.tracking.run_dir import CHOICES_FILE, newest_run
+from ddp_runner.tracking.run_dir import RunDir, newest_run
 
 LAST = "last"  # the value of `resume` that stands for the newest run
 GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")  # each with a `_target_`
@@ -116,7 +116,7 @@ def _frozen(run_dir: Path) -> DictConfig:
     Raises:
         UserError: there is none, or it is not whole.
     """
-    path = run_dir / ".hydra" / "config.yaml"
+    path = RunDir(run_dir).config
     if not path.exists():
         raise UserError(
             f"resume={run_dir} is not a run folder: {path} does not exist; "
@@ -153,7 +153,7 @@ def _config_dirs(arguments: Sequence[str]) -> list[Path]:
 def _choices(run_dir: Path) -> dict[str, str]:
     """Return the options of the groups that a run was composed of, as far as they exist here."""
     try:
-        choices = yaml.safe_load((run_dir / CHOICES_FILE).read_text(encoding="utf-8"))
+        choices = yaml.safe_load(RunDir(run_dir).choices.read_text(encoding="utf-8"))
     except Exception:  # of any kind, as PyYAML makes of odd tags
         return {}  # of an older version, or none: with_resumed tells what is wrong with it
     pairs = choices.items() if isinstance(choices, dict) else ()

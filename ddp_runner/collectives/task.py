@@ -46,8 +46,8 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
     validate_reduce_ops(config, reasons, backend=backend)
     tracker: Tracker | NullTracker = NullTracker()
     if env.is_rank_zero:
-        config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
-        tracker = Tracker(run_dir, config_text=config_text)
+        config_text = run_dir.config.read_text(encoding="utf-8")
+        tracker = Tracker(run_dir.path, config_text=config_text)
         begin_anew(run_dir)
         note_startup(run_dir)
 
@@ -180,4 +180,4 @@ def _record_end(
         ],
     )
     wall_s = time.time() - session.job.started_at
-    print(end_summary(status, metrics, wall_s=wall_s, run_dir=session.run_dir), flush=True)
+    print(end_summary(status, metrics, wall_s=wall_s, run_dir=session.run_dir.path), flush=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -20,20 +20,17 @@ from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record
+from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
+from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
-METRICS_FILE, CONFIG_FILE = "metrics.jsonl", Path(".hydra", "config.yaml")
-INSIDE_A_RUN = (".hydra", "checkpoints", "logs")  # not searched for runs
 REQUIRED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": dict}
 KNOWN_FIELDS = {
-    *REQUIRED, "status", "error", "task", "git_revision", "versions", "host", "num_nodes",
-    "parallelism", "backend", "devices", "num_threads", "restarts", "warnings", "started_at",
-    "finished_at", "wall_s", "startup_s", "epoch", "step", "confusion_matrix", "lost_ranks",
-    "parallel_jobs", "packed", "cores", "cuda_visible_devices", "num_devices", "load", "sessions",
-    "launch_id", "launches", "agents", "work_hash", "collectives", "not_in_backend", "checks",
-    "num_parameters", "gradient_bytes",
-}  # fmt: skip
-# PyYAML's own parser takes ten times as long as libyaml, which most builds of it contain.
+    *get_type_hints(RunRecord),
+    "launch_id",
+    "agents",
+    "packed",
+}  # the last three are of old runs
+# PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -100,7 +97,7 @@ def _run_folders(path: Path) -> Iterator[Path]:
     for name, subfolders, files in walk:
         folder = Path(name)
         if RUN_RECORD in files or METRICS_FILE in files or (folder / CONFIG_FILE).exists():
-            subfolders[:] = set(subfolders) - set(INSIDE_A_RUN)
+            subfolders[:] = set(subfolders) - set(SUBFOLDERS)
             yield folder
     yield from (folder for folder in unreadable if path.is_dir() and folder.is_dir())
 

@@ -1,1 +1,1 @@
-"""This machine and this process: hardware, load, signals, streams, child processes. Torch-free."""
+"""This machine and this process: hardware, load, signals, streams, processes. Torch-free."""

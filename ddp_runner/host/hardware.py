@@ -1,4 +1,4 @@
-"""What this machine has, asked without importing torch, so that a mistake is answered at once."""
+"""The GPUs and cores of this machine, found without torch, so that an error comes at once."""
 
 import ctypes
 import os
@@ -22,18 +22,18 @@ class Hardware:
 
     num_gpus: int  # that torch can compute on
     num_cores: int
-    unusable: str | None = None  # why torch cannot use the GPUs that are there, and what helps
-    binds_gpus: bool = False  # the job's launcher shows each task its own GPUs alone
+    unusable: str | None = None  # why torch cannot use the visible GPUs, and the fix
+    binds_gpus: bool = False  # Slurm shows each task its own GPUs only
 
     def share(self, num_slots: int) -> "Hardware":
-        """Return what each of so many slots has; a remainder lies idle, so that all are alike."""
+        """Return the hardware of each slot; a remainder stays idle, so that all slots are equal."""
         return replace(
             self, num_gpus=self.num_gpus // num_slots, num_cores=self.num_cores // num_slots
         )
 
 
 def detect() -> Hardware:
-    """Return the GPUs that are visible and usable, and the cores that this process may keep busy.
+    """Return the usable GPUs, and the cores that this process may keep busy.
 
     Cores: those of its affinity mask, and no more than its cgroups' CPU time allows.
     """
@@ -53,11 +53,10 @@ def detect() -> Hardware:
 
 def _cuda_driver() -> tuple[int, int]:
     """Return how many CUDA devices are visible, and the driver's CUDA version (12.4: 12040)."""
-    # The driver itself applies CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices), which is why it
-    # is asked instead of NVML. No context is created: no GPU memory is taken here.
-    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    # The driver, unlike NVML, applies CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices). These
+    # calls create no context, so they take no GPU memory.
     try:
-        driver = ctypes.CDLL(library)
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0, 0
     count, version = ctypes.c_int(0), ctypes.c_int(0)
@@ -68,10 +67,7 @@ def _cuda_driver() -> tuple[int, int]:
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return what the installed torch was built for (cuda, hip), without importing it.
-
-    Empty where its version file is not as expected.
-    """
+    """Return what the installed torch was built for (cuda, hip), from its version file."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
@@ -86,7 +82,7 @@ def torch_build() -> dict[str, str | None]:
 def why_unusable(
     num_visible: int, driver_cuda: int, build: Mapping[str, str | None], *, has_amd: bool
 ) -> str | None:
-    """Return why torch cannot compute on this machine's GPUs, and what helps; None: it can.
+    """Return why torch cannot compute on this machine's GPUs, and the fix; None: it can.
 
     Args:
         num_visible: CUDA devices that the driver shows.
@@ -95,9 +91,9 @@ def why_unusable(
         has_amd: whether there is a driver for AMD's GPUs.
     """
     if build.get("hip"):
-        # Their number is not known here: asking AMD's driver has never been tried.
+        # Counting them with AMD's driver is untested.
         return (
-            "torch was built for ROCm, whose GPUs ddp_runner cannot count; take NVIDIA GPUs and "
+            "torch was built for ROCm, whose GPUs ddp_runner cannot count; use NVIDIA GPUs and "
             "a torch for CUDA"
             if has_amd
             else None
@@ -122,9 +118,9 @@ def why_unusable(
 
 
 def binds_gpus(environ: Mapping[str, str]) -> bool:
-    """Return whether Slurm shows each task its own GPUs alone (srun --gpus-per-task, --gpu-bind).
+    """Return whether Slurm shows each task its own GPUs only (srun --gpus-per-task, --gpu-bind).
 
-    torchrun's ranks share those of the one task that started it.
+    Ranks of torchrun share the GPUs of the task that started it.
     """
     if "SLURM_PROCID" not in environ or "TORCHELASTIC_RUN_ID" in environ:
         return False
@@ -134,19 +130,19 @@ def binds_gpus(environ: Mapping[str, str]) -> bool:
 
 
 def quota_cores() -> int | None:
-    """Return how many cores the CPU time of this process's cgroups is worth; None: no limit.
+    """Return how many cores the CPU quota of this process's cgroups is worth; None: no limit.
 
-    Every group up to the root limits it: cpu.max (version 2), cpu.cfs_quota_us (version 1). A part
-    of a core does not count, but there is one at least.
+    Every group up to the root limits it: cpu.max (version 2), cpu.cfs_quota_us (version 1). The
+    result is rounded down, but is at least 1.
     """
     found = [quota for group in own_groups("cpu") if (quota := _quota(group)) is not None]
     return max(1, int(min(found))) if found else None
 
 
 def own_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups for a controller, each before those above it.
+    """Yield the folders of this process's cgroups for a controller, from the innermost up.
 
-    In a container the path may be the host's: some of the folders are then not there.
+    In a container the path may be the host's; then some of the folders do not exist.
     """
     try:
         lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
@@ -164,7 +160,7 @@ def own_groups(controller: str) -> Iterator[Path]:
 
 
 def _quota(group: Path) -> float | None:
-    """Return a cgroup's CPU time as a number of cores, None where it is not limited."""
+    """Return a cgroup's CPU quota as a number of cores; None: no limit."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
@@ -175,12 +171,12 @@ def _quota(group: Path) -> float | None:
             )
         return float(quota) / float(period) if float(quota) > 0 else None
     except (OSError, ValueError):
-        return None  # not there, or "max"
+        return None  # there is no file, or it holds "max"
 
 
 def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
     """Return disjoint, equal parts of this process's cores, num_cores in all. Linux only."""
-    assert sys.platform == "linux"  # elsewhere `validate_sweep` has refused it
+    assert sys.platform == "linux"  # `validate_sweep` ensures it
     cores = sorted(os.sched_getaffinity(0), key=_place)
     size, distance = num_cores // num_slots, len(cores) // num_slots
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
@@ -191,7 +187,7 @@ def gpu_shares(
 ) -> list[str | None]:
     """Return disjoint, equal parts of the visible GPUs as values of CUDA_VISIBLE_DEVICES.
 
-    Where there are no GPUs the variable is to be left as it is: None.
+    None, without GPUs, leaves the variable as it is.
     """
     if num_gpus == 0:
         return [None] * num_slots
@@ -202,12 +198,12 @@ def gpu_shares(
 
 
 def _place(core: int) -> tuple[int, int, int]:
-    """Return where a core sits: hyperthreads of one physical core belong to one slot."""
+    """Return a sort key that keeps the hyperthreads of one physical core together."""
     try:
         package, physical = (
             int((CPUS / f"cpu{core}" / "topology" / name).read_text())
             for name in ("physical_package_id", "core_id")
         )
     except (OSError, ValueError):
-        return 0, core, core  # not said, as in some containers
+        return 0, core, core  # unknown, as in some containers
     return package, physical, core

@@ -1,7 +1,6 @@
-"""How busy this machine is with other work, or short of memory, from the kernel's counters.
+"""How busy this machine is with other work, and its kills for memory, from the kernel's counters.
 
-A speed that was measured beside other work says little: the comparison reads it from run.json.
-Torch-free.
+A speed measured beside other work means little, so the comparison needs to know. Torch-free.
 """
 
 import os
@@ -14,7 +13,7 @@ from ddp_runner.host.hardware import own_groups
 
 PROC = Path("/proc")
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
-# Fields of /proc/PID/stat after the name: ppid; own time, and that of children that have ended.
+# Fields of /proc/PID/stat after the name: ppid; own time, and that of its ended children.
 PARENT, OWN, ENDED = 1, slice(11, 13), slice(13, 15)
 
 
@@ -22,13 +21,13 @@ PARENT, OWN, ENDED = 1, slice(11, 13), slice(13, 15)
 class Load:
     """The machine at one instant; times are sums since boot, in clock ticks."""
 
-    average_1m: float | None  # processes that run or wait; None: the system does not say
+    average_1m: float | None  # processes that run or wait; None: unknown
     cores_ticks: tuple[int, ...] = ()  # of the cores this process may use; empty: not Linux
     ranks_ticks: int = 0  # CPU time of this machine's ranks
 
 
 def measure_load() -> Load:
-    """Return the load now. Cheap: it reads a few files below /proc."""
+    """Return the load now. Cheap: reads a few files below /proc."""
     try:
         average = round(os.getloadavg()[0], 2)
     except OSError:
@@ -39,12 +38,12 @@ def measure_load() -> Load:
 
 
 def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
-    """Return what run.json says of a run's load.
+    """Return the load of a run for run.json.
 
-    Shares are of the time of the cores that the run may use, from `start` to `end`: what other
-    processes took, and what a hypervisor gave to other machines (steal). None: not known.
+    The shares are of the time of the cores that the run may use, from `start` to `end`: what other
+    processes took, and what a hypervisor gave to other machines (steal). None: unknown.
     """
-    pairs = zip(start.cores_ticks, end.cores_ticks, strict=False)  # none where one is not known
+    pairs = zip(start.cores_ticks, end.cores_ticks, strict=False)  # empty if unknown
     spent = [after - before for before, after in pairs]
     total, others, steal = sum(spent), None, None
     if total > 0:
@@ -64,15 +63,15 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
 def oom_kills() -> int:
     """Return how often the kernel has killed a process of this cgroup for memory; 0: unknown.
 
-    Of the groups above it the nearest one speaks where its own has no counter: memory.events
-    (version 2), memory.oom_control (version 1).
+    If the cgroup has no counter, the nearest one above it counts: memory.events (version 2),
+    memory.oom_control (version 1).
     """
     for group in own_groups("memory"):
         for name in ("memory.events", "memory.oom_control"):
             try:
                 lines = (group / name).read_text(encoding="utf-8").splitlines()
             except OSError:
-                continue  # of the other version, or not there
+                continue  # of the other version, or missing
             counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
             if "oom_kill" in counts:
                 return int(counts["oom_kill"])
@@ -90,14 +89,14 @@ def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:
 def _ranks_ticks(parent: int) -> int:
     """Return the CPU time of a process's children: one launcher starts all ranks of a machine.
 
-    A rank that has ended is its parent's: the other ranks may be done before rank 0 looks.
+    Ended ranks count through their parent: other ranks may end before rank 0 measures.
     """
     ticks = 0
     for path in PROC.glob("[0-9]*/stat"):
         try:
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # it ended while we looked, or is not ours to look at
+            continue  # it has just ended, or may not be read
         if int(fields[PARENT]) == parent:
             ticks += sum(map(int, fields[OWN]))
         if int(fields[PARENT]) == parent or path.parent.name == str(parent):

@@ -1,6 +1,6 @@
-"""Standard output and error that may be closed, full, or a pipe that nobody reads any more.
+"""Keeps a run alive when stdout or stderr is closed, full, or a pipe that nobody reads any more.
 
-None of that is a reason to lose a run: what cannot be written is dropped.
+What cannot be written is dropped.
 """
 
 import io
@@ -18,16 +18,16 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
     """Let this process outlive its stdout and stderr.
 
     Args:
-        on_loss: told once of each stream that is lost, and why.
+        on_loss: receives one sentence for each stream that is lost.
     """
     for name, number in STREAMS.items():
         if _is_closed(number):
-            # Else the next file that is opened would get its number.
+            # Otherwise the next file to be opened would get its number.
             _send_nowhere(number)
-            on_loss(f"{name} was closed: what it would have shown is in logs/ alone")
+            on_loss(f"{name} was closed: what it would have shown is in logs/ only")
         stream = getattr(sys, name)
         if stream is not None and stream is not getattr(sys, f"__{name}__"):
-            continue  # somebody catches what is written, as pytest does
+            continue  # somebody captures the stream, as pytest does
         if stream is not None:
             with suppress(OSError):
                 stream.flush()
@@ -35,7 +35,7 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
             io.BufferedWriter(_Kept(name, number, on_loss)),
             encoding=stream.encoding if stream else "utf-8",
             errors="backslashreplace",
-            line_buffering=True,  # a process that is killed has said what it printed
+            line_buffering=True,  # a killed process has still shown what it printed
         )
         setattr(sys, name, kept)
         setattr(sys, f"__{name}__", kept)
@@ -58,7 +58,7 @@ def _send_nowhere(number: int) -> None:
 
 
 class _Kept(io.RawIOBase):
-    """A descriptor that is turned to /dev/null once it cannot be written."""
+    """A file descriptor that is redirected to /dev/null once it cannot be written."""
 
     def __init__(self, name: str, number: int, on_loss: Callable[[str], None]) -> None:
         self.name, self._number, self._on_loss = f"<{name}>", number, on_loss
@@ -82,6 +82,6 @@ class _Kept(io.RawIOBase):
                 _send_nowhere(self._number)
                 self._on_loss(
                     f"{self.name[1:-1]} is lost ({error.strerror}): what it would have shown is "
-                    "in this file alone"
+                    "in this file only"
                 )
                 return len(data)

@@ -1,8 +1,8 @@
-"""The temporary folder of a launcher: all that it and its workers leave, until its end.
+"""The temporary folder of a launcher and its ranks, removed when the launcher ends.
 
-A launcher that is killed cannot remove its folder; the next one that starts does. The kernel tells
-whether the owner lives: it holds a lock on its folder, and loses it only when it ends. (Programs
-that clean up temporary folders, such as systemd-tmpfiles, leave a locked folder alone as well.)
+A killed launcher cannot remove its folder, so the next one does. The owner holds a lock on its
+folder until it ends, so the lock shows whether it lives. (Programs that clean up temporary files,
+such as systemd-tmpfiles, leave a locked folder alone, too.)
 """
 
 import fcntl
@@ -16,38 +16,39 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 PREFIX = "ddp_runner-"
-OWNER = "owner"  # a file in it: the host, since a lock is known on its own host alone; the process
-NOT_YET = "new-"  # in front of the name until the folder is locked
-LAST = -200  # among what multiprocessing does at a process's end; it removes its own at -100
-# Of the folder around it: 50 more are of a socket in it, and a socket's path ends at 103 on macOS.
+OWNER = "owner"  # a file with host and process; a lock is visible on its own host only
+UNLOCKED = "new-"  # starts the name until the folder is locked
+LAST = -200  # the priority at exit; multiprocessing removes its own folder at -100
+# In the path around it: a socket in it adds 50, and a socket's path ends at 103 on macOS.
 MOST_CHARACTERS = 52
 SHORT_BASE = Path("/tmp")
 
 
 def temp_folder() -> Path:
-    """Return this launcher's own folder; the first call makes it, and clears abandoned ones."""
+    """Return this launcher's folder; the first call creates it, and clears abandoned ones."""
     base = Path(tempfile.gettempdir())
     if base.name.startswith(PREFIX) and (base / OWNER).is_file():
-        return base  # since an earlier call, or by the launcher that started this process
+        return base  # from an earlier call, or shared by the parent
     if len(str(base)) > MOST_CHARACTERS:
         base = SHORT_BASE
     clear_abandoned(base)
     folder = _made(base)
-    # Not by atexit: multiprocessing removes a folder of its own in this one, and must be first.
+    # Not with atexit: multiprocessing must first remove its own folder, which is in this one.
     Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=LAST)
-    tempfile.tempdir = str(folder)  # also for what multiprocessing leaves at an abrupt end
+    share_temp_folder(folder)
     return folder
 
 
 def share_temp_folder(folder: Path) -> None:
-    """Make the folder of the launcher that started this process its own as well."""
+    """Use a launcher's folder for all temporary files of this process."""
+    # Set globally, so that a killed process leaves multiprocessing's files in this folder, too.
     tempfile.tempdir = str(folder)
 
 
 def clear_abandoned(base: Path) -> None:
-    """Remove the folders under `base` whose launchers, of this user and host, live no more."""
+    """Remove the folders in `base` whose launchers, of this user and host, have ended."""
     for folder in base.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or one that another launcher removes just now
+        with suppress(OSError):  # another user's, or another launcher is removing it
             facts = folder.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
                 continue
@@ -63,10 +64,10 @@ def clear_abandoned(base: Path) -> None:
 
 
 def _made(base: Path) -> Path:
-    made = Path(tempfile.mkdtemp(prefix=f"{NOT_YET}{PREFIX}", dir=base))
+    made = Path(tempfile.mkdtemp(prefix=f"{UNLOCKED}{PREFIX}", dir=base))
     (made / OWNER).write_text(f"{socket.gethostname()}\nprocess {os.getpid()}\n", encoding="utf-8")
-    descriptor = os.open(made, os.O_RDONLY)  # never closed: the lock lasts as long as the process
-    with suppress(OSError):  # a file system without locks; nobody else can then lock it, either
+    descriptor = os.open(made, os.O_RDONLY)  # never closed: the lock lasts until the process ends
+    with suppress(OSError):  # a file system without locks: nobody else can lock it, either
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # Only now does it bear the name that others look for: none of them ever sees it unlocked.
-    return made.rename(base / made.name.removeprefix(NOT_YET))
+    # Others look for this name, so they never see the folder unlocked.
+    return made.rename(base / made.name.removeprefix(UNLOCKED))

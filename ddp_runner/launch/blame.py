@@ -1,59 +1,56 @@
-"""Which rank failed first, and how: from what the ranks wrote down and how their processes ended.
+"""Which rank failed first, and how: from what the ranks recorded and how their processes ended.
 
-A rank that loses a peer fails as well, often before anybody has noticed the peer's end. So a rank
-that ended without a word comes before one that only complains about its peers. Torch-free.
+A rank that loses a peer fails as well, often before anybody notices the peer's end. So a rank that
+ended without an exception comes before one that only reports the loss of a peer. Torch-free.
 """
 
 import math
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddp_runner.config.schema import Config
-from ddp_runner.job import Failure
-from ddp_runner.scratch import recorded_failures
+from ddp_runner.scratch import Failure, Scratch
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The ranks of one machine, and those that had ended when the first failure was noticed."""
+    """The ranks of one machine, and which had ended when the first failure was noticed."""
 
     ranks: Collection[int]
-    exit_codes: Mapping[int, int]  # of a lost rank; a signal's number is negative; 0: too early
+    exit_codes: Mapping[int, int]  # of lost ranks; a signal's number is negative; 0: too early
     out_of_memory: bool = False  # the kernel has killed a process for memory meanwhile
     server_is_gone: bool = False  # the process that they were forked from
 
 
-def explain(ends: Ends, scratch: Path, config: Config, *, attempt: int) -> Failure:
-    """Return the failure that came first. Only once all ranks of the attempt have ended."""
-    told = recorded_failures(scratch, attempt=attempt)
-    causes = [one for one in told.values() if one.kind != "peer"]
-    if causes:
-        return min(causes, key=lambda one: one.time_ns)
-    silent = [rank for rank in ends.exit_codes if rank not in told]
-    complaints = sorted(told.values(), key=lambda one: one.time_ns)
-    timed_out = any(one.is_timeout for one in complaints)
+def first_failure(ends: Ends, scratch: Scratch, config: Config, *, attempt: int) -> Failure:
+    """Return the failure that came first. All ranks of the attempt must have ended."""
+    recorded = scratch.failures(attempt=attempt)
+    own = [failure for failure in recorded.values() if failure.kind != "peer"]
+    if own:
+        return min(own, key=lambda failure: failure.time_ns)
+    silent = [rank for rank in ends.exit_codes if rank not in recorded]
+    lost_peer = sorted(recorded.values(), key=lambda failure: failure.time_ns)
+    timed_out = any(failure.is_timeout for failure in lost_peer)
     aborted = [rank for rank in silent if ends.exit_codes[rank] == -signal.SIGABRT]
     if aborted and config.backend.name == "nccl":
-        # What NCCL's watchdog does to a rank that has waited for backend.timeout_s.
+        # NCCL's watchdog aborts a rank that has waited for backend.timeout_s.
         silent, timed_out = [], True
     if silent:
-        return _silent(silent[0], ends)
+        return _without_exception(silent[0], ends)
     if timed_out:
         late = late_rank(ends, scratch, attempt=attempt, timeout_s=config.backend.timeout_s)
         if late is not None:
             return late
-    return complaints[0] if complaints else _silent(next(iter(ends.exit_codes)), ends)
+    return lost_peer[0] if lost_peer else _without_exception(next(iter(ends.exit_codes)), ends)
 
 
-def _silent(rank: int, ends: Ends) -> Failure:
-    """Return the failure of a rank that ended without a word."""
+def _without_exception(rank: int, ends: Ends) -> Failure:
     exit_code = ends.exit_codes[rank]
     if ends.server_is_gone:
         sentence = (
-            "the process that the ranks are forked from was killed, and they with it: from "
-            "outside, or by the kernel for want of memory"
+            "the process that the ranks are forked from was killed, and the ranks with it: by "
+            "another process, or by the kernel's out-of-memory killer"
         )
         return Failure(rank=rank, kind="signal", sentence=sentence)
     if exit_code >= 0:
@@ -66,9 +63,9 @@ def _silent(rank: int, ends: Ends) -> Failure:
     sentence = f"rank {rank} was killed by {_name(-exit_code)}"
     if exit_code == -signal.SIGKILL:
         sentence += (
-            ": likely out of memory, the kernel says; use a smaller batch.per_rank"
+            ": likely out of memory, as the kernel reports; use a smaller batch.per_rank"
             if ends.out_of_memory
-            else " from outside, or by the kernel for want of memory"
+            else ", by another process or by the kernel's out-of-memory killer"
         )
     return Failure(rank=rank, kind="signal", sentence=sentence)
 
@@ -80,31 +77,25 @@ def _name(signum: int) -> str:
         return f"signal {signum}"  # a real-time signal has no name
 
 
-def late_rank(ends: Ends, scratch: Path, *, attempt: int, timeout_s: float) -> Failure | None:
-    """Return the rank that the others waited for: the lowest that stood still and never failed."""
+def late_rank(ends: Ends, scratch: Scratch, *, attempt: int, timeout_s: float) -> Failure | None:
+    """Return the rank that the others waited for: the lowest that never failed by itself."""
     late = (
         f"did not reach the collective in which the others waited for backend.timeout_s "
         f"({timeout_s:g} s)"
     )
-    told = recorded_failures(scratch, attempt=attempt)
-    for path in sorted(scratch.glob(f"stack-{attempt}-*.txt"), key=_rank_of):
-        rank = _rank_of(path)
-        # One that had failed by then only waited for its peers; one that fails later came too late.
-        failed_at = told[rank].time_ns if rank in told else math.inf
+    recorded = scratch.failures(attempt=attempt)
+    for rank, path in scratch.stacks(attempt=attempt).items():
+        # A rank that had failed before it wrote its stack only waited for peers; one that failed
+        # afterwards came too late.
+        failed_at = recorded[rank].time_ns if rank in recorded else math.inf
         if rank in ends.exit_codes or failed_at < path.stat().st_mtime_ns:
             continue
         stack = path.read_text(encoding="utf-8")
-        where = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
-        sentence = f"rank {rank} {late}; it stood at {(where or ['?'])[-1]}"
+        frames = [line.strip() for line in stack.splitlines() if line.startswith("  File ")]
+        sentence = f"rank {rank} {late}; it was at {(frames or ['?'])[-1]}"
         return Failure(rank=rank, kind="late", sentence=sentence, traceback=stack)
-    silent = sorted(set(ends.ranks) - told.keys() - ends.exit_codes.keys())
+    silent = sorted(set(ends.ranks) - recorded.keys() - ends.exit_codes.keys())
     if not silent:
         return None
-    sentence = (
-        f"rank {silent[0]} {late}; it could not even say where it stood, as if it were stopped"
-    )
+    sentence = f"rank {silent[0]} {late}; no stack could be read: the process may be suspended"
     return Failure(rank=silent[0], kind="late", sentence=sentence)
-
-
-def _rank_of(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])

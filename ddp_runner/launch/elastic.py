@@ -1,4 +1,8 @@
-"""How the agents of a run's machines meet, and what else torch's launcher settles for them."""
+"""Adapter of torch's launcher: how the agents of a run's machines meet, and NUMA binding.
+
+The one private name of torch in here is `_maybe_wrap_with_numa_binding`: torch has no public name
+for it. Checked on torch 2.11 and 2.15.
+"""
 
 import inspect
 import os
@@ -27,7 +31,7 @@ RDZV_TIMEOUT_S = 900  # torchrun's
 
 
 def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
-    """Return what the agent of this machine is to start, and how it meets the others."""
+    """Return what this machine's agent starts, and how it meets the agents of other machines."""
     launch = config.launch
     handler: RendezvousHandler = OneMachine(uuid.uuid4().hex)
     master_addr, master_port = None, None
@@ -60,7 +64,7 @@ def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
 
 
 def numa_options(config: Config) -> numa.NumaOptions | None:
-    """Return how torchrun would bind ranks to the cores beside their GPUs; None: not at all."""
+    """Return how torchrun binds ranks to the cores near their GPUs; None: not at all."""
     return LaunchConfig(
         min_nodes=config.launch.nnodes,
         max_nodes=config.launch.nnodes,
@@ -72,13 +76,13 @@ def numa_options(config: Config) -> numa.NumaOptions | None:
 def numa_bound(
     work: Callable[..., Any], local_rank: int, options: numa.NumaOptions | None
 ) -> Callable[..., Any]:
-    """Return `work` bound so; torch has no public name for it, and two for the device's number."""
+    """Return `work`, bound to the cores near this rank's GPU."""
     if options is None:
         return work
     bind = numa._maybe_wrap_with_numa_binding
     known = inspect.signature(bind).parameters
     device: dict[str, Any] = {
-        "device_index" if "device_index" in known else "gpu_index": local_rank  # in 2.11
+        "device_index" if "device_index" in known else "gpu_index": local_rank  # as in torch 2.11
     }
     return bind(work, **device, numa_options=options)
 
@@ -97,14 +101,14 @@ class OneMachine(RendezvousHandler):
         return "ddp_runner-one-machine"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return rank 0 of 1, with a store inside this process."""
-        # Workers meet through a file and never use the address. The store is public and documented,
-        # but torch imports it in a way that type checkers do not take for an export.
+        """Return rank 0 of 1, with a store in this process."""
+        # Ranks meet through a file and never use the address. The store is public and documented,
+        # but torch imports it in a way that type checkers do not accept as an export.
         store = dist.HashStore()  # type: ignore[attr-defined]
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def is_closed(self) -> bool:
-        """Return False: it lives as long as its agent."""
+        """Return False: it is open as long as its agent lives."""
         return False
 
     def set_closed(self) -> None:

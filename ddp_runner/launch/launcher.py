@@ -1,56 +1,84 @@
-"""From a resolved config to a worker group on this machine, and to an exit code.
+"""Runs one job: from its resolved config to a worker group on this machine, and to an exit code.
 
-Called by ``__main__`` for each job. Workers are forked from a server that has imported torch
-already, so that a group is up in a tenth of a second; torch's elastic agent watches and restarts
-them. The server starts before this process imports torch, so that the two imports overlap.
+Ranks are forked from a server that has already imported torch, so a worker group is up in a tenth
+of a second; torch's elastic agent watches and restarts them. The server starts before this process
+imports torch, so that the two imports overlap.
 """
 
 import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from ddp_runner.config.schema import work_hash
+from ddp_runner.dist_env import dist_env
 from ddp_runner.errors import UserError
+from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.temp_folder import temp_folder
-from ddp_runner.job import (
-    EXIT_COMPLETED,
-    EXIT_FAILED,
-    EXIT_USER_ERROR,
-    Failure,
-    Job,
-    Outcome,
-    Status,
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
+from ddp_runner.launch.signals import StopSignals, mark_ended
+from ddp_runner.scratch import Failure, Scratch
+from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import (
+    RunFields,
+    read_run_record,
+    replace_run_record,
+    write_run_record,
 )
-from ddp_runner.launch.fork_server import start_fork_server
-from ddp_runner.launch.signals import Interrupts
-from ddp_runner.scratch import STOP
-from ddp_runner.tracking.run_record import write_run_record
-
-FAILURE_FILE = "failure.txt"  # in logs/ of a run: the traceback of what made it fail
+from ddp_runner.tracking.times import begin_session, is_refused_resume
 
 
 def launch(job: Job) -> Outcome:
+    """Run a job to its end, and print why it failed if it did.
+
+    On one machine the caller holds the lock of the run folder. On several machines rank 0 claims
+    the folder and writes run.json, since it may be elsewhere.
+    """
+    if job.config.launch.nnodes > 1:
+        return _print_failure(run_worker_group(job))
+    assert job.run_dir is not None
+    run_dir = RunDir(job.run_dir)
+    if not run_dir.is_frozen:
+        freeze(job, run_dir)
+    before = read_run_record(run_dir, missing_ok=True)
+    fields = RunFields(status=Status.RUNNING, error=None, work_hash=work_hash(job.config))
+    if (slot := job.slot) is not None:  # the fields stay when the run goes on alone later
+        fields |= {"parallel_jobs": True, "cores": slot.cores, "cuda_visible_devices": slot.gpus}
+    begin_session(run_dir, started_at=job.started_at, **fields)
+    try:
+        outcome = _print_failure(run_worker_group(job))
+    except SystemExit:  # a signal came before StopSignals handled them
+        mark_ended(run_dir)
+        raise
+    if outcome.exit_code == EXIT_USER_ERROR and is_refused_resume(run_dir, before):
+        replace_run_record(run_dir, before)
+    return outcome
+
+
+def run_worker_group(job: Job) -> Outcome:
     """Start a worker group on this machine, wait for its end, and return how it ended."""
     start_fork_server()
-    # One shared store for rendezvous and process group would keep the keys of a group that was
-    # killed, and the restarted one fails over them now and then.
+    # With one store for rendezvous and process group, a restarted worker group now and then finds
+    # the keys of the killed one, and fails.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     slot = job.slot
-    scratch = Path(tempfile.mkdtemp(prefix="job-", dir=temp_folder()))
+    scratch = Scratch(Path(tempfile.mkdtemp(prefix="job-", dir=temp_folder())))
     if slot is not None:
-        (scratch / STOP).symlink_to(slot.folder / STOP)  # one request stops the jobs of all slots
+        scratch.stop.symlink_to(slot.scratch.stop)  # one request stops the jobs of all slots
     try:
-        with Interrupts(
+        with StopSignals(
             scratch,
             timeout_s=job.config.launch.shutdown_timeout_s,
             running=lambda: [job.run_dir] if job.run_dir else [],
-            answers=slot is None,  # a slot is told by the process that started it
-        ) as interrupts:
-            # A signal during these seconds of imports is answered like any other.
+            handles=slot is None,  # for a slot its parent does
+        ) as stop_signals:
+            # Inside the block: a signal during these seconds of imports is handled like any other.
             from ddp_runner.launch.supervisor import RanksFailedError, supervise
             from ddp_runner.worker import work
 
@@ -59,20 +87,35 @@ def launch(job: Job) -> Outcome:
                 result = supervise(replace(job, scratch=scratch), work)
             except RanksFailedError as error:
                 return _failed(error.failure, job.run_dir)
-        received = interrupts.received or signal.SIGTERM
+        received = stop_signals.received or signal.SIGTERM
         return Outcome(
             status=result["status"],
             exit_code=EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received,
             run_dir=Path(result["run_dir"]),
         )
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch.path, ignore_errors=True)
 
 
-def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
-    way_out = "" if failure.kind == "user" else "; go on with resume=RUN"
-    if run_dir is not None:
-        logs = run_dir / "logs"
+def print_error(sentence: str) -> None:
+    """Print one line to stderr. Only local rank 0 prints: all ranks fail the same way."""
+    env = dist_env()
+    if env is None or env.local_rank == 0:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+
+def _print_failure(outcome: Outcome) -> Outcome:
+    if outcome.failure is not None:
+        print_error(outcome.failure.sentence)
+        if outcome.failure.kind != "user":
+            print(outcome.failure.traceback, file=sys.stderr, flush=True)
+    return outcome
+
+
+def _failed(failure: Failure, folder: Path | None) -> Outcome:
+    next_step = "" if failure.kind == "user" else "; go on with resume=RUN"
+    if folder is not None:
+        run_dir = RunDir(folder)
         try:
             write_run_record(
                 run_dir,
@@ -81,21 +124,21 @@ def _failed(failure: Failure, run_dir: Path | None) -> Outcome:
                 error={"rank": failure.rank, "kind": failure.kind, "sentence": failure.sentence},
             )
             if failure.traceback:
-                logs.mkdir(exist_ok=True)
-                (logs / FAILURE_FILE).write_text(failure.traceback, encoding="utf-8")
-            if way_out:
-                seen = logs / FAILURE_FILE if failure.traceback else logs
-                way_out = f"; see {seen}, then go on with resume=RUN"
+                run_dir.logs.mkdir(exist_ok=True)
+                run_dir.failure.write_text(failure.traceback, encoding="utf-8")
+            if next_step:
+                details = run_dir.failure if failure.traceback else run_dir.logs
+                next_step = f"; see {details}, then go on with resume=RUN"
         except (OSError, UserError) as error:
-            # The cause comes first: a full disk is often both.
-            way_out = f"; besides, {error}"
+            # The cause stays first: a full disk is often the reason for both.
+            next_step = f"; besides, {error}"
     exit_code = EXIT_USER_ERROR if failure.kind == "user" else EXIT_FAILED
-    failure = replace(failure, sentence=failure.sentence + way_out)
-    return Outcome(status=Status.FAILED, exit_code=exit_code, run_dir=run_dir, failure=failure)
+    failure = replace(failure, sentence=failure.sentence + next_step)
+    return Outcome(status=Status.FAILED, exit_code=exit_code, run_dir=folder, failure=failure)
 
 
 def _quiet_agent() -> None:
-    """Silence the agent's own report of a failure, which ours replaces, unless LOGLEVEL is set."""
+    """Silence the agent's own failure report, which ours replaces, unless LOGLEVEL is set."""
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):

@@ -1,7 +1,7 @@
-"""What the fork server imports before the first worker exists, so that no worker imports it.
+"""Imports, in the fork server, what every rank needs, so that no rank pays for it.
 
-Torch's optimizers import torch._dynamo when the first one is built: four seconds that each worker
-would pay. Importing starts no thread and touches no GPU.
+Torch's optimizers import torch._dynamo when the first one is built: four seconds for each rank.
+The server must start no thread and touch no GPU: neither survives a fork.
 """
 
 import importlib
@@ -16,19 +16,22 @@ SERVER = os.getpid()
 
 
 def end_with_launcher(*_: object) -> None:
-    """Kill the ranks and what they have started, however deep; then end this server."""
-    if os.getpid() == SERVER:  # the ranks, being forked, inherit the handler
+    """Kill the ranks and all that they have started; then end this server."""
+    if os.getpid() == SERVER:  # the forked ranks inherit the handler
         kill_descendants()
         os._exit(128 + signal.SIGKILL)
 
 
-die_with_parent()  # at once: by the end of its pipe it would be told after these seconds only
+die_with_parent()  # before the imports: until they finish, the closed pipe would go unnoticed
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise its import starts threads
 for name in (
-    *("torch._dynamo", "torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata"),
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "tensorboard.plugins.hparams.metadata",
     "ddp_runner.worker",
 ):
     importlib.import_module(name)
 if sys.platform == "linux":
-    # From here on there are ranks. The kernel ends them with this server, but not their children.
+    # From here on there may be ranks. The kernel ends them with this server, not their children.
     signal.signal(signal.SIGRTMIN, end_with_launcher)
     die_with_parent(signal.SIGRTMIN)

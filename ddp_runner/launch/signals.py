@@ -1,6 +1,6 @@
-"""What the launcher makes of Ctrl-C, SIGTERM and their like while ranks run.
+"""How the launcher handles Ctrl-C, SIGTERM and the other stop signals while ranks run.
 
-Used by ``launch`` around one worker group, and by ``slots`` around several. Torch-free.
+Around one worker group, or around all slots of a sweep. Torch-free.
 """
 
 import os
@@ -10,67 +10,66 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.children import kill_descendants
-from ddp_runner.host.signals import answered
+from ddp_runner.host.signals import handled_signals
 from ddp_runner.job import Status
-from ddp_runner.scratch import SAVING, SAVING_FACTOR, STOP
-from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record, write_run_record
+from ddp_runner.scratch import SAVING_FACTOR, Scratch
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 # timeout(1) signals its child and then the whole process group, systemd sends SIGHUP right after
-# SIGTERM, and a terminal's Ctrl-C may come with a wrapper's: all that is one request.
+# SIGTERM, and a terminal's Ctrl-C may come with a wrapper's: all of these are one request.
 ONE_REQUEST_S = 0.5
-POLL_S = 0.5  # between two looks whether it still is
-RECORD_S = 2.0  # for run.json, whose lock a rank may hold that is stopped
+POLL_S = 0.5  # between two checks for a save
+RECORD_S = 2.0  # for run.json, whose lock a suspended rank may hold
 
 
-class Interrupts:
-    """Turns the first signal into a request to all ranks, and a later one into their end.
+class StopSignals:
+    """Turns the first stop signal into a request to all ranks, and a later one into their end.
 
     Args:
-        folder: where the ranks look for the request; removed at an end without a checkpoint.
+        scratch: where the ranks look for the request; removed if the run ends without a checkpoint.
         timeout_s: from the request to that end.
-        running: asked for the folders of the runs, which an end without a checkpoint marks.
-        answers: False in a process that is told by the one that started it.
+        running: returns the folders of the runs that such an end marks.
+        handles: False in a process whose parent handles the signals.
     """
 
     def __init__(
         self,
-        folder: Path,
+        scratch: Scratch,
         *,
         timeout_s: float,
-        running: Callable[[], Iterable[Path]],
-        answers: bool = True,
+        running: Callable[[], Iterable[os.PathLike[str]]],
+        handles: bool = True,
     ) -> None:
         self.received: int | None = None
-        self._folder, self._timeout_s, self._running = folder, timeout_s, running
-        self._answers = answers
+        self._scratch, self._timeout_s, self._running = scratch, timeout_s, running
+        self._handles = handles
         self._previous: dict[int, Any] = {}
         self._signals: SimpleQueue[int | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
 
-    def __enter__(self) -> "Interrupts":
-        if self._answers:
+    def __enter__(self) -> "StopSignals":
+        if self._handles:
             self._thread.start()
-            for signum in answered():
-                self._previous[signum] = signal.signal(signum, self._note)
+            for signum in handled_signals():
+                self._previous[signum] = signal.signal(signum, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        if self._answers:
+        if self._handles:
             self._signals.put(None)
             self._thread.join()
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        # Nothing more in here: the main thread may be inside anything, the lock of run.json or a
-        # print included, and goes on only when this returns.
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        # Nothing more in here: the main thread may be anywhere, even inside a print or holding the
+        # lock of run.json, and goes on only when this returns.
         self.received = self.received or signum
         self._signals.put(signum)
 
@@ -78,44 +77,41 @@ class Interrupts:
         signum = self._signals.get()
         if signum is None:
             return
-        self._ask(signum)
-        asked_at = time.monotonic()
-        deadline = asked_at + self._timeout_s
-        last_deadline = asked_at + SAVING_FACTOR * self._timeout_s
-        saving_at = asked_at  # once the checkpoint is written, the run has as long to end again
+        self._request_stop(signum)
+        requested_at = time.monotonic()
+        deadline = requested_at + self._timeout_s
+        last_deadline = requested_at + SAVING_FACTOR * self._timeout_s
+        saving_at = requested_at  # after the last save, the run has timeout_s again to end
         while True:
             try:
                 if self._signals.get(timeout=max(0.0, deadline - time.monotonic())) is None:
                     return
-                if time.monotonic() > asked_at + ONE_REQUEST_S:
+                if time.monotonic() > requested_at + ONE_REQUEST_S:
                     break
             except Empty:
                 now = time.monotonic()
-                if self._is_saving():
+                if self._scratch.is_saving():
                     saving_at = now
                 if now >= min(last_deadline, saving_at + self._timeout_s):
                     break
                 deadline = now + min(POLL_S, self._timeout_s)
         self._end_at_once()
 
-    def _ask(self, signum: int) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary files was here
-        (self._folder / STOP).touch()
+    def _request_stop(self, signum: int) -> None:
+        self._scratch.make()
+        self._scratch.stop.touch()
         print(
             f"\n{signal.Signals(signum).name}: finishing the step and saving a checkpoint; "
             "again to end at once",
             flush=True,
         )
 
-    def _is_saving(self) -> bool:
-        return any(SAVING in files for _, _, files in os.walk(self._folder))
-
     def _end_at_once(self) -> None:
         record = threading.Thread(target=self._record_end, daemon=True)
         record.start()
         record.join(RECORD_S)
         kill_descendants()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._scratch.path, ignore_errors=True)
         os._exit(128 + (self.received or signal.SIGTERM))
 
     def _record_end(self) -> None:
@@ -124,20 +120,16 @@ class Interrupts:
                 mark_ended(run_dir)
 
 
-def mark_ended(run_dir: Path) -> None:
-    """Mark a run that its launcher leaves without a checkpoint, unless it has ended by itself.
+def mark_ended(run_dir: os.PathLike[str]) -> None:
+    """Mark a run that its launcher leaves without a checkpoint, unless it has ended already.
 
     Raises:
         UserError: run.json cannot be read or written.
     """
-    if (
-        not (run_dir / RUN_RECORD).exists()
-        or read_run_record(run_dir).get("status") != Status.RUNNING
-    ):
-        return
-    write_run_record(
-        run_dir,
-        status=Status.PREEMPTED,
-        finished_at=time.time(),
-        error={"rank": None, "kind": "signal", "sentence": "ended without a checkpoint"},
-    )
+    if read_run_record(run_dir, missing_ok=True).get("status") == Status.RUNNING:
+        write_run_record(
+            run_dir,
+            status=Status.PREEMPTED,
+            finished_at=time.time(),
+            error={"rank": None, "kind": "signal", "sentence": "ended without a checkpoint"},
+        )

@@ -1,8 +1,8 @@
-"""Lets the ranks that torchrun started meet through its agent's store, restart after restart.
+"""Lets the ranks of torchrun meet through its agent's store, restart after restart.
 
-torchrun keeps one store for its rendezvous and for all worker groups that it starts. A group that
-was killed leaves its keys there, and the next one would take them for its peers' addresses
-("connectFullMesh failed"). So each group agrees on a prefix that nobody has used before.
+torchrun keeps one store for its rendezvous and for all worker groups that it starts. A killed group
+leaves its keys there, and the next one would read them as its peers' addresses ("connectFullMesh
+failed"). So each group agrees on a prefix that is new.
 """
 
 import os
@@ -25,14 +25,13 @@ def serves_ranks() -> bool:
 
 
 def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
-    """Return the agent's store under a prefix of this worker group alone. Collective: every rank.
+    """Return the agent's store under a prefix of this worker group only. Collective: every rank.
 
-    Each rank writes a greeting that it has just drawn, and rank 0 answers each with the prefix. It
-    may first find the greeting of a rank that is gone: it goes on to answer until each rank has
-    confirmed the prefix.
+    Each rank writes a random greeting, and rank 0 answers it with the prefix. The first greeting
+    may be of a rank that is gone, so rank 0 answers until each rank has confirmed the prefix.
 
     Raises:
-        torch.distributed.DistStoreError: a rank did not come in time.
+        torch.distributed.DistStoreError: a rank did not arrive in time.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
@@ -46,21 +45,21 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
     prefix = f"group-{uuid.uuid4().hex}"
     deadline = time.monotonic() + timeout.total_seconds()
     missing = set(range(1, env.world_size))
-    answered: dict[int, list[str]] = {rank: [] for rank in missing}
+    greetings: dict[int, list[str]] = {rank: [] for rank in missing}  # that have an answer
     while missing:
         for rank in sorted(missing):
             if not shared.check([f"greeting/{rank}"]):
                 continue
             greeting = shared.get(f"greeting/{rank}").decode()
-            # Before a new greeting is answered: a rank that has confirmed greets next time anew.
-            if any(shared.check([f"{prefix}/{one}"]) for one in answered[rank]):
+            # First: a rank that has confirmed may have been restarted, with a new greeting.
+            if any(shared.check([f"{prefix}/{one}"]) for one in greetings[rank]):
                 missing.discard(rank)
-            elif greeting not in answered[rank]:
+            elif greeting not in greetings[rank]:
                 shared.set(f"answer/{greeting}", prefix)
-                answered[rank].append(greeting)
+                greetings[rank].append(greeting)
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(
-                f"ranks {', '.join(map(str, sorted(missing)))} did not come to the rendezvous "
+                f"ranks {', '.join(map(str, sorted(missing)))} did not arrive at the rendezvous "
                 f"within backend.timeout_s ({timeout.total_seconds():g} s)"
             )
         time.sleep(POLL_S)

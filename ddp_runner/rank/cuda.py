@@ -1,4 +1,4 @@
-"""What a rank asks of its GPUs: that they work, their memory, and their random numbers."""
+"""The GPUs of a rank: whether they work, their memory, and their random numbers."""
 
 import resource
 import sys
@@ -13,14 +13,14 @@ GET_TORCH = "https://pytorch.org/get-started/locally/"
 
 
 def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
-    """Make a rank's devices ready for use, and the first the current one; nothing on a CPU.
+    """Initialise a rank's GPUs and make the first one current; do nothing on a CPU.
 
     Args:
         devices: of this rank.
         precision: the config's train.precision.
 
     Raises:
-        UserError: torch cannot use this machine's GPUs, or one of them has no bf16.
+        UserError: torch cannot use the GPUs, or one of them lacks bf16.
     """
     if devices[0].type != "cuda":
         return
@@ -47,25 +47,22 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
 
 
 def rng_states(first: torch.device) -> list[Tensor]:
-    """Return the state of each visible GPU's random numbers, those of the rank's own GPUs first.
+    """Return the random state of each visible GPU, the rank's own GPUs first.
 
     Args:
-        first: the first device of the rank; its others follow by number.
+        first: the rank's first device; its others follow by number.
     """
     return [torch.cuda.get_rng_state(device) for device in _from(first)]
 
 
 def set_rng_states(states: Sequence[Tensor], first: torch.device) -> None:
-    """Set what `rng_states` returned, perhaps in a process to which other GPUs are visible."""
+    """Set what `rng_states` returned, perhaps in a process that sees other GPUs."""
     for device, state in zip(_from(first), states, strict=False):
         torch.cuda.set_rng_state(state, device)
 
 
 def peak_memory_gib() -> float:
-    """Return the most memory that this process has held: on its fullest GPU, without one in RAM.
-
-    Of a GPU it is what torch has allocated.
-    """
+    """Return this process's peak memory: what torch allocated on its fullest GPU, else RAM."""
     if not torch.cuda.is_initialized():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
         return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,6 +1,6 @@
-"""The store at which the ranks of one machine meet by a port, out of reach of other machines.
+"""The store at whose port the ranks of one machine meet; other machines cannot reach it.
 
-torch's own server listens on every interface, and knows no authentication.
+torch's own server listens on every interface and has no authentication.
 """
 
 import os
@@ -20,15 +20,15 @@ HOST = "127.0.0.1"
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
-    """Return the store, which rank 0 serves; None where there is no port. Collective: every rank.
+    """Return the store, which rank 0 serves; None: there is no port. Collective: every rank.
 
     Args:
-        env: this rank among those of one machine.
-        init_method: env:// or tcp://HOST:PORT; the host can only be this machine.
+        env: this rank's place; all ranks are on one machine.
+        init_method: env:// or tcp://HOST:PORT; the host is this machine.
         timeout: how long to wait for the other ranks.
 
     Raises:
-        UserError: the port cannot be listened on.
+        UserError: rank 0 cannot listen on the port.
     """
     if (port := _port(init_method)) is None:
         return None
@@ -42,11 +42,13 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
     except OSError as error:
         listener.close()
         raise UserError(
-            f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks are to meet; "
-            "give every rank another one, in MASTER_PORT or launch.init_method"
+            f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks meet; give "
+            "every rank another port, in MASTER_PORT or launch.init_method"
         ) from error
     return dist.TCPStore(
-        *(HOST, port, env.world_size),
+        HOST,
+        port,
+        env.world_size,
         is_master=True,
         timeout=timeout,
         master_listen_fd=listener.detach(),
@@ -54,7 +56,7 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
 
 
 def _port(init_method: str | None) -> int | None:
-    """Return the port that a rendezvous names; of one that is wrong, torch says why."""
+    """Return the port that a rendezvous names; None if there is none, or torch rejects it later."""
     with suppress(ValueError):
         if init_method == FROM_ENVIRONMENT:
             return int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else None

@@ -1,4 +1,4 @@
-"""Opens and ends the process group of a rank."""
+"""Opens and closes the process group of a rank."""
 
 import os
 import sys
@@ -14,16 +14,19 @@ from ddp_runner.errors import UserError
 from ddp_runner.rank.agent_store import fresh_store, serves_ranks
 from ddp_runner.rank.loopback_store import loopback_store
 
-_outliving_groups: list[dist.ProcessGroup | None] = []
+# References that keep each group until the process ends. A group's threads take the GIL to release
+# the last collective's tensors. If the group ended with DDP's reducer, which joins these threads
+# while it holds the GIL, both would wait for ever.
+_groups_until_exit: list[dist.ProcessGroup | None] = []
 
 
 @contextmanager
 def process_group(
     env: DistEnv, *, backend: BackendConfig, init_method: str | None = None
 ) -> Iterator[None]:
-    """Hold the default process group open. Collective: every rank must call.
+    """Keep the default process group open. Collective: every rank must call.
 
-    On CUDA the group has two backends, so that small facts travel as CPU tensors over gloo and
+    On CUDA the group has two backends: small facts travel as CPU tensors over gloo, so that they
     never wait for a kernel.
 
     Raises:
@@ -37,11 +40,11 @@ def process_group(
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
     is_local = False
     if env.num_nodes == 1:
-        # One machine's traffic needs no other interface than loopback, and listens on no other.
+        # Ranks of one machine need only the loopback interface, and listen on no other.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # whoever set another knows better
+        is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # unless the user set another
     timeout = timedelta(seconds=backend.timeout_s)
     store = None
     if init_method == FROM_ENVIRONMENT and serves_ranks():
@@ -65,10 +68,7 @@ def process_group(
             f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address; "
             f"bring it up (ip link set {interface} up), or set the variable to one that has"
         ) from error
-    # The group's threads take the GIL to let go of the last collective's tensors. Were the group to
-    # end with DDP's reducer, which joins these threads while it holds the GIL, both would wait for
-    # ever. So the group outlives the model, to the end of the process.
-    _outliving_groups.append(dist.group.WORLD)
+    _groups_until_exit.append(dist.group.WORLD)
     yield
     # On success only: a rank that fails while its peers sit in a collective must die, not wait.
     dist.destroy_process_group()

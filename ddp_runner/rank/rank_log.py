@@ -1,7 +1,4 @@
-"""Where a rank's words go: its own file, with its rank in every line; rank 0 speaks aloud as well.
-
-Used by ``worker``.
-"""
+"""The log of one rank: its own file, with its rank in every line; rank 0 prints as well."""
 
 import logging
 import os
@@ -9,29 +6,29 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOBase
-from pathlib import Path
 from types import TracebackType
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.streams import keep_streams
+from ddp_runner.tracking.run_dir import RunDir
 
 
 class RankLog:
     """The log file of one rank, open for the length of a ``with`` block.
 
-    Warnings of libraries go to the file alone. What a rank other than 0 prints goes to its file,
-    also what C++ code prints.
+    Warnings of libraries go to the file only. So does whatever a rank other than 0 prints, C++ code
+    included.
 
     Args:
         run_dir: the run's folder.
         env: this rank's place.
-        hide: returns a line as it may be written to the file, without secrets.
+        hide: removes secrets from a line before it is written.
     """
 
-    def __init__(self, run_dir: Path, env: DistEnv, *, hide: Callable[[str], str] = str) -> None:
+    def __init__(self, run_dir: RunDir, env: DistEnv, *, hide: Callable[[str], str] = str) -> None:
         self._env = env
-        self._path = run_dir / "logs" / f"rank-{env.rank}.log"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir.rank_log(env.rank)
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
         self._logger = logging.getLogger("ddp_runner")
         self._handler = _File(self._path, encoding="utf-8")
         self._handler.setFormatter(_EachLine(env.rank, hide))
@@ -69,17 +66,17 @@ class RankLog:
         if error is not None:
             self._logger.error("this rank ends with an error", exc_info=error)
         self._logger.removeHandler(self._handler)
-        with suppress(OSError):  # a full disk, of which the handler has told
+        with suppress(OSError):  # a full disk, which the handler has reported
             self._handler.close()
 
 
 class _File(logging.FileHandler):
-    """A log file whose disk may be full; logging would print a traceback for each line."""
+    """A log file whose disk may be full; logging alone would print a traceback for each line."""
 
     _has_failed = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging calls it so
-        """Say that the file cannot be written."""
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's own name
+        """Print, once, that the file cannot be written."""
         error = sys.exc_info()[1]
         if not self._has_failed:
             self._has_failed = True
@@ -87,7 +84,7 @@ class _File(logging.FileHandler):
 
 
 class _EachLine(logging.Formatter):
-    """Time, rank and level before every line, those of warnings and tracebacks included."""
+    """Puts time, rank and level before every line, even those of warnings and tracebacks."""
 
     def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
         super().__init__()

@@ -1,16 +1,11 @@
-"""What every task of a rank needs, opened and closed around it; used by ``worker``.
+"""A rank's session, which every task needs: process group, run folder, log, start of run.json."""
 
-A session is the process group, the run folder and its log, and the record that a run has begun.
-"""
-
-import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,19 +22,19 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
-from ddp_runner.job import Failure, Job, Status
+from ddp_runner.job import Job, Status
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import RankLog
-from ddp_runner.scratch import cause
+from ddp_runner.scratch import Failure
 from ddp_runner.tracking.claims import claim_run, freeze, with_global_size
 from ddp_runner.tracking.launch_marks import own_marks
-from ddp_runner.tracking.run_dir import is_frozen
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.times import begin_session
 
-INIT_FILE = "file://"  # how a launch.init_method begins that is a file
+INIT_FILE = "file://"  # the start of a launch.init_method that names a file
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,8 @@ class Session:
     env: DistEnv
     mode: Mode
     devices: tuple[torch.device, ...]  # of this rank, as its mode wants them
-    run_dir: Path
-    log: Callable[[str], None]  # into this rank's log; rank 0 also prints it
+    run_dir: RunDir
+    log: Callable[[str], None]  # writes to this rank's log; rank 0 also prints
 
     @property
     def config(self) -> Config:
@@ -64,11 +59,11 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
     """Set up this rank's process and join the others. Collective: every rank must call.
 
     Raises:
-        UserError: the config names what it may not, the ranks were launched differently, or the
-            run folder is another run's.
+        UserError: the config names a target that is not allowed, the ranks were launched
+            differently, or the run folder holds another run.
     """
     config = job.config
-    validate_targets(config)  # again: a config may have come with a run that somebody else made
+    validate_targets(config)  # again: the config may come from somebody else's run
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -85,37 +80,34 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         num_threads = config.train.num_threads or _num_threads(env)
         torch.set_num_threads(num_threads)
         marks = _marks(job, env)
-        run = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
+        claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
+        run_dir = claim.run_dir
         if env.is_rank_zero:
-            stack.enter_context(_failure_recorded(run.folder))
-        job = replace(job, config=with_global_size(config, run.global_size, env.world_size))
-        rank_log = stack.enter_context(RankLog(run.folder, env, hide=job.secrets.hide))
+            stack.enter_context(_failure_recorded(run_dir))
+        job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
+        rank_log = stack.enter_context(RankLog(run_dir, env, hide=job.secrets.hide))
+        session = Session(job, env, mode, devices, run_dir, rank_log.write)
         if env.is_rank_zero:
-            if not is_frozen(run.folder):
-                freeze(job, run.folder)
-            _record_start(
-                *(job, env, run.folder),
-                num_threads=num_threads,
-                devices=devices,
-                num_devices=mode.num_devices(env, kind=config.backend.device),
-            )
+            if not run_dir.is_frozen:
+                freeze(job, run_dir)
+            _record_start(session, num_threads=num_threads)
         with job.secrets.hidden_in_errors():
-            yield Session(job, env, mode, devices, run.folder, rank_log.write)
+            yield session
 
 
 def _comparable(job: Job) -> dict[str, Any]:
-    """Return the config's keys and values; those from the environment, not to be shown, as one."""
+    """Return the config's keys and values, with one hash in place of all secret values."""
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     return {**shown, "the hash of what oc.env gives": digest(hidden)}
 
 
 def note_restart(session: Session, *, step: int) -> None:
-    """Say why the gang was restarted, if it was; give up when three attempts got no further.
+    """Log why the worker group was restarted, if it was; give up after three without progress.
 
     Args:
         session: of this rank.
-        step: the one that this attempt goes on from.
+        step: the step from which this attempt goes on.
 
     Raises:
         UserError: three attempts in a row began at the same step.
@@ -123,17 +115,14 @@ def note_restart(session: Session, *, step: int) -> None:
     env, scratch = session.env, session.job.scratch
     if not env.restart_count or scratch is None:
         return
-    causes = [cause(scratch, attempt=attempt) for attempt in range(env.restart_count)]
+    causes = [scratch.cause(attempt=attempt) for attempt in range(env.restart_count)]
     allowed = session.config.launch.max_restarts
     session.log(f"restart {env.restart_count} of {allowed}: {_sentence(causes[-1])}")
-    path = scratch / f"attempts-{env.rank}.json"
-    steps = [*(json.loads(path.read_text()) if path.exists() else []), step]
-    path.write_text(json.dumps(steps))
+    steps = scratch.record_first_step(step, rank=env.rank)
     if len(steps) >= 3 and len(set(steps[-3:])) == 1:
         raise UserError(
-            f"three restarts in a row made no progress beyond step {step}, so that the cause is no "
-            f"passing one; the first of them: {_sentence(causes[-3])}; see also logs/ in the run "
-            "folder"
+            f"three restarts in a row made no progress beyond step {step}, so the cause will not "
+            f"go away; the first of them: {_sentence(causes[-3])}; see also logs/ in the run folder"
         )
 
 
@@ -142,14 +131,14 @@ def _sentence(failure: Failure | None) -> str:
 
 
 @contextmanager
-def _failure_recorded(run_dir: Path) -> Iterator[None]:
-    """Leave run.json saying failed if rank 0 is; a launcher of ours then says it more exactly."""
+def _failure_recorded(run_dir: RunDir) -> Iterator[None]:
+    """Mark the run as failed if rank 0 fails; our launcher then adds the exact cause."""
     try:
         yield
     except BaseException as error:
         kind = "user" if isinstance(error, UserError) else "crash"
         sentence = " ".join(str(error).split()) or type(error).__name__
-        with suppress(UserError):  # a full disk: what it made fail is the error to tell
+        with suppress(UserError):  # a full disk; the error that it caused matters more
             write_run_record(
                 run_dir,
                 status=Status.FAILED,
@@ -162,7 +151,7 @@ def _failure_recorded(run_dir: Path) -> Iterator[None]:
 def _num_threads(env: DistEnv) -> int:
     """Return the cores of this rank over the ranks that share them. Collective: every rank.
 
-    A launcher that binds each rank to cores of its own has divided the machine already.
+    Some launchers bind each rank to its own cores; then nothing is left to divide.
     """
     mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     place = (socket.gethostname(), mask)
@@ -170,7 +159,7 @@ def _num_threads(env: DistEnv) -> int:
 
 
 def _marks(job: Job, env: DistEnv) -> list[str]:
-    """Return the marks of all ranks, by which their launch is known again. Collective."""
+    """Return the marks of all ranks, which identify their launch. Collective."""
     own = own_marks(env, has_agent=job.scratch is not None)
     return sorted(set().union(*gather_objects(own)))
 
@@ -182,43 +171,34 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
         return env.init_method if env.launcher == "torchrun" else asked or env.init_method
     if asked is None and env.num_nodes > 1:
         return env.init_method
-    # A file needs no port, so that parallel sweeps can never meet on one. Each attempt has its own:
-    # an earlier one's would keep the addresses of ranks that are gone.
-    if asked is None or asked.startswith(INIT_FILE):
-        name = (asked or "store").removeprefix(INIT_FILE)
-        if env.num_nodes > 1:
-            return asked
-        suffix = f"{scratch.name}-{env.restart_count}"
-        return f"{INIT_FILE}{Path(scratch, name).absolute()}.{suffix}"
-    return asked
+    # A file needs no port, so parallel sweeps can never meet at the same one.
+    if asked is None:
+        return f"{INIT_FILE}{scratch.store(env.restart_count)}"
+    if not asked.startswith(INIT_FILE) or env.num_nodes > 1:
+        return asked
+    name = asked.removeprefix(INIT_FILE)
+    return f"{INIT_FILE}{scratch.store(env.restart_count, name=name)}"
 
 
-def _record_start(
-    job: Job,
-    env: DistEnv,
-    run_dir: Path,
-    *,
-    num_threads: int,
-    devices: tuple[torch.device, ...],
-    num_devices: int,
-) -> None:
-    config = job.config
+def _record_start(session: Session, *, num_threads: int) -> None:
+    config, env, job = session.config, session.env, session.job
     begin_session(
-        run_dir,
+        session.run_dir,
         started_at=job.started_at,
         status=Status.RUNNING,
         error=None,
         task=config.task,
         config_hash=config_hash(config),
         work_hash=work_hash(config),
-        **job.code,
+        git_revision=job.code.get("git_revision"),
+        versions=job.code.get("versions", {}),
         host=socket.gethostname(),
         world_size=env.world_size,
         num_nodes=env.num_nodes,
         parallelism=config.parallelism.get("name"),
         backend=config.backend.name,
-        devices=[str(device) for device in devices],
-        num_devices=num_devices,
+        devices=[str(device) for device in session.devices],
+        num_devices=session.mode.num_devices(env, kind=config.backend.device),
         num_threads=num_threads,
         restarts=env.restart_count,
         warnings=list(job.warnings),

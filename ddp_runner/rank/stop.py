@@ -1,4 +1,4 @@
-"""How a rank learns that it should stop, and how it makes sure not to outlive its launcher."""
+"""How a rank learns that it should stop, and how it ends with its launcher."""
 
 import ctypes
 import multiprocessing
@@ -7,55 +7,47 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
-from multiprocessing import forkserver
-from pathlib import Path
-from typing import Any
 
-from ddp_runner.host.signals import STOP_SIGNALS, answered
-from ddp_runner.scratch import SAVING_POLL_S, STOP, record_stack, renewed
+from ddp_runner.host.fork_server import release_fork_server
+from ddp_runner.host.signals import STOP_SIGNALS, handled_signals
+from ddp_runner.scratch import SAVING_POLL_S, Scratch
 
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its worker group
-# has failed, and it may sit in a collective that will never end.
+# has failed, and the rank may be in a collective that never ends.
 FAILED_GROUP_GRACE_S = 3.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
-    """True once someone asked this rank to finish its step, save and end.
+    """True once this rank should finish its step, save and end.
 
     Under our launcher the request is a file: Ctrl-C reaches every process of a terminal, SIGTERM
     may reach every process of a container, and only the launcher knows which it was. Under
     another launcher (torchrun, Slurm) any of ``STOP_SIGNALS`` is the request.
     """
 
-    def __init__(self, scratch: Path | None, *, rank: int, attempt: int) -> None:
-        self._file = scratch / STOP if scratch else None
-        self.received: int | None = None  # the signal that asked this very rank
+    def __init__(self, scratch: Scratch | None, *, rank: int, attempt: int) -> None:
+        self._scratch, self._rank, self._attempt = scratch, rank, attempt
+        self.received: int | None = None  # the signal that this very rank received
         if scratch is None:
-            for signum in answered():
-                signal.signal(signum, self._on_signal)
+            for signum in handled_signals():
+                signal.signal(signum, self._receive)
         else:
             for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
-            self._watch_sigterm(
-                partial(record_stack, scratch, rank=rank, attempt=attempt),
-                saves=partial(renewed, scratch) if rank == 0 else lambda: False,
-            )
-            signal.signal(signal.SIGTERM, self._on_signal)
+            self._watch_sigterm(scratch)
+            signal.signal(signal.SIGTERM, self._receive)
 
     def __call__(self) -> bool:
         """Return whether to stop; cheap enough for every step."""
-        return self.received is not None or (self._file is not None and self._file.exists())
+        requested = self._scratch is not None and self._scratch.stop.exists()
+        return self.received is not None or requested
 
-    def _on_signal(self, signum: int, frame: object) -> None:
+    def _receive(self, signum: int, frame: object) -> None:
         self.received = self.received or signum
 
-    def _watch_sigterm(
-        self, record_stack: Callable[[], None], *, saves: Callable[[], bool]
-    ) -> None:
-        # The interpreter writes a signal's number here even while the main thread sits in a
+    def _watch_sigterm(self, scratch: Scratch) -> None:
+        # The interpreter writes a signal's number here even while the main thread is in a
         # collective, where no Python handler runs.
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -64,22 +56,23 @@ class StopRequest:
         def end_with_the_group() -> None:
             while os.read(reader, 1) != bytes([signal.SIGTERM]):
                 continue
-            record_stack()
+            scratch.record_stack(rank=self._rank, attempt=self._attempt)
             deadline = time.monotonic() + FAILED_GROUP_GRACE_S
-            while saves() or time.monotonic() < deadline:  # a checkpoint is written to its end
+            # Rank 0 finishes the checkpoint that it is writing.
+            while (self._rank == 0 and scratch.renew_saving()) or time.monotonic() < deadline:
                 time.sleep(SAVING_POLL_S)
-            if self._file is not None and not self._file.exists():
+            if not scratch.stop.exists():
                 os._exit(128 + signal.SIGTERM)
 
         threading.Thread(target=end_with_the_group, name="sigterm-watch", daemon=True).start()
 
 
 def die_with_launcher() -> None:
-    """Make sure that this worker ends when its launcher does, even by SIGKILL.
+    """Make this process end when its launcher does, even by SIGKILL.
 
-    The fork server ends when nobody holds the other end of its pipe; on Linux the kernel then
-    kills its children, also one that is stopped or sits in a deadlock. Elsewhere a thread waits
-    for the launcher's end.
+    The fork server ends when no process holds the other end of its pipe; on Linux the kernel then
+    kills the server's children, even suspended and deadlocked ones. Elsewhere a thread waits for
+    the launcher's end.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -91,15 +84,10 @@ def die_with_launcher() -> None:
     threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
     if sys.platform == "linux":
         die_with_parent()
-        # Each worker inherits that end of the pipe, to start processes of its own, and would keep
-        # the server alive.
-        server: Any = forkserver._forkserver
-        if server._forkserver_alive_fd is not None:
-            os.close(server._forkserver_alive_fd)
-            server._forkserver_alive_fd = None
+        release_fork_server()
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent is gone. Linux only."""
+    """Let the kernel signal this process when its parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)

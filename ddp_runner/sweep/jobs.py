@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
+from ddp_runner.scratch import Failure
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
-from ddp_runner.tracking.run_dir import InUseError, locked
+from ddp_runner.tracking.run_dir import InUseError, RunDir
 
 POLL_S = 0.5  # between two looks at jobs that another launcher runs
 
@@ -79,7 +80,7 @@ def _take(
     assert job.run_dir is not None
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(job.run_dir))
+            stack.enter_context(RunDir(job.run_dir).locked())
             if ledger.read()[entry.job_id] != entry:
                 return None
             ledger.note(entry.job_id, status=Status.RUNNING)

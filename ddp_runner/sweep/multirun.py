@@ -18,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
+from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
-from ddp_runner.launch.execute import execute, print_error
-from ddp_runner.launch.fork_server import start_fork_server
+from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import failed_enough, recorded, run_jobs
 from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger, sweep_command
@@ -29,11 +29,7 @@ from ddp_runner.sweep.slots import Batch, Slots
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.sweep.validate import validate_sweep
 from ddp_runner.tracking.claims import freeze
-from ddp_runner.tracking.run_dir import (
-    InUseError,
-    ensure_writable,
-    locked,
-)
+from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
 
@@ -135,7 +131,7 @@ class Multirun:
         """Return the ledger; the first batch of a command opens it."""
         if self._ledger is None:
             folder.mkdir(parents=True, exist_ok=True)
-            ensure_writable(folder)
+            RunDir(folder).ensure_writable()
             ledger = Ledger(folder)
             self._known_failures = ledger.begin(
                 command=sweep_command(), retry_failed=self._settings.retry == "failed"
@@ -236,13 +232,13 @@ class Multirun:
 
 def _freeze(job: Job, run_dir: Path) -> None:
     """Freeze a job's config, unless another launcher has the job: then it freezes the very same."""
-    with suppress(InUseError), locked(run_dir):
-        freeze(job, run_dir)
+    with suppress(InUseError), RunDir(run_dir).locked():
+        freeze(job, RunDir(run_dir))
 
 
 def _announced(job: Job) -> Outcome:
     print(f"\n{job.title}", flush=True)
-    return execute(job)
+    return launch(job)
 
 
 def opened(job: DictConfig) -> tuple[DictConfig, Any]:

@@ -1,43 +1,47 @@
-"""Jobs of a sweep side by side, each slot a process on cores and GPUs of its own.
+"""Parallel jobs of a sweep: each slot is a process on its own cores and GPUs.
 
-Used by ``multirun`` where `sweep.parallel_jobs` is more than 1. A slot is a launcher with a fork
-server of its own, and shares the sweep with the others by its ledger, as any two launchers do. All
-it hears comes from the process that started it, and it dies with that one.
+A slot is a launcher with its own fork server. It shares the sweep with the other slots through the
+ledger, as any two launchers do. Its parent tells it what to run and when to stop, and it dies with
+its parent.
 """
 
 import multiprocessing
 import os
+import re
 import sys
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TextIO
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
+from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
-from ddp_runner.host.signals import signals_ignored
+from ddp_runner.host.signals import children_ignore_signals
 from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
 from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
-from ddp_runner.launch.execute import execute, print_error
-from ddp_runner.launch.fork_server import start_fork_server
-from ddp_runner.launch.signals import Interrupts
+from ddp_runner.launch.launcher import launch, print_error
+from ddp_runner.launch.signals import StopSignals
 from ddp_runner.rank.stop import die_with_launcher
-from ddp_runner.scratch import STOP
+from ddp_runner.scratch import Scratch
 from ddp_runner.sweep.jobs import run_jobs
 from ddp_runner.sweep.ledger import Ledger
 
-MARK = "\x1e"  # opens a line for the reader: the number of the job that begins, none at the end
-END_S = 10.0  # from the end of the work to that of a slot, or of what it says
+SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot, or of its output
+CHUNK_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What every slot is given: the jobs of which each takes one after another."""
+    """The jobs that the slots share; each slot takes one after another."""
 
     jobs: Mapping[str, Job]
     ledger: Ledger
@@ -45,23 +49,39 @@ class Batch:
     known_failures: Collection[str]
 
 
+@dataclass(frozen=True)
+class JobBegins:
+    """A slot sends it before a job and waits for an answer; at the end of a batch it sends None."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that a slot printed, and where to show it."""
+
+    text: str
+    target: TextIO
+
+
 class Slots:
-    """So many slots, from their start to ``close``."""
+    """The slots of a sweep, from their start to ``close``."""
 
     def __init__(self, num_slots: int, hardware: Hardware) -> None:
-        self._folder = temp_folder()
-        self._speaking = threading.Lock()
-        self._current: dict[int, int] = {}  # the number of the job that each slot has begun
-        self._heard_out = threading.Semaphore(0)  # readers that have shown all of a batch
+        self._scratch = Scratch(temp_folder())
+        self._printing = threading.Lock()
+        self._current: dict[int, int] = {}  # the number of the job that each slot runs
+        # A slot's pipe, and whether the slot has finished the batch; else it has ended.
+        self._finished: SimpleQueue[tuple[Connection, bool]] = SimpleQueue()
         cores = core_shares(num_slots, num_cores=hardware.num_cores)
         gpus = gpu_shares(num_slots, num_gpus=hardware.num_gpus)
         self._slots = dict(
-            self._start(Slot(number + 1, cores[number], gpus[number], self._folder))
+            self._start(Slot(number + 1, cores[number], gpus[number], self._scratch))
             for number in range(num_slots)
         )
 
     def run(self, batch: Batch) -> int | None:
-        """Run a batch to its end; return the signal that stopped it, None if none did."""
+        """Run a batch to its end; return the signal that stopped it, or None."""
         folders = {job.number: job.run_dir for job in batch.jobs.values() if job.run_dir}
 
         def running() -> list[Path]:
@@ -69,77 +89,121 @@ class Slots:
             return [folder for number, folder in folders.items() if number in numbers]
 
         timeout_s = max(job.config.launch.shutdown_timeout_s for job in batch.jobs.values())
-        with Interrupts(self._folder, timeout_s=timeout_s, running=running) as interrupts:
-            links = list(self._slots)
-            for link in links:
-                try:
-                    link.send(batch)
-                except OSError:
-                    self._bury(link)
-            working = list(self._slots)
+        with StopSignals(self._scratch, timeout_s=timeout_s, running=running) as stop_signals:
+            for pipe in self._slots:
+                with suppress(OSError):  # the slot has ended, which is in the queue
+                    pipe.send(batch)
+            working = set(self._slots)
             while working:
-                ready = wait(working)
-                for link in [one for one in working if one in ready]:
-                    working.remove(link)
-                    try:
-                        link.recv()
-                    except (EOFError, OSError):
-                        self._bury(link)
-            for _ in range(2 * len(links)):
-                self._heard_out.acquire(timeout=END_S)
-        return interrupts.received
+                pipe, is_done = self._finished.get()
+                working.discard(pipe)  # a slot may end after it has finished
+                if not is_done:
+                    self._drop_slot(pipe)
+        return stop_signals.received
 
     def close(self) -> None:
         """End all slots."""
-        for link, process in self._slots.items():
-            link.close()
-            process.join(END_S)
+        for pipe, process in self._slots.items():
+            with suppress(OSError):
+                pipe.send(None)
+            process.join(SHUTDOWN_GRACE_S)
             process.kill()
 
     def _start(self, slot: Slot) -> tuple[Connection, SpawnProcess]:
-        link, far_link = multiprocessing.Pipe()
-        (out, far_out), (err, far_err) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
+        pipe, child_end = multiprocessing.Pipe()
+        (out, child_out), (err, child_err) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
         context = multiprocessing.get_context("spawn")
-        with signals_ignored():
-            process = context.Process(target=serve, args=(slot, far_link, far_out, far_err))
+        with children_ignore_signals():
+            process = context.Process(target=run_slot, args=(slot, child_end, child_out, child_err))
             process.start()
-        for far in (far_link, far_out, far_err):
-            far.close()
-        for source, stream in ((out, sys.stdout), (err, sys.stderr)):
-            reading = (slot, source, stream)
-            threading.Thread(target=self._pass_on, args=reading, daemon=True).start()
-        return link, process
+        for end in (child_end, child_out, child_err):
+            end.close()
+        outputs = [Output(out, sys.stdout), Output(err, sys.stderr)]
+        threading.Thread(target=self._follow, args=(slot, pipe, outputs), daemon=True).start()
+        return pipe, process
 
-    def _pass_on(self, slot: Slot, source: Connection, stream: TextIO) -> None:
-        """Show each line that a slot writes, with the number of its job in front."""
-        who = f"slot {slot.number}"
-        with os.fdopen(os.dup(source.fileno()), encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line == f"{MARK}\n":
-                    self._heard_out.release()
-                elif line.startswith(MARK):
-                    who = line.removeprefix(MARK).strip()
-                    self._current[slot.number] = int(who)
-                elif line.strip():
-                    with self._speaking:
-                        stream.write(f"[{who}] {line.rstrip()}\n")
-                        stream.flush()
-        self._heard_out.release()  # a slot that has died says no more
+    def _follow(self, slot: Slot, pipe: Connection, outputs: list["Output"]) -> None:
+        """Show what a slot prints, each line with the number of its job, until the slot ends."""
+        label = f"slot {slot.number}"
+        for event in events(pipe, outputs):
+            match event:
+                case Line():
+                    with self._printing:
+                        event.target.write(f"[{label}] {event.text}\n")
+                        event.target.flush()
+                case JobBegins():
+                    label, self._current[slot.number] = str(event.number), event.number
+                    with suppress(OSError):  # the slot has ended meanwhile
+                        pipe.send(None)
+                case None:
+                    self._finished.put((pipe, True))
+        self._finished.put((pipe, False))
 
-    def _bury(self, link: Connection) -> None:
-        process = self._slots.pop(link)
+    def _drop_slot(self, pipe: Connection) -> None:
+        process = self._slots.pop(pipe)
         process.join()
         print_error(
-            f"a slot of the sweep ended with exit code {process.exitcode}; the others go on with "
-            "its jobs, or the same command does when it is given again"
+            f"a slot of the sweep ended with exit code {process.exitcode}; the other slots take "
+            "its jobs; if any are left, give the same command again"
         )
 
 
-def serve(slot: Slot, link: Connection, stdout: Connection, stderr: Connection) -> None:
-    """Run what is left of each batch; a slot's whole life."""
+class Output:
+    """A stream of a slot that its parent reads from a pipe and shows elsewhere."""
+
+    def __init__(self, source: Connection, target: TextIO) -> None:
+        self.source, self.target, self.is_open = source, target, True
+        self._rest = b""  # the begin of a line
+        os.set_blocking(source.fileno(), False)
+
+    def lines(self, *, all_of_it: bool) -> Iterator[Line]:
+        """Yield the lines that have come; with `all_of_it` the begin of the last one, too."""
+        data = self._rest
+        with suppress(BlockingIOError):  # the pipe is empty
+            while chunk := os.read(self.source.fileno(), CHUNK_BYTES):
+                data += chunk
+                if not all_of_it:
+                    break
+            else:
+                self.is_open = False
+        *lines, rest = re.split(rb"[\r\n]", data)
+        is_last = all_of_it or not self.is_open
+        self._rest = b"" if is_last else rest
+        for line in [*lines, rest] if is_last else lines:
+            if text := line.decode(errors="replace").rstrip():
+                yield Line(text, self.target)
+
+
+def events(pipe: Connection, outputs: list[Output]) -> Iterator[Line | JobBegins | None]:
+    """Yield what a slot prints and sends, until it ends: None at the end of a batch.
+
+    A slot flushes its streams before it sends anything, and prints nothing more until the parent
+    answers. So whatever the streams hold by then was printed before.
+    """
+    while True:
+        ready = wait([pipe, *(output.source for output in outputs)])
+        try:
+            message = pipe.recv() if pipe in ready else None
+        except (EOFError, OSError):
+            break
+        for output in outputs:
+            yield from output.lines(all_of_it=pipe in ready)
+        outputs = [output for output in outputs if output.is_open]
+        if pipe in ready:
+            yield message
+    deadline = time.monotonic() + SHUTDOWN_GRACE_S  # a job's own child may hold a stream open
+    while outputs and (left_s := deadline - time.monotonic()) > 0:
+        wait([output.source for output in outputs], timeout=left_s)
+        for output in outputs:
+            yield from output.lines(all_of_it=False)
+        outputs = [output for output in outputs if output.is_open]
+
+
+def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connection) -> None:
+    """Run what is left of each batch that arrives; a slot's whole life."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
-    share_temp_folder(slot.folder)
+    share_temp_folder(slot.scratch.path)
     if slot.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpus
     die_with_launcher()
@@ -148,32 +212,32 @@ def serve(slot: Slot, link: Connection, stdout: Connection, stderr: Connection) 
         connection.close()
     start_fork_server()
     while True:
-        try:
-            batch: Batch = link.recv()
-        except EOFError:
-            os._exit(0)  # without the second that torch takes to be unloaded
+        batch: Batch | None = pipe.recv()
+        if batch is None:
+            os._exit(0)  # skips the second that unloading torch takes
         try:
             run_jobs(
                 batch.jobs,
                 ledger=batch.ledger,
                 settings=batch.settings,
-                execute=partial(_execute, slot=slot),
+                execute=partial(_launch_in, slot, pipe),
                 known_failures=batch.known_failures,
-                stop_requested=(slot.folder / STOP).exists,
+                stop_requested=slot.scratch.stop.exists,
             )
         except UserError as error:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)
-        _mark("")
-        link.send(None)
+        _send(pipe, None)
 
 
-def _execute(job: Job, *, slot: Slot) -> Outcome:
-    _mark(str(job.number))
+def _launch_in(slot: Slot, pipe: Connection, job: Job) -> Outcome:
+    _send(pipe, JobBegins(job.number))
+    pipe.recv()
     print(job.title, flush=True)
-    return execute(replace(job, slot=slot))
+    return launch(replace(job, slot=slot))
 
 
-def _mark(number: str) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        print(f"\n{MARK}{number}", file=stream, flush=True)  # on a line of its own in any case
+def _send(pipe: Connection, message: JobBegins | None) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send(message)

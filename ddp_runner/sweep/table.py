@@ -9,7 +9,7 @@ from ddp_runner.errors import UserError, printable
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.sweep.ledger import Ledger
-from ddp_runner.tracking.run_dir import is_locked
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
 COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
@@ -22,7 +22,7 @@ def sweep_table(folder: Path) -> str:
     for entry in entries:
         run_dir = folder / entry.folder
         status = entry.status
-        if status == Status.RUNNING and not is_locked(run_dir):
+        if status == Status.RUNNING and not RunDir(run_dir).is_locked:
             status = Status.PREEMPTED  # its launcher was killed
         record = _record(run_dir)
         metrics = _numbers(record.get("metrics"))

@@ -1,14 +1,13 @@
-"""How rank 0 comes to the run folder where no launcher of ours holds it already.
+"""How rank 0 gets a run folder if no launcher of ours holds one already.
 
-Under torchrun, srun and mpirun, and on several machines: it takes the folder that an earlier
-attempt of the same launch left, or the one that ``resume`` names, or claims a new one; and it holds
-the folder's lock for as long as it runs. Torch-free.
+Under torchrun, srun and mpirun, and on several machines, rank 0 takes the folder that an earlier
+attempt of the same launch left, or the one that ``resume`` names, or claims a new one. It holds the
+folder's lock for as long as it runs. Torch-free.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,31 +19,22 @@ from ddp_runner.job import Job, Status
 from ddp_runner.tracking.launch_marks import (
     find_own_run,
     find_unfinished_run,
-    is_own_run,
     is_same_work,
     marks_in,
 )
-from ddp_runner.tracking.run_dir import (
-    claim,
-    ensure_writable,
-    freeze_config,
-    locked,
-    resume_argument,
-    run_folder,
-    sibling_runs,
-)
-from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record, write_run_record
+from ddp_runner.tracking.run_dir import RunDir, claim, run_folder, sibling_runs
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
-AUTO = "auto"  # the value of `resume` that looks for this config's newest unfinished run
-PATIENCE_S = 20.0  # for the ranks of an earlier attempt to let go of the folder
+AUTO = "auto"  # the value of `resume` that means this config's newest unfinished run
+PATIENCE_S = 20.0  # for the ranks of an earlier attempt to release the folder
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The run folder, and what the run that it holds has settled already."""
+    """The run folder, and what the run in it has fixed already."""
 
-    folder: Path
-    global_size: int | None  # samples of its optimizer step; None: the config's own
+    run_dir: RunDir
+    global_size: int | None  # samples per optimizer step; None: as configured
 
 
 def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
@@ -52,58 +42,58 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
 
     Args:
         job: of this rank.
-        marks: by which a launch is known again, of all ranks.
+        marks: of all ranks, which identify the launch.
         stack: holds the folder's lock from now on.
 
     Raises:
-        UserError: another process holds the folder, it is another run's, or this launch's last
-            attempt failed for a reason that a restart cannot mend.
+        UserError: another process holds the folder, it holds another run, or this launch's last
+            attempt failed for a reason that a restart cannot fix.
     """
     if job.scratch is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
-        return Claim(job.run_dir, None)
+        return Claim(RunDir(job.run_dir), None)
     work, resume = work_hash(job.config), job.config.resume
-    folder, is_own, goes_on = job.run_dir, False, resume not in (None, AUTO)
-    if folder is not None:
-        is_own = is_own_run(folder, marks=marks, work=work)
-        may_go_on = is_own or goes_on or (resume == AUTO and is_same_work(folder, work=work))
-        if (folder / RUN_RECORD).exists() and not may_go_on:
+    resumes = resume not in (None, AUTO)
+    if job.run_dir is not None:
+        run_dir = RunDir(job.run_dir)
+        is_own = find_own_run([run_dir], marks=marks, work=work) is not None
+        may_resume = is_own or resumes or (resume == AUTO and is_same_work(run_dir, work=work))
+        if run_dir.record.exists() and not may_resume:
             raise UserError(
-                f"{folder} already holds a run; give another folder, or {resume_argument(folder)}"
+                f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
             )
     else:
         runs = sibling_runs(job.config)
-        folder = find_own_run(runs, marks=marks, work=work)
-        is_own = folder is not None
-        if folder is None and resume == AUTO:
-            folder = find_unfinished_run(runs, work=work)
-        folder = folder or claim(run_folder(job.config))
-    folder.mkdir(parents=True, exist_ok=True)
-    ensure_writable(folder)
-    stack.enter_context(locked(folder, patience_s=PATIENCE_S if is_own else 0.0))
-    earlier = read_run_record(folder) if (folder / RUN_RECORD).exists() else {}
+        own = find_own_run(runs, marks=marks, work=work)
+        is_own = own is not None
+        unfinished = find_unfinished_run(runs, work=work) if resume == AUTO and not own else None
+        run_dir = own or unfinished or RunDir(claim(run_folder(job.config)))
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    run_dir.ensure_writable()
+    stack.enter_context(run_dir.locked(patience_s=PATIENCE_S if is_own else 0.0))
+    earlier = read_run_record(run_dir, missing_ok=True)
     _validate_earlier_failure(earlier, marks)
-    known = {*marks_in(earlier), *marks}
-    write_run_record(folder, status=Status.RUNNING, work_hash=work, launches=sorted(known))
-    size = _global_size(folder) if earlier and not goes_on else None
-    return Claim(folder, size)
+    launches = sorted({*marks_in(earlier), *marks})
+    write_run_record(run_dir, status=Status.RUNNING, work_hash=work, launches=launches)
+    size = _global_size(run_dir) if earlier and not resumes else None
+    return Claim(run_dir, size)
 
 
-def freeze(job: Job, run_dir: Path) -> None:
-    """Write down what the run's config is from now on; rank 0 or the launcher.
+def freeze(job: Job, run_dir: RunDir) -> None:
+    """Write the job's config into its run folder; rank 0 or the launcher.
 
     Raises:
         UserError: it cannot be written.
     """
     written = job.secrets.written(job.config)
-    freeze_config(run_dir, written, overrides=job.overrides, choices=job.choices)
+    run_dir.freeze(written, overrides=job.overrides, choices=job.choices)
 
 
 def with_global_size(config: Config, global_size: int | None, ranks: int) -> Config:
-    """Return the config with the global batch that its run began with, cut for these ranks.
+    """Return the config with the global batch that its run began with, split among these ranks.
 
     Raises:
-        UserError: it does not divide by the ranks.
+        UserError: the ranks do not divide it.
     """
     if global_size is None or global_size == config.batch.global_size:
         return config
@@ -113,7 +103,7 @@ def with_global_size(config: Config, global_size: int | None, ranks: int) -> Con
 
 
 def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> None:
-    """Refuse to restart what would fail again: these agents saw it fail for the user's reason."""
+    """Raise the earlier error if these agents restart a run whose input is invalid."""
     error = earlier.get("error")
     agents = {mark for mark in marks if mark.startswith("agent ")}
     is_restart = not agents.isdisjoint(marks_in(earlier))
@@ -121,14 +111,14 @@ def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> 
         raise UserError(str(error.get("sentence")))
 
 
-def _global_size(folder: Path) -> int | None:
-    """Return the frozen config's global batch; None where the run was never frozen."""
-    path = folder / ".hydra" / "config.yaml"
-    if not path.exists():
+def _global_size(run_dir: RunDir) -> int | None:
+    """Return the frozen config's global batch; None if the run was never frozen."""
+    path = run_dir.config
+    if not run_dir.is_frozen:
         return None
     try:
         return int(yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]["global_size"])
-    except Exception as error:  # of any kind, as PyYAML makes of odd tags
+    except Exception as error:  # odd tags make PyYAML raise errors of any class
         raise UserError(
             f"{path} is damaged ({type(error).__name__}); restore it, or give another folder"
         ) from error

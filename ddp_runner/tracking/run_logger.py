@@ -16,8 +16,8 @@ from ddp_runner.host.load import load_record, measure_load
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.confusion import confusion_picture
-from ddp_runner.tracking.run_dir import resume_argument
-from ddp_runner.tracking.run_record import read_run_record, write_run_record
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
 from ddp_runner.tracking.times import begin_anew, end_session, note_startup
 from ddp_runner.tracking.tracker import Progress, Tracker
 
@@ -70,7 +70,7 @@ class RunLogger:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: RunDir,
         *,
         started_at: float,
         max_steps: int,
@@ -81,8 +81,8 @@ class RunLogger:
         self._first_step_is_done = False
         self._confusion: list[list[int]] | None = None  # of the last evaluation
         self._confusion_step = 0
-        config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
-        self._tracker = Tracker(run_dir, config_text=config_text, resume_step=resume_step)
+        config_text = run_dir.config.read_text(encoding="utf-8")
+        self._tracker = Tracker(run_dir.path, config_text=config_text, resume_step=resume_step)
         self._progress = Progress(
             max_steps,
             total_epochs=total_epochs,
@@ -129,19 +129,15 @@ class RunLogger:
             self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
         self._tracker.close(status=status)
         metrics = self._tracker.last_metrics
-        end_session(
-            self._run_dir,
-            status=status,
-            load=load_record(self._load, measure_load()),
-            epoch=epoch,
-            step=step,
-            metrics=metrics,
-            **({} if matrix is None else {"confusion_matrix": matrix}),
-        )
-        if status == Status.COMPLETED and (warning := diverged(self._run_dir, metrics)):
+        load = load_record(self._load, measure_load())
+        fields = RunFields(status=status, load=load, epoch=epoch, step=step, metrics=metrics)
+        if matrix is not None:
+            fields["confusion_matrix"] = matrix
+        end_session(self._run_dir, **fields)
+        if status == Status.COMPLETED and (warning := diverged(self._run_dir.path, metrics)):
             print(f"warning: {warning}")
         wall_s = time.time() - self._started_at  # of this session: what this command took
-        print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir), flush=True)
+        print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir.path), flush=True)
 
 
 def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
@@ -184,6 +180,6 @@ def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_d
     folder = shlex.quote(str(run_dir))
     lines = [f"{status} in {wall_s:.1f} s  {results}"]
     if status == Status.PREEMPTED:
-        lines.append(f"go on: python -m ddp_runner {resume_argument(run_dir)}")
+        lines.append(f"go on: python -m ddp_runner {RunDir(run_dir).resume_argument}")
     lines.append(f"tensorboard --logdir {folder}")
     return "\n".join(lines)

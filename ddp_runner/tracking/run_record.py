@@ -1,22 +1,19 @@
-"""run.json and what goes into it: the one file of a run that launcher and rank 0 both write.
-
-Imports no torch, because the launcher calls it before torch is needed.
-"""
+"""run.json: its fields, and how launcher and rank 0 both write it. Torch-free."""
 
 import fcntl
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
+from ddp_runner.tracking.run_dir import RunDir
 
-RUN_RECORD = "run.json"
 GIT_TIMEOUT_S = 2.0
 PACKAGES = (
     "ddp_runner",
@@ -28,13 +25,87 @@ PACKAGES = (
 )
 
 
-def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """Returns the fields of a run's run.json.
+class SessionTimes(TypedDict):
+    """The times of one session of a run, from a start to its end."""
+
+    started_at: float  # seconds since the epoch
+    startup_s: float | None  # None: it has not reached its first step
+    wall_s: float | None  # None: it has not ended
+
+
+class RunTimes(TypedDict, total=False):
+    """The times of a run, which ``times`` keeps; `started_at` and `startup_s` are of the first."""
+
+    started_at: float
+    startup_s: float | None
+    wall_s: float | None  # of all sessions
+    sessions: Sequence[SessionTimes]
+    finished_at: float | None
+
+
+class RunError(TypedDict):
+    """Why a run failed; `kind` as in ``Failure``."""
+
+    rank: int | None  # None: the launcher
+    kind: str
+    sentence: str
+
+
+class RunFields(TypedDict, total=False):
+    """What else is known of a run; each task writes the fields that it has."""
+
+    status: str  # a ``Status``
+    error: RunError | None
+    task: str
+    config_hash: str
+    work_hash: str  # of the keys that decide what is computed
+    git_revision: str | None
+    versions: Mapping[str, str | None]
+    host: str
+    world_size: int
+    num_nodes: int
+    parallelism: str | None
+    backend: str
+    devices: Sequence[str]  # of rank 0
+    num_devices: int
+    num_threads: int
+    restarts: int
+    warnings: Sequence[str]
+    launches: Sequence[str]  # see ``launch_marks``
+    parallel_jobs: bool  # ran as a parallel job of a sweep
+    cores: Sequence[int]
+    cuda_visible_devices: str | None
+    num_parameters: int
+    gradient_bytes: int
+    epoch: int
+    step: int
+    first_loss: float | None
+    metrics: Mapping[str, float | None]
+    confusion_matrix: Sequence[Sequence[int]]
+    load: Mapping[str, Mapping[str, float | None]]
+    lost_ranks: Sequence[int]
+    checks: Sequence[Mapping[str, Any]]  # task=check
+    collectives: Sequence[Mapping[str, Any]]  # task=collectives
+    not_in_backend: Sequence[Mapping[str, Any]]
+
+
+class RunRecord(RunFields, RunTimes, total=False):
+    """All fields of run.json."""
+
+
+def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> dict[str, Any]:
+    """Return the fields of run.json, unchecked: another version may have written it.
+
+    Args:
+        run_dir: the run's folder.
+        missing_ok: return no fields if there is no run.json.
 
     Raises:
-        UserError: There is none, or it is not a JSON object.
+        UserError: there is none, or it is not a JSON object.
     """
-    path = run_dir / RUN_RECORD
+    path = RunDir(Path(run_dir)).record
+    if missing_ok and not path.exists():
+        return {}
     try:
         fields = json.loads(path.read_bytes())
     except OSError as error:
@@ -48,53 +119,53 @@ def read_run_record(run_dir: Path) -> dict[str, Any]:
     return fields
 
 
-def write_run_record(run_dir: Path, **fields: Any) -> None:
-    """Merges fields into run.json, which is replaced whole: a reader sees the old one or the new.
+def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
+    """Merge fields into run.json, which is replaced whole: a reader sees the old one or the new.
 
-    Launcher and rank 0 may call it at once: a lock on the folder keeps both their fields.
+    Launcher and rank 0 may call it at the same time: a lock on the folder keeps both their fields.
 
     Raises:
-        UserError: The existing run.json is damaged, or the new one could not be written.
+        UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    _write(run_dir, lambda known: known | fields)
+    _write(run_dir, lambda known: {**known, **fields})
 
 
-def replace_run_record(run_dir: Path, fields: Mapping[str, Any]) -> None:
-    """Puts these fields into run.json in place of all that it holds.
+def replace_run_record(run_dir: os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write these fields into run.json, and no others.
 
     Raises:
-        UserError: It could not be written.
+        UserError: it cannot be written.
     """
     _write(run_dir, lambda known: dict(fields))
 
 
-def _write(run_dir: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def _write(run_dir: os.PathLike[str], changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    folder, path = Path(run_dir), RunDir(Path(run_dir)).record
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        folder_descriptor = os.open(run_dir, os.O_RDONLY)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder_descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
-            known = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
+            known = read_run_record(folder, missing_ok=True)
             text = json.dumps(json_safe(changed(known)), indent=2, allow_nan=False)
-            replace_file(run_dir / RUN_RECORD, text + "\n")
+            replace_file(path, text + "\n")
         finally:
             os.close(folder_descriptor)
     except OSError as error:
         raise UserError(
-            f"{run_dir / RUN_RECORD} cannot be written ({error.strerror}); "
-            "free space or make the folder writable"
+            f"{path} cannot be written ({error.strerror}); free space or make the folder writable"
         ) from error
 
 
 def git_revision() -> str | None:
-    """Returns the commit of the current folder, with ``+dirty`` where tracked files differ from it.
+    """Return the commit of the current folder, with ``+dirty`` if tracked files differ from it.
 
-    None outside a git repository, without git, or where git takes longer than 2 s.
+    None outside a git repository, without git, or if git takes longer than 2 s.
     """
-    # Excluding every tag makes describe answer with the full hash: one process tells both facts.
+    # Excluding every tag makes describe print the full hash: one call returns both facts.
     command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40"]
     try:
-        answer = subprocess.run(
+        result = subprocess.run(
             [*command, "--exclude=*", "--dirty=+dirty"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -104,11 +175,11 @@ def git_revision() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the installed version of Python and of each package, None where not installed."""
+    """Return the installed version of Python and of each package; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

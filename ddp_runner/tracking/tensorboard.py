@@ -15,7 +15,8 @@ import yaml
 from ddp_runner.config.collectives import OPS
 from ddp_runner.config.schema import leaves
 from ddp_runner.metric_names import METRICS
-from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
 
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 # The keys of the config that are hyperparameters; `optimizer.` stands for all of that group.
@@ -60,8 +61,8 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
     from torch.utils.tensorboard.summary import text
 
     config = yaml.load(config_text, Loader=LOADER)  # a safe one
-    record = read_run_record(run_dir) if (run_dir / RUN_RECORD).exists() else {}
-    overrides_file = run_dir / ".hydra" / "overrides.yaml"
+    record = read_run_record(run_dir, missing_ok=True)
+    overrides_file = RunDir(run_dir).overrides
     overrides = (
         yaml.load(overrides_file.read_bytes(), Loader=LOADER) if overrides_file.exists() else []
     )

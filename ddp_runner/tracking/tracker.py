@@ -22,9 +22,10 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
+from ddp_runner.tracking.run_dir import METRICS_FILE
 from ddp_runner.tracking.tensorboard import header, layout, session_end
 
-METRICS_FILE, EVENT_FILES = "metrics.jsonl", "events.out.tfevents.*"
+EVENT_FILES = "events.out.tfevents.*"
 NO_METRICS = {"step", "epoch", "time_s"}  # the other fields of a line
 ENDED = (Status.COMPLETED, Status.FAILED)
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does

@@ -49,7 +49,7 @@ def build_session_state(session: Session, config: Config) -> TrainState:
     dataset = load_dataset(source, data_root=Path(config.data_root), log=session.log)
     weights = None
     if session.env.is_rank_zero:
-        weights = starting_weights(config, session.run_dir / "checkpoints", log=session.log)
+        weights = starting_weights(config, session.run_dir.checkpoints, log=session.log)
     return build_state(
         config,
         session.env,

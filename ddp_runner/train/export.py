@@ -8,12 +8,13 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
-from ddp_runner.checkpoint.weights import EXPORT, export_weights
+from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.schema import Config
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.loop import evaluate
 from ddp_runner.train.state import Position, TrainState
@@ -36,7 +37,7 @@ def validate_monitor(config: Config, dataset: Dataset) -> None:
 def export_best(
     state: TrainState,
     config: Config,
-    run_dir: Path,
+    run_dir: RunDir,
     *,
     logger: Logger,
     log: Callable[[str], None],
@@ -49,7 +50,7 @@ def export_best(
     Raises:
         UserError: the model could not be written.
     """
-    folder, settings, position = run_dir / "checkpoints", config.checkpoint, state.position
+    folder, settings, position = run_dir.checkpoints, config.checkpoint, state.position
     is_rank_zero = state.setup.env.rank == 0
     best = None
     if is_rank_zero:
@@ -66,11 +67,11 @@ def export_best(
             epoch=position.epoch,
         )
     if best is not None:
-        export_weights(run_dir / EXPORT, best.state, step=best.step, metrics=best.metrics)
+        export_weights(run_dir.export, best.state, step=best.step, metrics=best.metrics)
         if settings.monitor is not None:
             score = best.metrics.get(settings.monitor)
             told = "not finite" if score is None else f"{score:.4f}"
-            log(f"best by {settings.monitor}: {told} at step {best.step}, in {EXPORT}")
+            log(f"best by {settings.monitor}: {told} at step {best.step}, in {run_dir.export.name}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Where the gradients of a step come from: this rank's own backward, or ranks that serve it."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
@@ -55,21 +55,28 @@ def duties_of(
         log: takes a line for the user.
     """
     position, batches = state.position, state.setup.batches
-    order = lru_cache(maxsize=2)(batches.order)
-
-    def compute(number: int) -> Tensor:
-        epoch, index = divmod(number, batches.steps_per_epoch)
-        return backward(state, batches.step(epoch, index, order=order(epoch)))
-
     return Duties(
         module=state.module,
         first_step=position.epoch * batches.steps_per_epoch + position.step_in_epoch,
         num_steps=max(0, max_steps - position.step),
         outstanding=position.outstanding,
-        compute=compute,
+        compute=partial(backward_by_number, state, lru_cache(maxsize=2)(batches.order)),
         seed=seed,
         timeout_s=timeout_s,
         ended=ended,
         mark=state.setup.timer.mark,
         log=log,
     )
+
+
+def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
+    """Run backward on this rank's part of a batch; return its part of the mean loss.
+
+    Args:
+        state: of this rank.
+        order: returns an epoch's order of samples.
+        number: of the batch, counted from the start of the run.
+    """
+    batches = state.setup.batches
+    epoch, index = divmod(number, batches.steps_per_epoch)
+    return backward(state, batches.step(epoch, index, order=order(epoch)))

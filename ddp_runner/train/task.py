@@ -4,8 +4,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +14,10 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.scratch import READY, ended_ranks
 from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
-from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.export import export_best, validate_monitor
 from ddp_runner.train.first_batch import Trial, refuse_mean, try_first_batch, warnings_of
@@ -41,7 +39,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     trial = try_first_batch(state, config)
     refuse_mean(trial, config)
     written = session.job.secrets.written(config)
-    resume_step = restore(state, written, run_dir / "checkpoints", log=session.log)
+    resume_step = restore(state, written, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.position.step)
     if session.env.is_rank_zero:
         freeze(session.job, run_dir)  # only now: a resume that fails leaves the folder as it was
@@ -56,14 +54,15 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         max_steps=max_steps,
         seed=config.seed,
         timeout_s=config.backend.timeout_s,
-        ended=partial(ended_ranks, session.job.scratch),
+        ended=session.job.scratch.ended_ranks if session.job.scratch else set,
         log=session.log,
     )
     if role.serve is not None:  # this rank only computes gradients for those that run the loop
         return role.serve(duties)
     if role.gradients is not None:
         state.gradients = role.gradients(duties)
-    _mark_ready(session.job.scratch)
+    if session.job.scratch is not None:
+        session.job.scratch.begin_loop()
 
     with _logger(session, state, trial, max_steps=max_steps, resume_step=resume_step) as logger:
         with _writer(session, resume_step=resume_step) as writer, explained(state.module):
@@ -90,13 +89,6 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     return status
 
 
-def _mark_ready(scratch: Path | None) -> None:
-    """Let the launcher know that the training loop begins."""
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
-        (scratch / READY).touch()
-
-
 def _logger(
     session: Session, state: TrainState, trial: Trial, *, max_steps: int, resume_step: int | None
 ) -> NullLogger | RunLogger:
@@ -105,8 +97,9 @@ def _logger(
     if not env.is_rank_zero:
         return NullLogger()
     warnings = [*session.job.warnings, *warnings_of(trial, state, config)]
-    write_run_record(run_dir, **sizes(state.module), warnings=warnings)
-    keep_files(run_dir, state.setup.dataset.files)
+    write_run_record(run_dir, **sizes(state.module))
+    write_run_record(run_dir, warnings=warnings)
+    keep_files(run_dir.path, state.setup.dataset.files)
     block = start_block(config, state, env, run_dir, max_steps=max_steps, code=session.job.code)
     notes = [*(f"warning: {text}" for text in warnings), *state.setup.dataset.notes]
     session.log("\n".join([*notes, block]))
@@ -127,7 +120,7 @@ def _writer(
     if not session.env.is_rank_zero:
         return nullcontext()
     writer = CheckpointWriter(
-        session.run_dir / "checkpoints",
+        session.run_dir.checkpoints,
         session.config.checkpoint,
         scratch=session.job.scratch,
         log=session.log,
@@ -142,7 +135,7 @@ def start_block(
     config: Config,
     state: TrainState,
     env: DistEnv,
-    run_dir: Path,
+    run_dir: RunDir,
     *,
     max_steps: int,
     code: Mapping[str, Any],
@@ -186,7 +179,7 @@ def _numbers(count: int) -> str:
     return "0" if count == 1 else f"0 to {count - 1}"
 
 
-def sizes(module: nn.Module) -> dict[str, int]:
+def sizes(module: nn.Module) -> RunFields:
     """Return how many parameters a model has, and how many bytes its gradients."""
     parameters = list(module.parameters())
     return {

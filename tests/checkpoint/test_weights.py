@@ -26,7 +26,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.metric_names import MONITORS
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build import build_state
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Pa
     """The file may be gone; another file is an error."""
     config, _ = resolved("model=toy")
     frozen = replace(config, model=config.model | {"weights": "gone"})
-    freeze_config(tmp_path, frozen, overrides=(), choices={})
+    RunDir(tmp_path).freeze(frozen, overrides=(), choices={})
     assert resolved(f"resume={tmp_path}")[0].model["weights"] == "gone"
     message = refusal(f"resume={tmp_path}", "model.weights=other")
     assert message.endswith("leave model.weights out, or start a run of its own without resume")

@@ -17,7 +17,7 @@ from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.scratch import SAVING
+from ddp_runner.scratch import Scratch
 
 NO_SPACE = OSError(28, "No space left on device")
 
@@ -55,7 +55,7 @@ def writer(
     with CheckpointWriter(
         folder / "checkpoints",
         CheckpointConfig(**config),
-        scratch=folder / "scratch",
+        scratch=Scratch(folder / "scratch"),
         log=(logged if logged is not None else []).append,
         pinned=False,
     ) as opened:
@@ -130,7 +130,7 @@ def test_one_save_at_a_time_in_the_order_of_the_calls(tmp_path: Path, gate: Gate
 
 def test_the_end_of_the_block_waits_and_the_mark_lasts_as_long(tmp_path: Path, gate: Gate) -> None:
     """The mark that makes a launcher wait exists from the save's first byte to its last."""
-    mark = tmp_path / "scratch" / SAVING
+    mark = Scratch(tmp_path / "scratch").saving
     with writer(tmp_path) as opened:
         opened.save({"model": torch.zeros(1)}, step=1, metrics={})
         assert gate.reached.wait(60)

@@ -31,7 +31,7 @@ from properties import check_sentence, examples
 
 import ddp_runner.cli.app
 import ddp_runner.cli.resolvers
-import ddp_runner.launch.execute
+import ddp_runner.launch.launcher
 import ddp_runner.sweep.multirun
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.known_keys import _keys
@@ -238,7 +238,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
                 ledger=batch.ledger,
                 settings=batch.settings,
                 known_failures=batch.known_failures,
-                execute=ddp_runner.launch.execute.execute,
+                execute=ddp_runner.launch.launcher.launch,
             )
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
@@ -246,8 +246,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "detect", lambda: LAPTOP)
     monkeypatch.setattr(ddp_runner.cli.resolvers, "detect", lambda: LAPTOP)
     monkeypatch.setattr(ddp_runner.sweep.multirun, "Slots", InTurn)
-    monkeypatch.setattr(ddp_runner.cli.app, "launch", launched)
-    monkeypatch.setattr(ddp_runner.launch.execute, "launch", launched)
+    monkeypatch.setattr(ddp_runner.launch.launcher, "run_worker_group", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 
 

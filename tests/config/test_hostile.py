@@ -26,7 +26,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.rank.session import open_session
-from ddp_runner.tracking.run_dir import locked
+from ddp_runner.tracking.run_dir import RunDir
 
 TOY = ("model=toy", "parallelism=single", "dataset.num_samples=8", "train.epochs=1")
 MARK = "pwned"  # the file that hostile code would leave in the run's folder
@@ -295,13 +295,13 @@ def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / name).parent.mkdir(parents=True)
     (run / name).symlink_to(outside)
-    with pytest.raises(UserError, match="is a link to"), locked(run):
+    with pytest.raises(UserError, match="is a link to"), RunDir(run).locked():
         pass
     assert outside.read_text() == "mine"
     (run / name).unlink()
     (tmp_path / "big disk").mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "big disk")
-    with locked(run):
+    with RunDir(run).locked():
         pass
 
 

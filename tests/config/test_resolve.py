@@ -11,7 +11,7 @@ from commands import refusal, resolved
 from ddp_runner.config.allowed_targets import OWN, TORCH
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import losses
 
 PARTS = f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}"
@@ -311,7 +311,7 @@ def test_a_sweep_over_world_sizes_says_which_jobs_leave_the_gpus(gpus: int) -> N
 def test_a_resumed_run_that_once_fell_to_the_cpu_says_so(tmp_path: Path) -> None:
     """Its frozen config cannot tell whether that was meant; both ways out are keys of resume."""
     begun = resolved("world_size=2")[0]
-    freeze_config(tmp_path, begun, overrides=(), choices={})
+    RunDir(tmp_path).freeze(begun, overrides=(), choices={})
     resume, machine = f"resume={tmp_path}", Hardware(num_gpus=2, num_cores=4)
     assert resolved(resume)[1] == []
     config, warnings = resolved(resume, hardware=machine)

@@ -21,9 +21,9 @@ from ddp_runner.data.sources.random import RandomRegression
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import versions
-from ddp_runner.worker import run
+from ddp_runner.worker import work
 
 SECRET = "hunter2-of-mine"
 TREE = {
@@ -84,7 +84,7 @@ def test_a_value_from_the_environment_is_found_on_whatever_way_it_came(tmp_path:
 
     config = to_config(raw)
     assert (config.model["longer"], config.train.epochs) == (f"Bearer {SECRET}!", 7)
-    text = freeze_config(tmp_path, secrets.written(config), overrides=[], choices={})
+    text = RunDir(tmp_path).freeze(secrets.written(config), overrides=[], choices={})
     assert SECRET not in text
     frozen = yaml.safe_load(text)
     assert all(at(frozen, place) == at(TREE, place) for place in HIDDEN)
@@ -190,7 +190,7 @@ def whole_run(env: DistEnv, job: Job) -> str:
     """Run as a worker does; return how it ended, or what it said."""
     env = replace(env, launcher="environment")  # so that the ranks meet where the config says
     try:
-        return str(run(job, env)["status"])
+        return str(work(job, env)["status"])
     except (UserError, RuntimeError) as error:
         return str(error)
 
@@ -259,7 +259,7 @@ def test_ranks_with_different_secrets_refuse_each_other_without_telling_them(
 def test_a_secret_that_is_given_when_resuming_is_found_as_well(tmp_path: Path) -> None:
     """A key of the command that resumes is kept as it was given, beside those that were frozen."""
     keys = ("model=toy", "dataset.num_samples=8")
-    freeze_config(tmp_path, resolved(*keys)[0], overrides=keys, choices={})
+    RunDir(tmp_path).freeze(resolved(*keys)[0], overrides=keys, choices={})
     register(None)
     overrides = (f"resume={tmp_path}", "launch.rdzv_id=${oc.env:MY_SECRET}", "batch.per_rank=2")
     raw = with_resumed(compose_raw(*overrides), overrides)

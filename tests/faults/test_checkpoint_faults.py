@@ -43,8 +43,8 @@ from trainings import (
     wait_for_nobody,
 )
 
+from ddp_runner.launch.rank_processes import END_S
 from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.launch.supervisor import END_S
 
 KILL = partial(send, signal.SIGKILL)
 # The save of step 6, the third one: two checkpoints are there before it.
@@ -71,7 +71,8 @@ def test_a_run_killed_in_a_save_resumes_from_the_one_before(
     if what is KILL:
         assert end.exit_code == 1
         assert error_line(end).startswith(
-            "rank 0 was killed by SIGKILL from outside, or by the kernel for want of memory; see "
+            "rank 0 was killed by SIGKILL, by another process or by the kernel's out-of-memory "
+            "killer; see "
         )
         assert record(end.run_dir)["status"] == "failed"
     else:
@@ -235,7 +236,9 @@ def test_a_restart_goes_on_from_the_save_that_a_peers_end_interrupted(
         processes = {
             folder: stack.enter_context(
                 background(
-                    *(*TOY, "launch.max_restarts=1", "launch.shutdown_timeout_s=1"),
+                    *TOY,
+                    "launch.max_restarts=1",
+                    "launch.shutdown_timeout_s=1",
                     folder=folder,
                     prepare=prepared(BEGUN, slowed, begun, Fault(what, peer)),
                 )

@@ -21,9 +21,9 @@ from commands import (
     wait_for,
 )
 from properties import WATCHED
-from trainings import QUICK, free_port, only_sentence
+from trainings import free_port, only_sentence
 
-FEW = (*QUICK, "train.max_steps=2")
+FEW = ("model=toy", "train.num_threads=1", "train.log_every_steps=1", "train.max_steps=2")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that a machine with GPUs answers alike
 OWN_GROUP = "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\n"
 
@@ -278,9 +278,15 @@ def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
     """
     (tmp_path / "leak.py").write_text(LEAK)
     end = run_command(
-        *("-m", *FEW, "model._target_=leak.Leak", "allowed_targets=[leak]", "world_size=2"),
-        *("+model.token=${oc.env:MY_SECRET}", "+model.listed=[a,'${model.token}']"),
-        *(f"+model.when={','.join(TELLING)}", "hydra.sweep.dir=sweep"),
+        "-m",
+        *FEW,
+        "model._target_=leak.Leak",
+        "allowed_targets=[leak]",
+        "world_size=2",
+        "+model.token=${oc.env:MY_SECRET}",
+        "+model.listed=[a,'${model.token}']",
+        f"+model.when={','.join(TELLING)}",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path), "MY_SECRET": SECRET},
     )
@@ -324,16 +330,16 @@ def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_p
 
 def revision_by_rank() -> None:
     """Let the code of this rank be of a commit of its own."""
-    from ddp_runner.tracking import run_record as record
+    from ddp_runner.cli import app
 
-    record.git_revision = lambda: f"commit-{os.environ['RANK']}"
+    app.git_revision = lambda: f"commit-{os.environ['RANK']}"
 
 
 def torch_by_rank() -> None:
     """Let this rank have a torch of its own."""
-    from ddp_runner.tracking import run_record as record
+    from ddp_runner.cli import app
 
-    record.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
+    app.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
 
 
 def nothing() -> None:
@@ -359,7 +365,8 @@ def test_ranks_that_were_launched_differently_refuse_each_other(
         ranks = [
             stack.enter_context(
                 background(
-                    *(*FEW, *args.replace("RANK", folder.name).split()),
+                    *FEW,
+                    *args.replace("RANK", folder.name).split(),
                     folder=folder,
                     environ={**where, "RANK": folder.name, "LOCAL_RANK": folder.name},
                     prepare=prepare,

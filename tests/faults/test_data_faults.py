@@ -23,9 +23,17 @@ IMAGES = ("model=mnist_net", "train.num_threads=1", "train.max_steps=1", "batch.
 IDX = (*IMAGES, "dataset=mnist", "dataset.name=tiny", "data_root=data", "world_size=2")
 FAKE = (*IMAGES, "dataset=fake_images", "dataset.num_samples=32", "world_size=1")
 TEXT = (
-    *("model=bert", "model.num_layers=1", "model.width=32", "model.feedforward=64"),
-    *("dataset.vocab_size=100", "dataset.max_length=32", "dataset.path=texts.csv"),
-    *("batch.global_size=4", "train.max_steps=1", "train.num_threads=1", "data_root=data"),
+    "model=bert",
+    "model.num_layers=1",
+    "model.width=32",
+    "model.feedforward=64",
+    "dataset.vocab_size=100",
+    "dataset.max_length=32",
+    "dataset.path=texts.csv",
+    "batch.global_size=4",
+    "train.max_steps=1",
+    "train.num_threads=1",
+    "data_root=data",
 )
 GRACE_S = 1.0  # for a run that has begun to ask for its data
 REMEDY = "replace the file, or delete it to have it downloaded"

@@ -66,7 +66,7 @@ from ddp_runner.launch.signals import ONE_REQUEST_S
 MIDDLE = 11  # a step in the midst of the training, and of an epoch
 PATIENCE = 6  # how much longer than promised an end may take on a busy machine
 KILL, STOP = (partial(send, one) for one in (signal.SIGKILL, signal.SIGSTOP))
-KILLED = "was killed by SIGKILL from outside, or by the kernel for want of memory"
+KILLED = "was killed by SIGKILL, by another process or by the kernel's out-of-memory killer"
 TIMEOUT_S = 5
 AT_ONCE_S = 5.0  # from the end of a rank to that of all
 LATE = (
@@ -104,32 +104,32 @@ TIMED: dict[str, tuple[Fault, float, str]] = {
     "stopped": (
         Fault(STOP, At(1, MIDDLE)),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it could not even say where it stood, as if it were stopped; see RUN/logs",
+        f"rank 1 {LATE}; no stack could be read: the process may be suspended; see RUN/logs",
     ),
     "hangs": (
         Fault(hang, At(1, MIDDLE)),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it stood at File ",
+        f"rank 1 {LATE}; it was at File ",
     ),
     "hangs before its first step": (
         Fault(hang, At(1, 1)),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it stood at File ",
+        f"rank 1 {LATE}; it was at File ",
     ),
     "hangs in an evaluation": (
         Fault(hang, At(1, 2, of="evaluation")),
         TIMEOUT_S + 10.0,
-        f"rank 1 {LATE}; it stood at File ",
+        f"rank 1 {LATE}; it was at File ",
     ),
     "stopped in a save": (
         Fault(STOP, Call(5, within=3)),
         TIMEOUT_S + 10.0,
-        f"rank 0 {LATE}; it could not even say where it stood, as if it were stopped; see RUN/logs",
+        f"rank 0 {LATE}; no stack could be read: the process may be suspended; see RUN/logs",
     ),
     "hangs in a save": (
         HANGING_SAVE,
         TIMEOUT_S + 13.0,
-        f"rank 0 {LATE}; it stood at File ",
+        f"rank 0 {LATE}; it was at File ",
     ),
 }
 
@@ -148,7 +148,9 @@ class Hit:
         told = [Fault(partial(write_pid, f"rank-{rank}"), At(rank, 1)) for rank in (0, 1)]
         mark = Fault(partial(note, "hit"), self._fault.where)
         return background(
-            *(*TOY, f"backend.timeout_s={TIMEOUT_S}", *shutdown),
+            *TOY,
+            f"backend.timeout_s={TIMEOUT_S}",
+            *shutdown,
             folder=self.folder,
             prepare=prepared(*told, mark, self._fault),
         )
@@ -284,7 +286,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named(
         wait_for_nobody(process)
     assert end.exit_code == 1
     assert error_line(end).startswith(
-        "rank 1 was killed by SIGKILL: likely out of memory, the kernel says; use a smaller "
+        "rank 1 was killed by SIGKILL: likely out of memory, as the kernel reports; use a smaller "
         "batch.per_rank; see "
     )
     assert_all_whole(tmp_path)
@@ -312,7 +314,7 @@ def test_a_second_sigterm_ends_at_once(tmp_path: Path, undisturbed: Path) -> Non
     """The first waits for a step that a stopped rank never ends; the second waits for nothing."""
     faults = (Fault(STOP, At(1, MIDDLE)), *stop_asked(signal.SIGTERM, At(0, MIDDLE)))
     with background(
-        *(*TOY, "launch.shutdown_timeout_s=3600"), folder=tmp_path, prepare=prepared(*faults)
+        *TOY, "launch.shutdown_timeout_s=3600", folder=tmp_path, prepare=prepared(*faults)
     ) as process:
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
         time.sleep(2 * ONE_REQUEST_S)  # what comes at once is the same request
@@ -391,7 +393,8 @@ def test_two_equal_commands_at_once_of_which_one_is_restarted(tmp_path: Path) ->
         processes = {
             name: stack.enter_context(
                 background(
-                    *(*EQUAL, "launch.max_restarts=1"),
+                    *EQUAL,
+                    "launch.max_restarts=1",
                     folder=place(tmp_path, name),
                     prepare=prepared(*faults[name]),
                 )
@@ -420,7 +423,7 @@ def test_a_run_in_use_is_nobody_elses(tmp_path: Path, undisturbed: Path) -> None
             assert end.exit_code == 2
             assert error_line(end) == (
                 f"{run_dir} is in use by process {process.pid} on {os.uname().nodename}; wait for "
-                "it to end, or start a run of its own"
+                "it to end, or start a new run"
             )
         go.touch()
         assert ended(process, tmp_path / "first").exit_code == 0
@@ -432,7 +435,7 @@ def test_a_run_in_use_is_nobody_elses(tmp_path: Path, undisturbed: Path) -> None
     ("to", "words"),
     [
         ("/dev/full", "stdout is lost (No space left on device): what it would have shown is in"),
-        (None, "stdout was closed: what it would have shown is in logs/ alone"),
+        (None, "stdout was closed: what it would have shown is in logs/ only"),
     ],
     ids=["full", "closed"],
 )

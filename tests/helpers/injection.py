@@ -27,13 +27,13 @@ CALLS = (
 FOR_EVER_S = 10_000.0
 COUNTED = {  # the functions whose calls are places; the first one's are a rank's steps
     # What a rank of the loop calls for each step, and a trainer of a parameter server.
-    "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.gradients.backward"),
+    "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.gradients.backward_by_number"),
     "evaluation": ("ddp_runner.train.loop.evaluate",),
     "log": ("ddp_runner.tracking.tracker.Tracker._add",),
 }
 DURING = {  # the functions whose own calls of the file system are places
     "save": ("ddp_runner.checkpoint.writer.save_checkpoint",),
-    "freeze": ("ddp_runner.tracking.claims.freeze_config",),
+    "freeze": ("ddp_runner.tracking.run_dir.RunDir.freeze",),
 }
 
 

@@ -12,6 +12,7 @@ from terminals import terminal
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.rank.rank_log import RankLog
+from ddp_runner.tracking.run_dir import RunDir
 
 CHATTY = """
 import os, sys
@@ -74,7 +75,7 @@ def test_a_log_on_a_full_disk_is_told_of_once(
     (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
     try:
-        with RankLog(tmp_path, env) as log:
+        with RankLog(RunDir(tmp_path), env) as log:
             log.write("one")
             log.write("two")
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.host.temp_folder import NOT_YET, OWNER, _made, clear_abandoned, temp_folder
+from ddp_runner.host.temp_folder import OWNER, UNLOCKED, _made, clear_abandoned, temp_folder
 
 LAUNCHER = """
 import sys, tempfile, time
@@ -95,7 +95,7 @@ def test_nobody_sees_a_folder_that_is_not_locked_yet(
 
     monkeypatch.setattr(fcntl, "flock", noted)
     made = _made(tmp_path)
-    assert seen == [f"{NOT_YET}{made.name}"]
+    assert seen == [f"{UNLOCKED}{made.name}"]
     assert list(tmp_path.iterdir()) == [made]
 
 

@@ -11,11 +11,12 @@ from commands import resolved
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.job import Failure, Job
-from ddp_runner.launch.blame import Ends, explain
+from ddp_runner.job import Job
+from ddp_runner.launch.blame import Ends, first_failure
 from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.scratch import note_cause, record_failure, record_stack
+from ddp_runner.scratch import Failure, Scratch
+from ddp_runner.tracking.run_dir import RunDir
 
 CLOSED = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234. GLHF!")
 TIMED_OUT = RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete")
@@ -32,7 +33,7 @@ def config() -> Config:
 
 def fail(scratch: Path, rank: int, error: BaseException) -> None:
     """Let a rank write down its failure."""
-    record_failure(scratch, rank=rank, attempt=0, error=error)
+    Scratch(scratch).record_failure(error, rank=rank, attempt=0)
 
 
 def stand(scratch: Path, rank: int, where: str, *, after_failure_of: int | None = None) -> None:
@@ -47,7 +48,7 @@ def stand(scratch: Path, rank: int, where: str, *, after_failure_of: int | None 
 def blamed(scratch: Path, config: Config, exit_codes: dict[int, int], **more: bool) -> Failure:
     """Return who is blamed in a group of three."""
     ends = Ends(ranks=range(3), exit_codes=exit_codes, **more)
-    return explain(ends, scratch, config, attempt=0)
+    return first_failure(ends, Scratch(scratch), config, attempt=0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def blamed(scratch: Path, config: Config, exit_codes: dict[int, int], **more: bo
     [
         (7, "rank 1 ended with exit code 7, without an exception: by os._exit, or by a library"),
         (0, "rank 1 ended with exit code 0 before the run was over, without an exception"),
-        (-signal.SIGKILL, "rank 1 was killed by SIGKILL from outside, or by the kernel"),
+        (-signal.SIGKILL, "rank 1 was killed by SIGKILL, by another process or by the kernel"),
         (-signal.SIGABRT, "rank 1 was killed by SIGABRT"),
         (-40, "rank 1 was killed by signal 40"),
     ],
@@ -74,7 +75,9 @@ def test_a_rank_that_died_without_a_word_comes_before_its_peers_complaints(
 @pytest.mark.parametrize(
     "error",
     [
-        *(SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("x")),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        ZeroDivisionError("x"),
         ValueError(str(CLOSED)),  # words alone make no lost peer
     ],
 )
@@ -101,7 +104,7 @@ def test_a_rank_that_stood_still_is_late(
     stand(tmp_path, 2, "sleeps.py")
     failure = blamed(tmp_path, config, {0: 1})
     assert (failure.rank, failure.kind) == (2, "late")
-    assert failure.sentence == f'rank 2 {LATE}; it stood at File "sleeps.py", line 7, in forward'
+    assert failure.sentence == f'rank 2 {LATE}; it was at File "sleeps.py", line 7, in forward'
 
 
 def test_of_two_errors_of_their_own_the_earlier_one_is_told(tmp_path: Path, config: Config) -> None:
@@ -116,16 +119,16 @@ def test_what_an_earlier_attempt_failed_of_is_not_told_again(
 ) -> None:
     """Its files lie beside those of this one, and are older."""
     fail(tmp_path, 1, ZeroDivisionError("of attempt 0"))
-    record_failure(tmp_path, rank=2, attempt=1, error=ZeroDivisionError("of attempt 1"))
+    Scratch(tmp_path).record_failure(ZeroDivisionError("of attempt 1"), rank=2, attempt=1)
     ends = Ends(ranks=range(3), exit_codes={2: 1})
-    failure = explain(ends, tmp_path, config, attempt=1)
+    failure = first_failure(ends, Scratch(tmp_path), config, attempt=1)
     assert failure.sentence == "rank 2 raised ZeroDivisionError: of attempt 1"
 
 
 def test_what_torch_says_of_a_peer_makes_no_cause_whatever_its_words(tmp_path: Path) -> None:
     """By the class of the error; the sentence holds its first line alone."""
     error = dist.DistBackendError("nobody came\nException raised from wait at Socket.cpp:7")
-    failure = record_failure(tmp_path, rank=1, attempt=0, error=error)
+    failure = Scratch(tmp_path).record_failure(error, rank=1, attempt=0)
     assert (failure.kind, failure.sentence) == (
         "peer",
         "rank 1 raised DistBackendError: nobody came",
@@ -134,12 +137,12 @@ def test_what_torch_says_of_a_peer_makes_no_cause_whatever_its_words(tmp_path: P
 
 def test_a_rank_ends_whether_or_not_its_scratch_folder_is_there(tmp_path: Path) -> None:
     """A cleaner of temporary files may take it: it is made anew, and where it cannot be, not."""
-    record_failure(tmp_path / "gone", rank=1, attempt=0, error=ZeroDivisionError())
+    Scratch(tmp_path / "gone").record_failure(ZeroDivisionError(), rank=1, attempt=0)
     assert (tmp_path / "gone" / "failure-0-1.json").exists()
     (tmp_path / "file").touch()
-    failure = record_failure(tmp_path / "file", rank=1, attempt=0, error=ZeroDivisionError())
+    failure = Scratch(tmp_path / "file").record_failure(ZeroDivisionError(), rank=1, attempt=0)
     assert failure.sentence == "rank 1 raised ZeroDivisionError"
-    record_stack(tmp_path / "file", rank=1, attempt=0)
+    Scratch(tmp_path / "file").record_stack(rank=1, attempt=0)
 
 
 def test_of_several_late_ranks_the_lowest_is_told_with_the_innermost_line(
@@ -151,9 +154,11 @@ def test_of_several_late_ranks_the_lowest_is_told_with_the_innermost_line(
         stand(tmp_path, rank, f"rank_{rank}.py")
     path = tmp_path / "stack-0-2.txt"
     path.write_text('  File "outer.py", line 1, in run\n    call()\n' + path.read_text())
-    failure = explain(Ends(ranks=range(11), exit_codes={0: 1}), tmp_path, config, attempt=0)
+    failure = first_failure(
+        Ends(ranks=range(11), exit_codes={0: 1}), Scratch(tmp_path), config, attempt=0
+    )
     assert (failure.rank, failure.kind) == (2, "late")
-    assert failure.sentence.endswith('it stood at File "rank_2.py", line 7, in forward')
+    assert failure.sentence.endswith('it was at File "rank_2.py", line 7, in forward')
 
 
 def test_a_stopped_rank_is_late_without_a_stack(tmp_path: Path, config: Config) -> None:
@@ -162,7 +167,7 @@ def test_a_stopped_rank_is_late_without_a_stack(tmp_path: Path, config: Config) 
     fail(tmp_path, 2, CLOSED)
     failure = blamed(tmp_path, config, {0: 1})
     assert (failure.rank, failure.kind) == (1, "late")
-    assert failure.sentence.endswith("could not even say where it stood, as if it were stopped")
+    assert failure.sentence.endswith("no stack could be read: the process may be suspended")
 
 
 @pytest.mark.parametrize("stands", [True, False])
@@ -193,7 +198,7 @@ def test_a_kill_for_memory_says_what_to_change(tmp_path: Path, config: Config) -
         for signum in (signal.SIGKILL, signal.SIGABRT)
     )
     assert killed == (
-        "rank 1 was killed by SIGKILL: likely out of memory, the kernel says; use a smaller "
+        "rank 1 was killed by SIGKILL: likely out of memory, as the kernel reports; use a smaller "
         "batch.per_rank"
     )
     assert aborted == "rank 1 was killed by SIGABRT"
@@ -219,20 +224,21 @@ def test_peers_that_complain_alone_are_believed(tmp_path: Path, config: Config) 
 def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     tmp_path: Path, config: Config, steps: tuple[int, ...], first: int
 ) -> None:
-    """A gang that gets further each time goes on, however often it is restarted."""
+    """A worker group that gets further each time goes on, however often it is restarted."""
     said: list[str] = []
-    job = Job(config=config, started_at=0.0, code={}, scratch=tmp_path)
+    job = Job(config=config, started_at=0.0, code={}, scratch=Scratch(tmp_path))
     mode = Single("single", devices_per_rank=1, max_ranks=1)
 
     def start(attempt: int) -> None:
         env = DistEnv(0, 0, 1, 1, restart_count=attempt)
-        note_restart(Session(job, env, mode, (), tmp_path, said.append), step=steps[attempt])
+        session = Session(job, env, mode, (), RunDir(tmp_path), said.append)
+        note_restart(session, step=steps[attempt])
 
     last = len(steps) - 1
     for attempt in range(last):
         start(attempt)
         failure = Failure(rank=0, kind="crash", sentence=f"cause {attempt}")
-        note_cause(tmp_path, failure, attempt=attempt)
+        Scratch(tmp_path).record_cause(failure, attempt=attempt)
     told = rf"no progress beyond step {steps[-1]}, .* of them: cause {first};"
     with pytest.raises(UserError, match=told):
         start(last)

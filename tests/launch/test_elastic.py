@@ -1,11 +1,17 @@
 """What torch's launcher settles for the ranks of a machine, and how its versions name it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import resolved
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.numa import binding as numa
 
-from ddp_runner.launch.elastic import numa_bound
+from ddp_runner.job import Job
+from ddp_runner.launch.elastic import numa_bound, worker_spec
+from ddp_runner.launch.supervisor import Supervisor
+from ddp_runner.scratch import Scratch
 
 OPTIONS = numa.NumaOptions(affinity_mode=numa.AffinityMode.NODE)
 
@@ -31,3 +37,17 @@ def test_ranks_are_bound_under_either_name(helper: Any, monkeypatch: pytest.Monk
 def test_the_helper_of_this_torch_is_known() -> None:
     """A wrapped function comes back, which is not called yet."""
     assert callable(numa_bound(lambda: "done", 0, OPTIONS))
+
+
+def test_the_agent_of_this_torch_has_the_hooks_and_attributes_that_the_supervisor_uses(
+    tmp_path: Path,
+) -> None:
+    """They are private by name: a torch that renames one fails here, not in a run."""
+    hooks = {"_start_workers", "_monitor_workers", "_stop_workers", "_shutdown"}
+    assert SimpleElasticAgent.__abstractmethods__ == hooks
+    config, _ = resolved("model=toy", "launch.max_restarts=3")
+    job = Job(config=config, started_at=0.0, code={}, scratch=Scratch(tmp_path))
+    supervisor = Supervisor(worker_spec(config, dict), job, dict)
+    assert supervisor._attempt == 0
+    supervisor._remaining_restarts -= 1
+    assert supervisor._attempt == 1

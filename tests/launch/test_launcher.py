@@ -36,11 +36,8 @@ from ddp_runner import worker
 from ddp_runner.dist_env import dist_env
 from ddp_runner.host.signals import STOP_SIGNALS
 from ddp_runner.job import Job
-from ddp_runner.launch import execute as execution
-from ddp_runner.launch import supervisor
-from ddp_runner.launch.execute import execute
+from ddp_runner.launch import launcher, supervisor
 from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.scratch import READY, SAVING
 
 FAULTY = '''
 import os, time
@@ -83,7 +80,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
-    """One machine's gang on loopback, on few threads; SIGTERM saves its step and ends with 143."""
+    """One machine's ranks on loopback, on few threads; SIGTERM saves its step and ends with 143."""
     with background(*LONG, folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         server = fork_server(process.pid)
@@ -130,11 +127,13 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_raises_is_named_and_ends_the_gang(tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_named_and_ends_the_group(tmp_path: Path) -> None:
     """Exit code 1; one sentence, then its traceback, once and last; the peer does not wait."""
     (tmp_path / "faulty.py").write_text(FAULTY)
     with background(
-        *("model=toy", "model._target_=faulty.Faulty", "allowed_targets=[faulty]"),
+        "model=toy",
+        "model._target_=faulty.Faulty",
+        "allowed_targets=[faulty]",
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path)},
     ) as process:
@@ -155,16 +154,21 @@ def test_a_rank_that_raises_is_named_and_ends_the_gang(tmp_path: Path) -> None:
     assert "cursed" in (end.run_dir / "logs" / "rank-1.log").read_text()
 
 
-def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
-    """With restarts left the gang goes on from its checkpoint and ends where it would have.
+def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
+    """With restarts left the group goes on from its checkpoint and ends where it would have.
 
     A sweep: the first job loses a rank and restarts, the second is left alone, and the third
     loses a rank and may not restart.
     """
     short = [one for one in LONG if not one.startswith("train.epochs")]
     with background(
-        *("-m", "launch.max_restarts=1,2,0", "hydra.sweep.dir=sweep", *short),
-        *("train.epochs=40", "checkpoint.every_epochs=null", "checkpoint.every_steps=10"),
+        "-m",
+        "launch.max_restarts=1,2,0",
+        "hydra.sweep.dir=sweep",
+        *short,
+        "train.epochs=40",
+        "checkpoint.every_epochs=null",
+        "checkpoint.every_steps=10",
         folder=tmp_path,
     ) as process:
         restarted, undisturbed, lost = (
@@ -176,7 +180,9 @@ def test_a_killed_rank_is_named_or_its_gang_restarted(tmp_path: Path) -> None:
         gang(process.pid)[0].kill()
         end = ended(process, tmp_path)
     assert end.exit_code == 1
-    sentence = "rank 0 was killed by SIGKILL from outside, or by the kernel for want of memory"
+    sentence = (
+        "rank 0 was killed by SIGKILL, by another process or by the kernel's out-of-memory killer"
+    )
     way_out = f"see {(lost / 'logs').relative_to(tmp_path)}, then go on with resume=RUN"
     assert end.stderr.strip() == f"error: {sentence}; {way_out}"
     fields = record(lost)
@@ -206,7 +212,9 @@ def do_instead(work: Work) -> None:
 def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> Ended:
     """Run two ranks that do this, and once again if they fail."""
     with background(
-        *("model=toy", "world_size=2", "launch.max_restarts=1"),
+        "model=toy",
+        "world_size=2",
+        "launch.max_restarts=1",
         folder=folder,
         twins=2,
         prepare=partial(together, partial(do_instead, work), *prepare),
@@ -232,12 +240,12 @@ def leave_behind(job: Job) -> dict[str, Any]:
         wait_for(lambda: not psutil.pid_exists(int(Path("rank-0").read_text())))
         os._exit(7)
     if (rank, attempt) == (0, 0):
-        for name in (READY, SAVING, "ended-1", "failure-1-0.json", "stack-1-0.txt"):
-            (job.scratch / name).touch()
+        for name in ("ready", "saving", "ended-1", "failure-1-0.json", "stack-1-0.txt"):
+            (job.scratch.path / name).touch()
         Path("server").write_text(str(os.getppid()))
         Path("rank-0").write_text(str(os.getpid()))
     if (rank, attempt) == (0, 1):
-        names = sorted(path.name for path in job.scratch.iterdir())
+        names = sorted(path.name for path in job.scratch.path.iterdir())
         is_same = Path("server").read_text() == str(os.getppid())
         Path("found").write_text(json.dumps({"names": names, "same server": is_same}))
         os._exit(8)
@@ -340,10 +348,10 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
     def leave(_: Job) -> NoReturn:
         raise SystemExit(143)
 
-    monkeypatch.setattr(execution, "launch", leave)
+    monkeypatch.setattr(launcher, "run_worker_group", leave)
     config, _ = resolved("model=toy")
     with pytest.raises(SystemExit):
-        execute(Job(config=config, started_at=1.0, code={}, run_dir=tmp_path))
+        launcher.launch(Job(config=config, started_at=1.0, code={}, run_dir=tmp_path))
     assert record(tmp_path)["status"] == "preempted"
 
 

@@ -27,10 +27,10 @@ from trainings import LONG, MOTHER, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.signals import STOP_SIGNALS
-from ddp_runner.launch.signals import Interrupts, mark_ended
+from ddp_runner.launch.signals import StopSignals, mark_ended
 from ddp_runner.rank import stop
 from ddp_runner.rank.stop import StopRequest
-from ddp_runner.scratch import STOP
+from ddp_runner.scratch import Scratch
 from ddp_runner.tracking.run_record import write_run_record
 
 # A launcher without torch, in the middle of something: it has asked for the lock of run.json.
@@ -38,20 +38,20 @@ LAUNCHER = """
 import fcntl, os, signal, subprocess, sys, time
 from pathlib import Path
 from ddp_runner.launch import signals as module
-from ddp_runner.launch.signals import Interrupts
-from ddp_runner.scratch import SAVING, STOP
+from ddp_runner.launch.signals import StopSignals
+from ddp_runner.scratch import Scratch
 from ddp_runner.tracking.run_record import write_run_record
 
-run, folder = Path("run"), Path("scratch")
+run, scratch = Path("run"), Scratch(Path("scratch"))
 write_run_record(run, status="running")
 runs, timeout_s = [run], float(sys.argv[1])
-with Interrupts(folder, timeout_s=timeout_s, running=lambda: runs) as interrupts:
+with StopSignals(scratch, timeout_s=timeout_s, running=lambda: runs) as stop_signals:
     exec(sys.argv[2])
     Path("ready").touch()
-    while not (folder / STOP).exists():
+    while not scratch.stop.exists():
         time.sleep(0.01)
     exec(sys.argv[3])
-print("the end of the block", interrupts.received, flush=True)
+print("the end of the block", stop_signals.received, flush=True)
 """
 HOLD = "fd = os.open(run, os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)"
 
@@ -63,8 +63,15 @@ def launcher(
     trap = f"trap '' {' '.join(map(str, map(int, ignored)))}; " if ignored else ""
     process = subprocess.Popen(
         [
-            *("bash", "-c", f'{trap}exec "$@"', "bash"),
-            *(sys.executable, "-c", LAUNCHER, str(timeout_s), *script),
+            "bash",
+            "-c",
+            f'{trap}exec "$@"',
+            "bash",
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            str(timeout_s),
+            *script,
         ],
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -128,7 +135,7 @@ def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Pa
 
 def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: Path) -> None:
     """A save longer than shutdown_timeout_s ends in peace, as does what follows; no hang does."""
-    save = "(folder / SAVING).touch(); time.sleep(5); (folder / SAVING).unlink(); time.sleep(1)"
+    save = "scratch.saving.touch(); time.sleep(5); scratch.saving.unlink(); time.sleep(1)"
     patient = launcher(tmp_path, "pass", save, timeout_s=2.0)
     patient.send_signal(signal.SIGUSR1)
     out, _ = patient.communicate(timeout=TIME_LIMIT_S)
@@ -144,9 +151,7 @@ def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: P
 
 def test_a_save_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """The mark of a rank that was killed in a save stays; a run that is hung ends all the same."""
-    process = launcher(
-        tmp_path, "pass", "(folder / SAVING).touch(); time.sleep(600)", timeout_s=0.1
-    )
+    process = launcher(tmp_path, "pass", "scratch.saving.touch(); time.sleep(600)", timeout_s=0.1)
     process.terminate()
     assert process.wait(TIME_LIMIT_S) == 143
     assert record(tmp_path / "run")["status"] == "preempted"
@@ -188,7 +193,7 @@ def test_a_run_that_has_ended_is_not_marked(tmp_path: Path) -> None:
 def test_signals_are_answered_as_before_once_the_ranks_are_gone(tmp_path: Path) -> None:
     """The next job of a sweep has not started its ranks yet, and a signal ends the command."""
     before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
-    with Interrupts(tmp_path, timeout_s=60.0, running=list):
+    with StopSignals(Scratch(tmp_path), timeout_s=60.0, running=list):
         assert [signal.getsignal(signum) for signum in STOP_SIGNALS] != before
     assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
 
@@ -210,9 +215,9 @@ def test_a_rank_tells_the_first_signal_that_asked_it() -> None:
 def asked_with_its_group(env: DistEnv, folder: str) -> bool:
     """Get SIGTERM while the launcher asks for a checkpoint; see the grace go by."""
     stop.FAILED_GROUP_GRACE_S = 0.0
-    request = StopRequest(Path(folder), rank=env.rank, attempt=0)
+    request = StopRequest(Scratch(Path(folder)), rank=env.rank, attempt=0)
     (watch,) = [one for one in threading.enumerate() if one.name == "sigterm-watch"]
-    (Path(folder) / STOP).touch()
+    Scratch(Path(folder)).stop.touch()
     os.kill(os.getpid(), signal.SIGTERM)
     watch.join()
     return request()

@@ -23,6 +23,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import build as building
 from ddp_runner.train.build import build_state
 from ddp_runner.train.export import export_best
@@ -256,7 +257,8 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
         state = build(case, config, real)
         for step in (2, 4):
             save(state, config, tmp_path / "checkpoints", step=step, epoch=1)
-        export_best(at(state, step=4), config, tmp_path, logger=trace, log=trace.said.append)
+        run_dir = RunDir(tmp_path)
+        export_best(at(state, step=4), config, run_dir, logger=trace, log=trace.said.append)
         devices = {parameter.device.index for parameter in state.module.parameters()}
     assert devices == set(case.devices)
     assert loaded_onto == ["cpu"]

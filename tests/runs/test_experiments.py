@@ -53,7 +53,7 @@ def test_a_rank_that_is_late_is_named_with_its_stack(offline: Ended) -> None:
     fields = record(offline.folder / "sweep" / "experiment=slow_rank")
     sentence = fields["error"]["sentence"]
     assert (fields["status"], fields["error"]["rank"]) == ("failed", 1)
-    assert "waited for backend.timeout_s (3 s); it stood at File" in sentence
+    assert "waited for backend.timeout_s (3 s); it was at File" in sentence
     assert "models/toy.py" in sentence
     assert offline.exit_code == 1
     assert f"experiment=slow_rank: {sentence}" in offline.stdout

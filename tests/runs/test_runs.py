@@ -28,7 +28,7 @@ from commands import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_reviews
 
-from ddp_runner.tracking.run_dir import claim, resume_argument
+from ddp_runner.tracking.run_dir import RunDir, claim
 
 FIELDS = (
     *("status", "config_hash", "git_revision", "versions", "world_size", "parallelism"),
@@ -195,7 +195,8 @@ def test_the_default_run_learns_the_digits_in_a_folder_of_any_name(tmp_path: Pat
 
     again = run_command(f"hydra.run.dir='{quoted}'", folder=tmp_path)
     assert again.exit_code == 2
-    assert again.stderr.splitlines()[-1].endswith(f"another folder, or {resume_argument(run_dir)}")
+    argument = RunDir(run_dir).resume_argument
+    assert again.stderr.splitlines()[-1].endswith(f"another folder, or {argument}")
     assert record(run_dir)["status"] == "completed"
 
 

@@ -18,7 +18,7 @@ from ddp_runner.sweep.jobs import run_jobs
 from ddp_runner.sweep.ledger import LEDGER, Ledger
 from ddp_runner.sweep.multirun import _freeze
 from ddp_runner.sweep.table import sweep_table
-from ddp_runner.tracking.run_dir import locked
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
 
@@ -99,7 +99,7 @@ def test_launchers_that_plan_one_job_at_once_do_not_meet(
     assert {path.name for path in (run_dir / ".hydra").iterdir()} == {
         *("choices.yaml", "config.yaml", "overrides.yaml")
     }
-    with locked(run_dir):
+    with RunDir(run_dir).locked():
         (run_dir / ".hydra" / "config.yaml").unlink()
         _freeze(job, run_dir)
         assert not (run_dir / ".hydra" / "config.yaml").exists()

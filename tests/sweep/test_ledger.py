@@ -31,7 +31,7 @@ from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import recorded, run_jobs
 from ddp_runner.sweep.ledger import INVALID, LEDGER, Entry, Ledger, unfinished_sweep
 from ddp_runner.sweep.table import sweep_table
-from ddp_runner.tracking.run_dir import locked
+from ddp_runner.tracking.run_dir import RunDir
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
 
@@ -124,11 +124,11 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
     ledger = Ledger(tmp_path)
 
     @contextmanager
-    def locked_late(folder: Path) -> Iterator[None]:
-        ledger.note(folder.name, status="completed")
+    def locked_late(run_dir: RunDir) -> Iterator[None]:
+        ledger.note(run_dir.path.name, status="completed")
         yield
 
-    monkeypatch.setattr("ddp_runner.sweep.jobs.locked", locked_late)
+    monkeypatch.setattr(RunDir, "locked", locked_late)
     outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=pytest.fail)
     assert [one.status for one in outcomes] == ["completed"] * 3
 
@@ -161,7 +161,7 @@ def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
 ) -> None:
     """It runs as long as somebody holds its folder."""
     Ledger(tmp_path).note("a", status="running")
-    with locked(tmp_path / "a"):
+    with RunDir(tmp_path / "a").locked():
         assert table_row(sweep_table(tmp_path), "a")[1] == "running"
     assert table_row(sweep_table(tmp_path), "a")[1] == "preempted"
 

@@ -1,10 +1,16 @@
-"""Jobs of a sweep side by side: each on cores and GPUs of its own, stopped and started as one."""
+"""Parallel jobs of a sweep: each on its own cores and GPUs, stopped and resumed together."""
 
+import io
+import multiprocessing
 import os
+import random
 import re
 import signal
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -33,10 +39,11 @@ from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.sweep.slots import JobBegins, Output, events
 from ddp_runner.sweep.validate import validate_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
-PACKED = ("-m", *TOY, "sweep.parallel_jobs=2")
+PARALLEL = ("-m", *TOY, "sweep.parallel_jobs=2")
 
 
 def num_importing(launcher_pid: int) -> int:
@@ -89,7 +96,7 @@ def test_cores_and_gpus_are_dealt_out_evenly(
         ("sweep.parallel_jobs=2 sweep.calibrate=true", "sweep.calibrate measures what the jobs"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(overrides: str, sentence: str | None) -> None:
+def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: str | None) -> None:
     """In one line for the whole sweep."""
     register(None)
     config = to_config(compose_raw(*overrides.split()))
@@ -98,12 +105,58 @@ def test_what_cannot_be_packed_is_refused(overrides: str, sentence: str | None) 
         validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
 
 
+def print_in_jobs(pipe: Connection, streams: Sequence[int], num_jobs: int) -> None:
+    """Print as a slot does: lines of each job, some without an end, then announce the next job."""
+    numbers = random.Random(0)
+    for job in range(num_jobs):
+        pipe.send(JobBegins(job))
+        pipe.recv()
+        for stream in streams:
+            lines = [f"{job} " + "x" * numbers.randrange(9000) for _ in range(numbers.randrange(9))]
+            end = numbers.choice(["", "\n", "\r\n"])
+            os.write(stream, ("\n".join(lines) + end).encode())
+    pipe.send(None)
+    pipe.close()
+
+
+def test_each_line_of_a_slot_belongs_to_the_job_that_printed_it() -> None:
+    """Also lines without an end, and more of them than a pipe holds at once."""
+    pipe, child_end = multiprocessing.Pipe()
+    outputs, streams = [], []
+    for _ in range(2):
+        source, end = os.pipe()
+        outputs.append(Output(Connection(source, writable=False), io.StringIO()))
+        streams.append(end)
+    writing = (child_end, streams, 300)
+    slot = threading.Thread(target=print_in_jobs, args=writing, daemon=True)
+    slot.start()
+    current, num_lines, num_batches = -1, 0, 0
+    try:
+        for event in events(pipe, outputs):
+            if isinstance(event, JobBegins):
+                current = event.number
+                pipe.send(None)
+            elif event is None:
+                num_batches += 1
+                slot.join()
+                for end in streams:
+                    os.close(end)
+            else:
+                assert int(event.text.split()[0]) == current
+                num_lines += 1
+    finally:  # a slot that is still writing ends
+        for end in [pipe, *(output.source for output in outputs)]:
+            end.close()
+    assert (current, num_batches) == (299, 1)
+    assert num_lines > 1000
+
+
 @needs_two_cores
 def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     """Two at a time; pinned as run.json says; each line tells its job; failures count over all."""
     lost = "optimizer.lr=0.1,1e30", "seed=range(5)", "sweep.max_failures=2", "train.max_steps=300"
     seen: dict[Path, set[int]] = {}
-    with background(*PACKED, *lost, folder=tmp_path, twins=2) as process:
+    with background(*PARALLEL, *lost, folder=tmp_path, twins=2) as process:
         while process.poll() is None:
             for run_dir, worker in workers(process.pid):
                 with suppress(psutil.Error):
@@ -162,19 +215,24 @@ def check_lines(end: Ended) -> None:
 
 
 @needs_two_cores
-def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL leaves no process; Ctrl-C saves every job that runs; alone the rest comes to an end.
 
     Ctrl-C reaches every process, as from a terminal, and counts once.
     """
     command = (
-        *("-m", *TOY, *SLOWED_TOY, "seed=0,1,2", "train.max_steps=2000"),
-        *("checkpoint.every_steps=20", "checkpoint.keep=1"),
+        "-m",
+        *TOY,
+        *SLOWED_TOY,
+        "seed=0,1,2",
+        "train.max_steps=2000",
+        "checkpoint.every_steps=20",
+        "checkpoint.keep=1",
     )
-    packed = (*command, "sweep.parallel_jobs=2")
+    parallel = (*command, "sweep.parallel_jobs=2")
     slow = brake(tmp_path / "models")
     saved = {"seed=0": 20, "seed=1": 20}
-    with background(*packed, folder=tmp_path, environ=slow.environ, twins=2) as process:
+    with background(*parallel, folder=tmp_path, environ=slow.environ, twins=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=saved), every_s=POLL_S)
         process.kill()
         process.wait()
@@ -183,7 +241,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     assert list(statuses(sweep).values()) == ["running", "running", "queued"]
     reached = {run_dir.name: last_step(run_dir) for run_dir in run_dirs(sweep)}
 
-    with background(*packed, folder=tmp_path, environ=slow.environ, twins=2) as process:
+    with background(*parallel, folder=tmp_path, environ=slow.environ, twins=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=reached), every_s=POLL_S)
         os.killpg(process.pid, signal.SIGINT)
         end = ended(process, tmp_path)
@@ -198,9 +256,12 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     slow.let_go()
     assert run_command(*command, folder=tmp_path, environ=slow.environ).exit_code == 0
     assert the_sweep(tmp_path) == sweep
-    assert set(statuses(sweep).values()) == {"done"}
-    parallel = [record(run_dir).get("parallel_jobs") for run_dir in run_dirs(sweep)]
-    assert parallel == [True, True, None]
+    assert set(statuses(sweep).values()) == {"completed"}
+    assert [record(run_dir).get("parallel_jobs") for run_dir in run_dirs(sweep)] == [
+        True,
+        True,
+        None,
+    ]
     for run_dir in run_dirs(sweep)[:2]:
         assert (run_dir / "logs" / "rank-0.log").read_text().count("resumed from") == 2
 
@@ -209,7 +270,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
     """The first waits for a step, here while torch is imported still; the second for nothing."""
     patient = "launch.shutdown_timeout_s=3600"
-    with background(*PACKED, patient, "seed=0,1", folder=tmp_path, fresh=True) as process:
+    with background(*PARALLEL, patient, "seed=0,1", folder=tmp_path, fresh=True) as process:
         wait_for(lambda: num_importing(process.pid) == 2)
         os.killpg(process.pid, signal.SIGINT)
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())

@@ -15,7 +15,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.claims import Claim, claim_run, with_global_size
 from ddp_runner.tracking.launch_marks import find_unfinished_run, own_marks
-from ddp_runner.tracking.run_dir import freeze_config, locked
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
 OURS, THEIRS = ["agent here 1"], ["agent here 2"]
@@ -43,9 +43,9 @@ def attempt(
     with ExitStack() as held:
         claim = claim_run(planned, marks=marks, stack=held)
         config = with_global_size(planned.config, claim.global_size, planned.config.world_size)
-        freeze_config(claim.folder, config, overrides=(), choices={})
+        claim.run_dir.freeze(config, overrides=(), choices={})
         if status is not None:
-            write_run_record(claim.folder, status=status, error=error)
+            write_run_record(claim.run_dir.path, status=status, error=error)
     return claim
 
 
@@ -54,13 +54,13 @@ def test_a_restart_goes_on_in_its_own_folder_alone(stack: ExitStack, status: str
     """An equal run that is newer stands beside it; its launch is another one."""
     own = attempt(job(), OURS, status=status)
     other = attempt(job(), THEIRS, status=status)
-    assert other.folder != own.folder
+    assert other.run_dir.path != own.run_dir.path
     again = claim_run(job(), marks=[*OURS, "agent there 3"], stack=stack)
-    assert (again.folder, again.global_size) == (own.folder, 40)
-    assert record(own.folder)["launches"] == [*OURS, "agent there 3"]
-    assert claim_run(job(), marks=["agent here 9"], stack=stack).folder not in (
-        own.folder,
-        other.folder,
+    assert (again.run_dir.path, again.global_size) == (own.run_dir.path, 40)
+    assert record(own.run_dir.path)["launches"] == [*OURS, "agent there 3"]
+    assert claim_run(job(), marks=["agent here 9"], stack=stack).run_dir.path not in (
+        own.run_dir.path,
+        other.run_dir.path,
     )
 
 
@@ -69,7 +69,7 @@ def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitSt
     own = attempt(job(ranks=2), OURS)
     alone = job(ranks=1)
     again = claim_run(alone, marks=OURS, stack=stack)
-    assert again.folder == own.folder
+    assert again.run_dir.path == own.run_dir.path
     batch = with_global_size(alone.config, again.global_size, 1).batch
     assert (batch.global_size, batch.per_rank) == (40, 40)
     with pytest.raises(UserError, match=r"batch.global_size \(40\) is not divisible"):
@@ -82,7 +82,7 @@ def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with locked(own.folder):
+        with own.run_dir.locked():
             held.set()
             let_go.wait(60)
 
@@ -91,7 +91,7 @@ def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -
     assert held.wait(60)
     timer = threading.Timer(0.2, let_go.set)
     timer.start()
-    assert claim_run(job(), marks=OURS, stack=stack).folder == own.folder
+    assert claim_run(job(), marks=OURS, stack=stack).run_dir.path == own.run_dir.path
     earlier.join()
     timer.join()
 
@@ -100,15 +100,18 @@ def test_a_run_is_known_by_all_of_its_launches(stack: ExitStack) -> None:
     """A scheduler starts it again under another agent, and any of them may restart it."""
     own = attempt(job(), ["slurm 7.0", *OURS])
     again = attempt(job(), ["slurm 7.0", *THEIRS])
-    assert again.folder == own.folder
-    assert record(own.folder)["launches"] == [*OURS, *THEIRS, "slurm 7.0"]
-    assert claim_run(job(), marks=OURS, stack=stack).folder == own.folder
+    assert again.run_dir.path == own.run_dir.path
+    assert record(own.run_dir.path)["launches"] == [*OURS, *THEIRS, "slurm 7.0"]
+    assert claim_run(job(), marks=OURS, stack=stack).run_dir.path == own.run_dir.path
 
 
 def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) -> None:
     """A script may run one command after another under one torchrun."""
     own = attempt(job("name=both"), OURS)
-    assert claim_run(job("name=both", "seed=1"), marks=OURS, stack=stack).folder != own.folder
+    assert (
+        claim_run(job("name=both", "seed=1"), marks=OURS, stack=stack).run_dir.path
+        != own.run_dir.path
+    )
 
 
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
@@ -121,8 +124,8 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
         claim_run(job(run_dir=folder), marks=OURS, stack=stack)
     resumed = job(run_dir=folder)
     resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
-    assert attempt(resumed, OURS) == Claim(folder, None)  # its config has what it resumes
-    assert attempt(job(run_dir=folder), OURS).folder == folder
+    assert attempt(resumed, OURS) == Claim(RunDir(folder), None)  # its config has what it resumes
+    assert attempt(job(run_dir=folder), OURS).run_dir.path == folder
 
 
 def test_two_launches_never_hold_one_folder(tmp_path: Path, stack: ExitStack) -> None:
@@ -140,12 +143,12 @@ def test_resume_auto_takes_this_configs_newest_unfinished_run(stack: ExitStack) 
         for status in ("preempted", "running", "completed")
     )
     attempt(job("optimizer.lr=0.5"), THEIRS, status="preempted")
-    stack.enter_context(locked(held.folder))
+    stack.enter_context(held.run_dir.locked())
     found = attempt(job("resume=auto"), OURS)
-    assert (found.folder, found.global_size) == (oldest.folder, 40)
-    write_run_record(oldest.folder, status="completed")
+    assert (found.run_dir.path, found.global_size) == (oldest.run_dir.path, 40)
+    write_run_record(oldest.run_dir.path, status="completed")
     new = claim_run(job("resume=auto"), marks=["agent here 4"], stack=stack)
-    assert new.folder not in (oldest.folder, held.folder, done.folder)
+    assert new.run_dir.path not in (oldest.run_dir.path, held.run_dir.path, done.run_dir.path)
     assert new.global_size is None
 
 
@@ -153,9 +156,10 @@ def test_a_damaged_run_is_nobodys_to_go_on_with(tmp_path: Path) -> None:
     """Its run.json says neither whose nor what it was."""
     work = work_hash(job().config)
     write_run_record(tmp_path / "run", status="failed", work_hash=work)
-    assert find_unfinished_run([tmp_path / "run"], work=work) is not None
+    assert find_unfinished_run([RunDir(tmp_path / "run")], work=work) is not None
     (tmp_path / "run" / "run.json").write_text("{")
-    assert find_unfinished_run([tmp_path / "run", tmp_path / "none"], work=work) is None
+    runs = [RunDir(tmp_path / name) for name in ("run", "none")]
+    assert find_unfinished_run(runs, work=work) is None
 
 
 def test_what_the_user_must_mend_is_not_restarted(stack: ExitStack) -> None:
@@ -170,14 +174,14 @@ def test_what_may_pass_is_restarted(stack: ExitStack) -> None:
     """A crash, or a rank that was killed, is what restarts are for."""
     error = {"rank": 0, "kind": "crash", "sentence": "rank 0 raised OSError"}
     own = attempt(job(), OURS, status="failed", error=error)
-    assert claim_run(job(), marks=OURS, stack=stack).folder == own.folder
+    assert claim_run(job(), marks=OURS, stack=stack).run_dir.path == own.run_dir.path
 
 
 def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -> None:
     """Between two starts by the scheduler somebody may have mended it."""
     error = {"rank": 0, "kind": "user", "sentence": "the disk is full"}
     own = attempt(job(), ["slurm 7.0"], status="failed", error=error)
-    assert claim_run(job(), marks=["slurm 7.0"], stack=stack).folder == own.folder
+    assert claim_run(job(), marks=["slurm 7.0"], stack=stack).run_dir.path == own.run_dir.path
 
 
 def test_only_a_launcher_that_restarts_ranks_marks_them() -> None:

@@ -39,7 +39,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.sweep.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.launch_marks import find_unfinished_run
-from ddp_runner.tracking.run_dir import freeze_config
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 
@@ -173,7 +173,7 @@ def test_a_record_is_a_mapping_or_refused(content: bytes) -> None:
             write_run_record(run, status="running")
             assert read_run_record(run)["status"] == "running"
         (run / "run.json").write_bytes(content)
-        assert find_unfinished_run([run], work="abc") in (run, None)
+        assert find_unfinished_run([RunDir(run)], work="abc") in (RunDir(run), None)
         Ledger(here).queue({"id": "job"}, refused=())
         assert all(line.isprintable() for line in sweep_table(here).splitlines())
 
@@ -230,8 +230,15 @@ def run_files() -> dict[str, bytes]:
 
 READ_BY_COMPARE = ("run.json", ".hydra/config.yaml", "metrics.jsonl")
 ODD_YAML = (
-    *(b'a: !!int ""\n', b'a: !!float ""\n', b"a: !!bool x\n", b"a: !!timestamp x\n", b"a: 0x_\n"),
-    *(b"a: 2001-99-99\n", b"a: 0001-01-01T00:00:00+23:00\n", b"? [a]\n: 1\n", b"a: !!set {}\n"),
+    b'a: !!int ""\n',
+    b'a: !!float ""\n',
+    b"a: !!bool x\n",
+    b"a: !!timestamp x\n",
+    b"a: 0x_\n",
+    b"a: 2001-99-99\n",
+    b"a: 0001-01-01T00:00:00+23:00\n",
+    b"? [a]\n: 1\n",
+    b"a: !!set {}\n",
     *(
         b"1: 2\n",
         b"null: 1\n",
@@ -241,9 +248,21 @@ ODD_YAML = (
         b"? {}\n",
         b"---\n",
     ),
-    *(b"a: !!omap [x]\n", b"a: =\n", b"world_size: 1:60:60\n", b"model: null\n", b"model: [1]\n"),
-    *(b"seed: .nan\n", b"launch: 3\n", b"allowed_targets: x\n", b"a: [" * 3000, b"- " * 3000),
-    *(b"model: ${seed}\n", b"seed: ${seed}\n", b"seed: ${a\n", b"resume: x\n", b"model: {1: 2}\n"),
+    b"a: !!omap [x]\n",
+    b"a: =\n",
+    b"world_size: 1:60:60\n",
+    b"model: null\n",
+    b"model: [1]\n",
+    b"seed: .nan\n",
+    b"launch: 3\n",
+    b"allowed_targets: x\n",
+    b"a: [" * 3000,
+    b"- " * 3000,
+    b"model: ${seed}\n",
+    b"seed: ${seed}\n",
+    b"seed: ${a\n",
+    b"resume: x\n",
+    b"model: {1: 2}\n",
 )
 
 
@@ -296,7 +315,7 @@ def frozen() -> tuple[bytes, Any]:
     """Return the bytes of a run's frozen config, and what a command composes beside it."""
     with folder() as here:
         config, _ = resolved("model=toy")
-        freeze_config(here, config, overrides=(), choices={"model": "toy"})
+        RunDir(here).freeze(config, overrides=(), choices={"model": "toy"})
         return (here / ".hydra" / "config.yaml").read_bytes(), compose_raw("model=toy")
 
 
@@ -364,8 +383,21 @@ def test_an_idx_file_is_bytes_of_its_sizes_or_refused(
 
 TEXTS = 'label,review\r\n1,"a ""good"" one,\nyes"\r\n0,好 bad\r\n1.0,\r\n,x\r\n0,last\r\n'
 ENCODINGS = (
-    *("utf-8", "utf-16", "gb18030", "latin-1", "utf-7", "utf-32", "idna", "punycode", "cp1252"),
-    *("unicode_escape", "raw_unicode_escape", "utf_8_sig", "shift_jis", "hz", "utf_16_le"),
+    "utf-8",
+    "utf-16",
+    "gb18030",
+    "latin-1",
+    "utf-7",
+    "utf-32",
+    "idna",
+    "punycode",
+    "cp1252",
+    "unicode_escape",
+    "raw_unicode_escape",
+    "utf_8_sig",
+    "shift_jis",
+    "hz",
+    "utf_16_le",
 )
 
 

@@ -12,19 +12,28 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
-from ddp_runner.tracking.run_dir import freeze_config, resume_argument
+from ddp_runner.tracking.run_dir import RunDir
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("outputs/run", "/tmp/2026-11-21_10-30-00", "outputs/s/world_size=2,optimizer.lr=0.1"),
-        *("with space", "it's", 'a "b"', "a\\'b", "$HOME", "[x]{y: z}", "日本", "a;b|c&d"),
+        "outputs/run",
+        "/tmp/2026-11-21_10-30-00",
+        "outputs/s/world_size=2,optimizer.lr=0.1",
+        "with space",
+        "it's",
+        'a "b"',
+        "a\\'b",
+        "$HOME",
+        "[x]{y: z}",
+        "日本",
+        "a;b|c&d",
     ],
 )
 def test_a_printed_resume_is_what_shell_and_hydra_take(name: str) -> None:
     """Whatever its name, the folder comes out of both as it went in."""
-    (argument,) = shlex.split(resume_argument(Path(name)))
+    (argument,) = shlex.split(RunDir(Path(name)).resume_argument)
     assert OverridesParser.create().parse_override(argument).value() == name
 
 
@@ -60,15 +69,15 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_frozen_config_is_replaced_whole_or_not_at_all(file: str, tmp_path: Path) -> None:
     """A disk that is full, or a kill, in the middle of it leaves the one before."""
     overrides = ["seed=1"]
-    text = freeze_config(tmp_path, Config(seed=1), overrides=overrides, choices={})
+    text = RunDir(tmp_path).freeze(Config(seed=1), overrides=overrides, choices={})
     before = {path.name: path.read_bytes() for path in (tmp_path / ".hydra").iterdir()}
     assert before["config.yaml"].decode() == text
     long = ["x" * 500] if file == "overrides.yaml" else []
     with largest_file(200), pytest.raises(UserError, match="cannot be written") as refused:
-        freeze_config(tmp_path, Config(seed=2), overrides=long, choices={})
+        RunDir(tmp_path).freeze(Config(seed=2), overrides=long, choices={})
     assert "\n" not in str(refused.value)
     assert (tmp_path / ".hydra" / "config.yaml").read_bytes() == before["config.yaml"]
     if file == "overrides.yaml":
         assert (tmp_path / ".hydra" / file).read_bytes() == before[file]
-    freeze_config(tmp_path, Config(seed=3), overrides=long, choices={})
+    RunDir(tmp_path).freeze(Config(seed=3), overrides=long, choices={})
     assert "seed: 3" in (tmp_path / ".hydra" / "config.yaml").read_text()

@@ -15,6 +15,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
 
 from ddp_runner.metric_names import METRICS
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.tensorboard import _charts, header, hyperparameters, run_card
 from ddp_runner.tracking.times import begin_session
@@ -184,7 +185,8 @@ def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> N
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
-    reporter = RunLogger(tmp_path, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None)
+    run_dir = RunDir(tmp_path)
+    reporter = RunLogger(run_dir, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None)
     reporter.log({"train/loss": 1.0}, step=1, epoch=1)
     with pytest.raises(ZeroDivisionError), reporter:
         raise ZeroDivisionError
@@ -199,7 +201,7 @@ def test_a_reporter_that_ends_well_says_nothing_of_failure(tmp_path: Path) -> No
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
     with RunLogger(
-        tmp_path, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
+        RunDir(tmp_path), started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
     ) as reporter:
         reporter.log({"train/loss": 1.0}, step=1, epoch=1)
         reporter.finish("completed", step=1, epoch=1)

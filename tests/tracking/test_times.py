@@ -19,7 +19,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_record import versions, write_run_record
 from ddp_runner.tracking.times import begin_anew, begin_session, end_session, note_startup
-from ddp_runner.worker import run
+from ddp_runner.worker import work
 
 AN_HOUR_AGO = time.time() - 3600
 
@@ -88,7 +88,7 @@ def test_a_record_without_sessions_counts_as_one(tmp_path: Path) -> None:
 def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> dict[str, Any]:
     """Run a rank as a worker does."""
     job = Job(config, started_at=started_at, code={"versions": versions()}, run_dir=run_dir)
-    return run(job, replace(env, launcher="environment"))  # it meets the others at init_method
+    return work(job, replace(env, launcher="environment"))  # it meets the others at init_method
 
 
 def test_a_real_run_that_goes_on_keeps_its_times_load_and_devices(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ddp_runner.checkpoint.manifest import STATE
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.export import export_best
 from ddp_runner.train.snapshot import snapshot
 
@@ -45,7 +46,9 @@ def delivered(
         for step in damaged:
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
-    export_best(at(state, epoch=1, step=4), config, run_dir, logger=trace, log=trace.said.append)
+    export_best(
+        at(state, epoch=1, step=4), config, RunDir(run_dir), logger=trace, log=trace.said.append
+    )
     return flat_weights(state.module), trace.said
 
 
@@ -103,5 +106,7 @@ def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     state, trace = build(env, config), Trace()
     fill(state.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
-    export_best(at(state, epoch=1, step=4), config, run_dir, logger=trace, log=trace.said.append)
+    export_best(
+        at(state, epoch=1, step=4), config, RunDir(run_dir), logger=trace, log=trace.said.append
+    )
     return trace.said

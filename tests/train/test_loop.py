@@ -33,7 +33,7 @@ from ddp_runner.job import Job
 from ddp_runner.tracking.run_record import versions
 from ddp_runner.train.loop import evaluate, forward, train_step
 from ddp_runner.train.schedules import cosine
-from ddp_runner.worker import run
+from ddp_runner.worker import work
 
 EACH_STEP = "train.log_every_steps=1"
 
@@ -330,7 +330,7 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     """Run as a worker does, and return how it ended."""
     job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
     # It meets the others at init_method, as under a plain launcher.
-    status: str = run(job, replace(env, launcher="environment"))["status"]
+    status: str = work(job, replace(env, launcher="environment"))["status"]
     return status
 
 
