@@ -1,4 +1,7 @@
-"""The one exception for what a user can cause; every module may raise it."""
+"""The one exception for what a user can cause, and the hint that its message may give."""
+
+import difflib
+from collections.abc import Iterable
 
 
 def printable(line: str) -> str:
@@ -18,3 +21,14 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known word that is most like a mistyped word; None if none is near.
+
+    Args:
+        word: as the user wrote it.
+        known: what could have been meant.
+        cutoff: least likeness, from 0 (any word will do) to 1.
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

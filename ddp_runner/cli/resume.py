@@ -1,7 +1,4 @@
-"""What a command that resumes a run takes from that run: its groups, and its frozen config.
-
-Used by ``__main__`` and ``compose``. Torch-free.
-"""
+"""What a command takes from the run that it resumes: its groups and its frozen config."""
 
 import re
 from collections.abc import Sequence
@@ -14,6 +11,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.cli.hydra_adapter import quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import Config
@@ -25,26 +23,27 @@ LAST = "last"  # the value of `resume` that stands for the newest run
 GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")  # each with a `_target_`
 
 
-def resumed_command(arguments: Sequence[str], *, conf: Path) -> tuple[list[str], list[str]]:
-    """Return a command line as Hydra is to read it, and the overrides added to it.
+def resumed_overrides(
+    overrides: Sequence[str], *, folders: Sequence[Path]
+) -> tuple[list[str], list[str]]:
+    """Return the overrides for Hydra to compose, and those among them that the user did not write.
 
-    A run that is resumed brings its groups (``model=bert``): without them Hydra would compose the
-    default ones, and refuse the keys that the run's own have. ``resume=last`` becomes a path.
+    A resumed run brings its groups (``model=bert``): without them Hydra would compose the default
+    groups, and reject keys that only the run's own groups have. ``resume=last`` becomes a path.
 
     Args:
-        arguments: what the user wrote after the program's name.
-        conf: the project's own groups.
+        overrides: as the user wrote them.
+        folders: they hold the groups, the project's and the user's own.
 
     Raises:
         UserError: there is no last run.
     """
-    arguments = list(arguments)
-    found = [place for place, one in enumerate(arguments) if one.startswith("resume=")]
-    if not found or {"-m", "--multirun"} & set(arguments):
-        return arguments, []
-    (value,) = (
-        one.value() for one in OverridesParser.create().parse_overrides([arguments[found[-1]]])
-    )
+    overrides = list(overrides)
+    places = [place for place, one in enumerate(overrides) if one.startswith("resume=")]
+    if not places:
+        return overrides, []
+    place = places[-1]
+    value = OverridesParser.create().parse_override(overrides[place]).value()
     if value == LAST:
         newest = newest_run()
         if newest is None:
@@ -53,18 +52,15 @@ def resumed_command(arguments: Sequence[str], *, conf: Path) -> tuple[list[str],
                 "give resume=RUN"
             )
         value = str(newest)
-        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        arguments[found[-1]] = f"resume='{quoted}'"
-    given = {one.partition("=")[0] for one in arguments}
-    folders = [conf, *_config_dirs(arguments)]
+        overrides[place] = f"resume={quoted(value)}"
+    given = {one.partition("=")[0] for one in overrides}
     implied = [
         f"{group}={option}"
         for group, option in _choices(Path(str(value))).items()
         if group not in given
         and any((folder / group / f"{option}.yaml").is_file() for folder in folders)
     ]
-    place = found[-1] + 1  # beside it: argparse takes what is not an option in one piece
-    return [*arguments[:place], *implied, *arguments[place:]], implied
+    return [*overrides[: place + 1], *implied, *overrides[place + 1 :]], implied
 
 
 def with_resumed(
@@ -138,16 +134,6 @@ def _frozen(run_dir: Path) -> DictConfig:
             f"{path} is damaged or of another version ({reason}); restore it, or start anew"
         ) from error
     return frozen
-
-
-def _config_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Return the folders of the user's own groups."""
-    found = []
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
-        option, _, value = argument.partition("=")
-        if option in ("--config-dir", "-cd"):
-            found.append(Path(value or after))
-    return found
 
 
 def _choices(run_dir: Path) -> dict[str, str]:

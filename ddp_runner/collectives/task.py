@@ -14,8 +14,7 @@ import torch
 from ddp_runner.collectives.messages import prepare, refusal
 from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.collectives.timing import Row, measure
-from ddp_runner.config.collectives import OPS, message_sizes
-from ddp_runner.config.schema import CollectivesConfig
+from ddp_runner.config.schema import OPS, CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
@@ -91,8 +90,17 @@ def _messages(
             backend = session.config.backend.name
             session.log(f"{_title(variant)} not in {backend}: {reason}")
             continue
-        for num_bytes in message_sizes(session.config) if variant.dtype else (0,):
+        for num_bytes in message_sizes(session.config.collectives) if variant.dtype else (0,):
             yield variant, num_bytes
+
+
+def message_sizes(asked: CollectivesConfig) -> list[int]:
+    """Return the sizes to measure in bytes, ascending; max_bytes is always among them."""
+    sizes, size = [], asked.min_bytes
+    while size < asked.max_bytes:
+        sizes.append(size)
+        size *= asked.size_factor
+    return [*sizes, asked.max_bytes]
 
 
 def validate_reduce_ops(
@@ -126,7 +134,7 @@ def _start_block(session: Session) -> str:
         f"rank 0 on {place}",
         "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
         f"{env.local_world_size} a node, {torch.get_num_threads()} CPU thread(s) a rank",
-        "messages": f"{', '.join(f'{size:,}' for size in message_sizes(config))} bytes, "
+        "messages": f"{', '.join(f'{size:,}' for size in message_sizes(asked))} bytes, "
         f"{asked.warmup_steps} warm-up and {asked.steps} timed calls of each",
         "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }

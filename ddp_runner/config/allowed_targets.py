@@ -6,7 +6,6 @@ object itself.
 """
 
 import ast
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.config.schema import Config
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Modules of this package that hold parts, and what a part is there.
@@ -88,8 +87,8 @@ def validate_name(name: object, *, key: str, allowed: Collection[str]) -> None:
         if last in _defined(module):
             return
         known = [f"{one}.{part}" for one in _modules() for part in _defined(one)]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {nearest}?")
+        meant = nearest(name, known, cutoff=0.0)
+        raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {meant}?")
     raise UserError(
         f"{key} ({name}) is not a part that a config may name; these are the parts in "
         f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}; if you trust it, add "
@@ -165,8 +164,8 @@ def _nearest_losses(name: object) -> str:
     """Return the one of our losses that a name such as CrossEntropyLoss means, or else all."""
     known = {one.replace("_", ""): f"{LOSSES}.{one}" for one in sorted(_defined(LOSSES))}
     word = str(name).rpartition(".")[2].replace("_", "").lower().removesuffix("loss")
-    nearest = difflib.get_close_matches(word, known, n=1)
-    return known[nearest[0]] if nearest else " or ".join(known.values())
+    meant = nearest(word, known)
+    return known[meant] if meant else " or ".join(known.values())
 
 
 def _allowing(name: str) -> str:

@@ -1,6 +1,5 @@
 """Builds what one group of the config names, and says in a sentence why it cannot."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -8,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddp_runner.config.targets import construct
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, nearest
 
 ANY = "**"  # stands for whatever keyword a function takes
 
@@ -74,8 +73,8 @@ def complete(
     for key in [one for one in settings if one != "name" and one[0] != "_"]:
         if key not in known and ANY not in known:
             named = sorted(known - offered.keys())
-            meant = difflib.get_close_matches(key, named, n=1)
-            hint = f"did you mean {group}.{meant[0]}?" if meant else f"it has {', '.join(named)}"
+            meant = nearest(key, named)
+            hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(named)}"
             raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
     taken = {key: value for key, value in offered.items() if key in known or ANY in known}
     hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"

@@ -13,6 +13,24 @@ from typing import Any
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+# What a key may be: see ``validate``.
+TASKS = ("train", "collectives", "check")
+BACKENDS = ("auto", "gloo", "nccl", "mpi")
+PRECISIONS = ("fp32", "bf16", "fp16")
+OPS = (
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send_recv",
+    "barrier",
+)
+REDUCE_OPS = ("sum", "mean", "max", "min", "product")
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # what follows from the ranks
 
 

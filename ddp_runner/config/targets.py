@@ -3,7 +3,6 @@
 A config holds plain containers whose interpolations are resolved: nothing is resolved here.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_runner.config.allowed_targets import TORCH, is_allowed, validate_name
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, nearest
 
 # No subclass in these modules takes a command, a file to read, or the name of a thing to import.
 KINDS: Mapping[str, type] = dict(zip(TORCH, (nn.Module, Optimizer, LRScheduler), strict=True))
@@ -143,6 +142,6 @@ def _attribute(owner: Any, name_within: str, *, key: str, name: str) -> Any:
     try:
         return getattr(owner, name_within)
     except AttributeError:
-        near = difflib.get_close_matches(name_within, dir(owner), n=1)
-        hint = f"did you mean {name.rpartition('.')[0]}.{near[0]}?" if near else "name another"
+        meant = nearest(name_within, dir(owner))
+        hint = f"did you mean {name.rpartition('.')[0]}.{meant}?" if meant else "name another"
         raise UserError(f"{key} ({name}) does not exist; {hint}") from None

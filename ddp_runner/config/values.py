@@ -1,35 +1,50 @@
-"""What each value of a config must be by itself: finite, of its kind, within its range.
+"""What each value of a config must be by itself: finite, of its kind, in its range. Torch-free.
 
-Called by ``rules``, hence torch-free. What must hold between several keys is in ``rules``.
+What must hold between several keys is in ``validate``.
 """
 
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 import yaml
 
-from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
-from ddp_runner.errors import UserError
+from ddp_runner.config.schema import CONFIG_DIR, DTYPES, OPS, REDUCE_OPS, Config, leaves
+from ddp_runner.errors import UserError, nearest
 
 GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")
 MOST = 2**63 - 1  # what torch and NumPy take for a whole number, seeds included
 YEAR_S = 365 * 86_400.0  # beyond it the clocks of the libraries overflow
 POSITIVE = (
-    *("train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps"),
-    *("train.clip_norm", "train.num_threads"),
-    *("batch.global_size", "batch.per_rank", "batch.eval_per_rank"),
-    *("launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s"),
-    *("sweep.max_failures", "sweep.parallel_jobs", "parallelism.devices_per_rank"),
-    *("optimizer.lr", "dataset.num_samples"),
+    "train.epochs",
+    "train.max_steps",
+    "train.log_every_steps",
+    "train.grad_accum_steps",
+    "train.clip_norm",
+    "train.num_threads",
+    "batch.global_size",
+    "batch.per_rank",
+    "batch.eval_per_rank",
+    "launch.nnodes",
+    "launch.nproc_per_node",
+    "launch.shutdown_timeout_s",
+    "sweep.max_failures",
+    "sweep.parallel_jobs",
+    "parallelism.devices_per_rank",
+    "optimizer.lr",
+    "dataset.num_samples",
 )
 NOT_NEGATIVE = (
-    *("seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank"),
-    *("optimizer.weight_decay", "optimizer.momentum"),
+    "seed",
+    "train.eval_every_epochs",
+    "launch.max_restarts",
+    "launch.node_rank",
+    "optimizer.weight_decay",
+    "optimizer.momentum",
 )
 RANGES: Mapping[str, tuple[float, float]] = {
     "backend.timeout_s": (1, YEAR_S),  # a collective waits for ranks that only take turns
@@ -75,6 +90,52 @@ def validate_values(config: Config) -> None:
     for group in GROUPS:
         _validate_kinds(group, getattr(config, group))
     _ensure_memory(config)
+
+
+def validate_collectives(config: Config, *, num_ranks: int) -> None:
+    """Refuse values that the collectives benchmark cannot measure.
+
+    Raises:
+        UserError: a number is out of range, a name is unknown, or there is no rank to talk to.
+    """
+    asked = config.collectives
+    for key, value, least in (
+        ("min_bytes", asked.min_bytes, 1),
+        ("max_bytes", asked.max_bytes, 1),
+        ("size_factor", asked.size_factor, 2),
+        ("steps", asked.steps, 1),
+        ("warmup_steps", asked.warmup_steps, 0),
+    ):
+        if value < least:
+            raise UserError(f"collectives.{key} ({value}) must be {least} or greater")
+    if asked.min_bytes > asked.max_bytes:
+        raise UserError(
+            f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
+            f"({asked.max_bytes}); give both, the smaller as min_bytes"
+        )
+    _validate_names("ops", asked.ops, OPS)
+    _validate_names("dtypes", asked.dtypes, DTYPES)
+    _validate_names("reduce_ops", asked.reduce_ops, REDUCE_OPS)
+    if config.task == "collectives" and num_ranks < 2:
+        raise UserError(
+            f"task=collectives measures what ranks send each other, world_size is {num_ranks}; "
+            "write world_size=2 or more"
+        )
+
+
+def _validate_names(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
+    if names is None:
+        return
+    for name in names:
+        if name not in known:
+            meant = nearest(name, known)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise UserError(f"collectives.{key} ({name}) must be among {', '.join(known)}{hint}")
+    if not names or len(set(names)) < len(names):
+        raise UserError(
+            f"collectives.{key} ([{', '.join(names)}]) must name at least one, and none twice; "
+            f"choose from {', '.join(known)}"
+        )
 
 
 def _number(key: str, value: Any) -> int | float | None:

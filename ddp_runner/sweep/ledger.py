@@ -5,7 +5,6 @@ launcher that holds its folder's lock.
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -66,15 +65,15 @@ class Ledger:
             self._write(entries, command)
             return [job_id for job_id, entry in entries.items() if entry.status == Status.FAILED]
 
-    def queue(self, jobs: Mapping[str, str], *, refused: Sequence[Entry]) -> dict[str, Entry]:
+    def queue(self, jobs: Mapping[str, str], *, invalid: Sequence[Entry]) -> dict[str, Entry]:
         """Add the jobs that are not there yet; return all entries of these jobs.
 
         Args:
             jobs: the folder that each would have, by their id.
-            refused: those that are never started.
+            invalid: the jobs that are never started.
         """
         with self._changing() as entries:
-            entries |= {one.job_id: one for one in refused}
+            entries |= {one.job_id: one for one in invalid}
             taken = {entry.folder for entry in entries.values()}
             for job_id, folder in jobs.items():
                 if job_id in entries:
@@ -178,6 +177,6 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
     return None
 
 
-def sweep_command() -> list[str]:
-    """Return by what a sweep is found again: this command, but for how it treats failures."""
-    return [argument for argument in sys.argv[1:] if not argument.startswith("sweep.")]
+def sweep_command(arguments: Sequence[str]) -> list[str]:
+    """Return what identifies a sweep: its command line, without how it treats failures."""
+    return [argument for argument in arguments if not argument.startswith("sweep.")]

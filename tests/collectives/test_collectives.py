@@ -11,11 +11,10 @@ from ranks import run_ranks
 
 from ddp_runner.collectives.messages import prepare, refusal
 from ddp_runner.collectives.operations import OPERATIONS, REDUCE_OPS, Variant
-from ddp_runner.collectives.task import validate_reduce_ops, variants
+from ddp_runner.collectives.task import message_sizes, validate_reduce_ops, variants
 from ddp_runner.collectives.timing import WrongResultError, check, summary, time_calls
-from ddp_runner.config.collectives import DTYPES, OPS, message_sizes
-from ddp_runner.config.collectives import REDUCE_OPS as REDUCE_OP_NAMES
-from ddp_runner.config.schema import BackendConfig, CollectivesConfig
+from ddp_runner.config.schema import DTYPES, OPS, BackendConfig, CollectivesConfig
+from ddp_runner.config.schema import REDUCE_OPS as REDUCE_OP_NAMES
 from ddp_runner.dist_env import DistEnv
 
 EVERYTHING = CollectivesConfig(reduce_ops=list(REDUCE_OP_NAMES), dtypes=list(DTYPES))
@@ -181,7 +180,7 @@ def test_a_barrier_has_no_bandwidth() -> None:
 def test_sizes_grow_by_the_factor_and_end_at_the_largest(keys: str, sizes: list[int]) -> None:
     """The largest is measured even where the factor does not meet it."""
     config, _ = resolved(*(f"collectives.{key}" for key in keys.split()))
-    assert message_sizes(config) == sizes
+    assert message_sizes(config.collectives) == sizes
 
 
 @pytest.mark.parametrize(

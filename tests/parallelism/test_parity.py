@@ -25,8 +25,7 @@ from trainees import (
     take_steps,
 )
 
-from ddp_runner.cli.resolvers import CONFIG_DIR
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import DDP
 from ddp_runner.train.step import forward

@@ -25,7 +25,7 @@ from properties import check_sentence, damaged, examples, faulty
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resume import resumed_command, with_resumed
+from ddp_runner.cli.resume import resumed_overrides, with_resumed
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.tables import FORMATS
 from ddp_runner.compare.runs import read_runs
@@ -334,7 +334,7 @@ def test_the_choices_of_a_run_are_options_or_none(content: bytes) -> None:
         (here / ".hydra" / "choices.yaml").write_bytes(content)
         (here / "model").mkdir()
         (here / "model" / "toy.yaml").touch()
-        _, implied = resumed_command([f"resume={here}"], conf=here)
+        _, implied = resumed_overrides([f"resume={here}"], folders=[here])
         assert implied in ([], ["model=toy"])
 
 

@@ -35,8 +35,7 @@ from torch.nn import functional as F
 from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
-from ddp_runner.cli.resolvers import CONFIG_DIR
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.data.batches import GlobalBatches, StepBatch
 from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
