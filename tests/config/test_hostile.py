@@ -264,7 +264,7 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a dotted name"):  # nobody's part is named so
         find("os.environ.__class__", key="model._target_", allowed=["os"])
     with pytest.raises(UserError, match="is a class; name a function"):
-        find("test_hostile.Touch", key="model.loss", allowed=["test_hostile"])
+        find("broken_models.Late", key="model.loss", allowed=["broken_models"])
 
 
 def test_what_is_allowed_may_be_nested_as_well() -> None:
