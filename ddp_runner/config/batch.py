@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import BatchConfig, Config
 from ddp_runner.errors import UserError
 
@@ -10,14 +11,14 @@ from ddp_runner.errors import UserError
 def num_shares(config: Config, ranks: int) -> int:
     """Return into how many parts a global batch is cut."""
     mode = config.parallelism
-    servers = mode.get("num_servers", 0)
+    servers = mode_needs(mode).num_servers
     if not servers:
         return ranks
     name = mode.get("name")
     if config.task == "check":
         raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
     if servers != 1:
-        raise UserError(f"parallelism.num_servers ({servers}) must be 1; there is one server")
+        raise UserError(f"parallelism.needs.num_servers ({servers}) must be 1; there is one server")
     if mode.get("mode") not in ("sync", "async"):
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     if ranks < 2:
@@ -69,9 +70,8 @@ def resolve_batch(config: Config, shares: int, chosen: Collection[str]) -> Batch
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
-        divisor = (
-            f"{'trainers' if config.parallelism.get('num_servers') else 'world_size'} ({shares})"
-        )
+        has_servers = mode_needs(config.parallelism).num_servers > 0
+        divisor = f"{'trainers' if has_servers else 'world_size'} ({shares})"
         if config.train.grad_accum_steps > 1:
             divisor += f" x train.grad_accum_steps ({config.train.grad_accum_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ddp_runner.config.schema import RUNNER_KEYS
 from ddp_runner.config.targets import construct
 from ddp_runner.errors import UserError, nearest
 
@@ -35,8 +36,7 @@ def make(
         UserError: the keys do not fit it, it cannot be imported, or may not be, or what it gives
             is none of the group's.
     """
-    needs_name = group in ("parallelism", "dataset")
-    keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
+    keys = {key: value for key, value in settings.items() if key not in RUNNER_KEYS[group]}
     named = f"{group}={settings.get('name')}"
     if "_target_" not in keys:
         raise UserError(f"{named} has no _target_; name the class or function that builds it")

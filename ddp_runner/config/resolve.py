@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.batch import num_shares, resolve_batch
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import BackendConfig, Config
 from ddp_runner.config.validate import (
     validate_checkpoints,
@@ -73,7 +74,7 @@ def resolve(
             "torch.distributed has no authentication: whoever reaches the ports of these machines "
             "can join or stop the run; keep them on a trusted network"
         )
-    if config.parallelism.get("data_parallel") and (
+    if mode_needs(config.parallelism).data_parallel and (
         hardware.num_gpus < 2 or backend.device == "cpu"
     ):
         warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
@@ -95,10 +96,11 @@ def _world_size(config: Config, hardware: Hardware, running: int | None) -> int:
         return int(asked)
     if launch.nproc_per_node is not None:
         return launch.nproc_per_node * launch.nnodes
-    if config.parallelism.get("max_ranks"):
-        return int(config.parallelism["max_ranks"])
+    needs = mode_needs(config.parallelism)
+    if needs.max_ranks is not None:
+        return needs.max_ranks
     gpus = 0 if config.backend.device == "cpu" else hardware.num_gpus
-    per_node = gpus // config.parallelism.get("devices_per_rank", 1)
+    per_node = gpus // needs.devices_per_rank
     return (per_node or min(2, hardware.num_cores)) * launch.nnodes
 
 
@@ -140,7 +142,7 @@ def resolve_backend(
         UserError: the GPUs that are asked for are not there, or torch cannot use them.
     """
     backend, gpus = config.backend, hardware.num_gpus
-    per_rank = config.parallelism.get("devices_per_rank", 1)
+    per_rank = mode_needs(config.parallelism).devices_per_rank
     needed = nproc * per_rank
     wants_cuda = backend.device == "cuda" or backend.name == "nccl"
     if wants_cuda and hardware.unusable:
@@ -191,7 +193,7 @@ def _about_idle_gpus(
     The config's backend is the one from before it was filled in.
     """
     backend, gpus = config.backend, hardware.num_gpus
-    per_rank = config.parallelism.get("devices_per_rank", 1)
+    per_rank = mode_needs(config.parallelism).devices_per_rank
     meant = "or write backend.device=cpu if this is meant"
     if hardware.unusable:
         return [f"the run computes on the CPU: {hardware.unusable}, {meant}"]

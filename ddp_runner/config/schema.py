@@ -31,16 +31,50 @@ OPS = (
 )
 REDUCE_OPS = ("sum", "mean", "max", "min", "product")
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+# The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
+RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("name", "loss", "num_stages", "channels_last", "weights"),
+    "dataset": (),
+    "parallelism": ("needs",),
+    "optimizer": ("name",),
+    "scheduler": ("name",),
+}
 OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # what follows from the ranks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sizes of batches, in samples."""
+
+    global_size: int  # of one optimizer step, over all ranks
+    per_rank: int  # of one micro-step of one rank
+    eval_per_rank: int  # of one evaluation step of one rank
+
+
+@dataclass(frozen=True)
+class ModeNeeds:
+    """What a form of parallelism needs: the block `needs` of its YAML."""
+
+    devices_per_rank: int = 1
+    max_ranks: int | None = None  # None: any number
+    num_servers: int = 0  # ranks that hold parameters and compute no gradients
+    data_parallel: bool = False  # one rank drives all GPUs of its machine
 
 
 @dataclass
 class BatchConfig:
-    """Exactly one is set by the user; ``resolve`` derives the other."""
+    """Set exactly one of global_size and per_rank; the other follows from it."""
 
     global_size: int | None = None  # samples of one optimizer step, over all ranks: strong scaling
     per_rank: int | None = 100  # samples of one micro-step of one rank: weak scaling
     eval_per_rank: int | None = None  # samples of one evaluation step of one rank; null: per_rank
+
+    @property
+    def sizes(self) -> Batch:
+        """The sizes of a resolved config."""
+        assert self.global_size is not None
+        assert self.per_rank is not None
+        return Batch(self.global_size, self.per_rank, self.eval_per_rank or self.per_rank)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ddp_runner.config.batch import validate_num_samples
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import (
     BACKENDS,
     PRECISIONS,
@@ -205,12 +206,13 @@ def validate_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
         UserError: it names what to use instead.
     """
     mode, name = config.parallelism, config.parallelism.get("name")
-    if mode.get("max_ranks") and ranks > mode["max_ranks"]:
+    needs = mode_needs(mode)
+    if needs.max_ranks is not None and ranks > needs.max_ranks:
         raise UserError(
-            f"parallelism={name} runs {mode['max_ranks']} process, world_size is {ranks}; "
+            f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}; "
             "leave world_size out, or write parallelism=ddp"
         )
-    stages, wanted = config.model.get("num_stages", 1), mode.get("devices_per_rank", 1)
+    stages, wanted = config.model.get("num_stages", 1), needs.devices_per_rank
     if stages > wanted:
         raise UserError(
             f"model={config.model.get('name')} is cut into {stages} stages and parallelism={name} "
@@ -227,7 +229,7 @@ def validate_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
             "parallelism.static_graph=true cannot skip gradient syncs, which "
             f"train.grad_accum_steps ({config.train.grad_accum_steps}) does; turn one of them off"
         )
-    if mode.get("data_parallel") and config.train.compile:
+    if needs.data_parallel and config.train.compile:
         raise UserError(
             f"train.compile=true does not work with parallelism={name}, which copies the model to "
             "the GPUs anew in each step; leave it out, or write parallelism=ddp"

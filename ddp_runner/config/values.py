@@ -34,7 +34,6 @@ POSITIVE = (
     "launch.shutdown_timeout_s",
     "sweep.max_failures",
     "sweep.parallel_jobs",
-    "parallelism.devices_per_rank",
     "optimizer.lr",
     "dataset.num_samples",
 )

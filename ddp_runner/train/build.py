@@ -26,8 +26,6 @@ from ddp_runner.train.schedules import Schedule, Scheduler, follow
 from ddp_runner.train.step import Trainee
 from ddp_runner.train.step_timer import StepTimer
 
-# Keys of `model` that are not the constructor's; `make` drops the name itself.
-MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
@@ -57,13 +55,7 @@ def build_trainee(
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     role, allowed = mode.role(env), config.allowed_targets
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
-    build = partial(
-        make,
-        "model",
-        {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS},
-        kind=nn.Module,
-        allowed=allowed,
-    )
+    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed)
     module = mode.place(build, devices)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
@@ -82,7 +74,7 @@ def build_trainee(
 
     batches = GlobalBatches(
         split=_near(dataset.train, devices[0]),
-        global_size=int(config.batch.global_size or 0),
+        global_size=config.batch.sizes.global_size,
         grad_accum_steps=config.train.grad_accum_steps,
         share=role.share,
         num_shares=role.num_shares,
@@ -112,7 +104,7 @@ def build_trainee(
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
         batches=batches,
-        eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
+        eval_batch_size=config.batch.sizes.eval_per_rank,
         devices=devices,
         config=config.train,
         env=role.loop or env,

@@ -1,0 +1,77 @@
+"""A run that an earlier version froze is resumed: its names of parts and keys are translated."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import LAPTOP, compose_raw, resolved
+
+from ddp_runner.cli.compose import register
+from ddp_runner.cli.resume import with_resumed
+from ddp_runner.config.load import to_config
+from ddp_runner.config.moved import present_name, with_moved_names
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config
+from ddp_runner.tracking.run_dir import freeze_config
+
+# For each command line what version 0.1.0 froze in place of what is frozen now.
+EARLIER = {
+    "model=convnet parallelism=single": {
+        "model": {"loss": "ddp_runner.losses.cross_entropy"},
+        "dataset": {"_target_": "ddp_runner.data.digits.Digits"},
+        "scheduler": {"_target_": "ddp_runner.schedules.constant"},
+        "parallelism": {"devices_per_rank": 1, "max_ranks": 1},
+    },
+    "model=mnist_net dataset=fake_images parallelism=ps world_size=3 batch.per_rank=4": {
+        "model": {"loss": "ddp_runner.losses.nll"},
+        "dataset": {"_target_": "ddp_runner.data.fake_images.FakeImages"},
+        "parallelism": {
+            "_target_": "ddp_runner.parallelism.ps.ParameterServer",
+            "devices_per_rank": 1,
+            "num_servers": 1,
+        },
+    },
+    "model=toy_mp parallelism=ddp_mp": {
+        "model": {"loss": "ddp_runner.losses.mse"},
+        "dataset": {"_target_": "ddp_runner.data.random.RandomRegression"},
+        "parallelism": {"devices_per_rank": 2},
+    },
+}
+
+
+def resumed(run_dir: Path) -> Config:
+    """Return what a command that resumes a run resolves to."""
+    register()
+    overrides = [f"resume={run_dir}"]
+    return resolve(to_config(with_resumed(compose_raw(*overrides), overrides)), hardware=LAPTOP)[0]
+
+
+@pytest.mark.parametrize("line", EARLIER)
+def test_an_earlier_config_resolves_to_what_it_did(line: str, tmp_path: Path) -> None:
+    """Every group is the one that is frozen now, but for defaults that needs leave out."""
+    config, _ = resolved(*line.split())
+    freeze_config(tmp_path, config, overrides=(), choices={})
+    now = resumed(tmp_path)
+    path = tmp_path / ".hydra" / "config.yaml"
+    frozen = yaml.safe_load(path.read_text())
+    for group, keys in EARLIER[line].items():
+        frozen[group] |= keys
+        frozen[group].pop("needs", None)
+    frozen["sweep"]["skip_refused"] = not frozen["sweep"].pop("skip_invalid")
+    path.write_text(yaml.safe_dump(frozen, sort_keys=False))
+
+    before = resumed(tmp_path)
+    assert before.sweep.skip_invalid
+    for group in ("model", "dataset", "optimizer", "scheduler", "batch", "train"):
+        assert getattr(before, group) == getattr(now, group)
+    needs = before.parallelism.pop("needs")
+    assert {"devices_per_rank": 1} | now.parallelism.pop("needs") == needs
+    assert before.parallelism == now.parallelism
+
+
+def test_other_names_and_values_stay() -> None:
+    """A part of the user's own, a number, and what is nested in lists."""
+    assert present_name("my_package.losses.focal") == "my_package.losses.focal"
+    assert present_name(3) == 3
+    mine = {"_target_": "mine.Mode", "max_ranks": 2, "inner": [{"a": 1}, 2.5, None]}
+    assert with_moved_names({"parallelism": mine}) == {"parallelism": mine}
