@@ -1,11 +1,13 @@
 """A run that an earlier version froze is resumed: its names of parts and keys are translated."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from commands import LAPTOP, compose_raw, resolved
+from commands import LAPTOP, compose_raw, record, resolved, run_command
 
+from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import to_config
@@ -75,3 +77,30 @@ def test_other_names_and_values_stay() -> None:
     assert present_name(3) == 3
     mine = {"_target_": "mine.Mode", "max_ranks": 2, "inner": [{"a": 1}, 2.5, None]}
     assert with_moved_names({"parallelism": mine}) == {"parallelism": mine}
+
+
+def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
+    """From its frozen config and from its checkpoint, which names the loss as well."""
+    toy = ("model=toy", "parallelism=single", "train.num_threads=1", "train.max_steps=3")
+    assert run_command(*toy, "hydra.run.dir=run", folder=tmp_path).exit_code == 0
+    frozen, saved = tmp_path / "run" / ".hydra" / "config.yaml", tmp_path / "run" / "checkpoints"
+    text = frozen.read_text()
+    for now, before in {
+        "ddp_runner.train.": "ddp_runner.",
+        "ddp_runner.data.sources.": "ddp_runner.data.",
+        "skip_invalid": "skip_refused",
+        "  needs:\n    max_ranks: 1\n": "  devices_per_rank: 1\n  max_ranks: 1\n",
+    }.items():
+        assert now in text
+        text = text.replace(now, before)
+    frozen.write_text(text)
+    state = load_checkpoint(saved / "step-00000003", map_location="cpu")
+    assert state["made_of"]["model.loss"] == "ddp_runner.train.losses.mse"
+    state["made_of"]["model.loss"] = "ddp_runner.losses.mse"
+    shutil.rmtree(saved)
+    save_checkpoint(
+        saved, state, step=3, metrics={}, keep=3, monitor=None, mode="max", log=pytest.fail
+    )
+    end = run_command("resume=run", "train.max_steps=5", folder=tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert record(tmp_path / "run")["step"] == 5
