@@ -14,6 +14,7 @@ from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import compose_config, is_grid, opened
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import with_resumed
+from ddp_runner.config.keys import help_text
 from ddp_runner.config.load import as_written, chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
@@ -39,11 +40,13 @@ class Invocation:
 
 
 def register() -> None:
-    """Give Hydra the schema, and OmegaConf the resolver of ``data_root`` in conf/config.yaml."""
+    """Give Hydra the schema, and OmegaConf the two resolvers that conf/ uses."""
     ConfigStore.instance().store(name="schema", node=Config)
-    OmegaConf.register_new_resolver(
-        "data_root", lambda: os.environ.get("DDP_RUNNER_DATA_ROOT", "data"), replace=True
-    )
+    for name, resolver in (
+        ("data_root", lambda: os.environ.get("DDP_RUNNER_DATA_ROOT", "data")),
+        ("keys", help_text),
+    ):
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def compose(command: CommandLine) -> DictConfig:

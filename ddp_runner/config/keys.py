@@ -5,6 +5,7 @@ The one source is the schema: its fields, and the comment that each has beside o
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
@@ -47,11 +48,14 @@ def all_keys(owner: Any = Config, prefix: str = "") -> Iterator[Key]:
 
 
 def help_text() -> str:
-    """Return a line or two for each key, for a terminal."""
-    width = max(len(key.name) for key in all_keys())
-    return "\n".join(
-        f"{key.name:{width}}  {key.default} ({key.kind}): {key.meaning}" for key in all_keys()
-    )
+    """Return the keys for a terminal, each with its meaning below it."""
+    lines = []
+    for key in all_keys():
+        lines.append(f"{key.name}={key.default}  ({key.kind})")
+        lines += textwrap.wrap(
+            key.meaning, width=90, initial_indent="    ", subsequent_indent="    "
+        )
+    return "\n".join(lines)
 
 
 def page() -> str:
@@ -100,13 +104,9 @@ def _default(field: Field[Any]) -> str:
     value: Any = factory() if factory is not MISSING else field.default
     if isinstance(value, list):
         return f"[{','.join(value)}]"
-    return (
-        "null"
-        if value is None
-        else str(value).lower()
-        if value is True or value is False
-        else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 if __name__ == "__main__":
