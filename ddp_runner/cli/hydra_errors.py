@@ -12,6 +12,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigTypeError,
+    MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
 )
@@ -74,6 +75,7 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
     sentence = (
         _missing_option(error)
         or _unknown_key(chain, arguments)
+        or _missing_value(chain)
         or _wrong_value(chain)
         or _broken_yaml(error)
         or _known_sentence(chain)
@@ -168,6 +170,11 @@ def _unknown_key(chain: Sequence[BaseException], arguments: Sequence[str]) -> st
     else:
         hint = "see --help for all keys"
     return f"{key} is not a key of the config; {hint}"
+
+
+def _missing_value(chain: Sequence[BaseException]) -> str | None:
+    error = next((one for one in chain if isinstance(one, MissingMandatoryValue)), None)
+    return f"{error.full_key} has no value; write {error.full_key}=VALUE" if error else None
 
 
 def _wrong_value(chain: Sequence[BaseException]) -> str | None:

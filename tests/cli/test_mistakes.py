@@ -31,6 +31,7 @@ OWN = {
     "optimizer/lacking": "defaults:\n  - nowhere\n",
     "optimizer/tagged": "a: !!python/object:os.system {}\n",
     "optimizer/empty": "",
+    "optimizer/open": "name: open\n_target_: torch.optim.SGD\nlr: ???\n",
     "experiment/kinds": "# @package _global_\ntrain:\n  epochs: many\n",
 }
 UNKNOWN = "train.epoch is not a key of the config; did you mean train.epochs?"
@@ -55,6 +56,7 @@ ANSWERS = {
     "--config-dir=MINE optimizer=lacking": "optimizer=nowhere does not exist",
     "--config-dir=MINE optimizer=tagged": "could not determine a constructor",
     "--config-dir=MINE optimizer=empty": "optimizer has no _target_",
+    "--config-dir=MINE optimizer=open": "optimizer.lr has no value; write optimizer.lr=VALUE",
     "--config-dir=MINE optimizer=latin": "not in UTF-8",
     "--config-dir=MINE experiment=kinds": "train.epochs (many) must be a whole number",
     "--config-dir=nowhere": "there is no folder",
