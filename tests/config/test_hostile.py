@@ -249,7 +249,7 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
     """The user's own packages hold parts of any kind; their neighbours by name are foreign."""
     assert find("os.getcwd", key="model._target_", allowed=["os"])() == str(Path.cwd())
     assert callable(find("os.path.join", key="model._target_", allowed=["os.path"]))
-    assert find("broken_models.Late", key="model._target_", allowed=["broken_models."]) is not None
+    assert find(f"{__name__}.Touch", key="model._target_", allowed=[f"{__name__}."]) is not None
     for allowed in (["os.path"], ["o"], [""], ["os.getcw"]):
         with pytest.raises(UserError, match="may name"):
             find("os.getcwd", key="model._target_", allowed=allowed)
@@ -264,7 +264,7 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a dotted name"):  # nobody's part is named so
         find("os.environ.__class__", key="model._target_", allowed=["os"])
     with pytest.raises(UserError, match="is a class; name a function"):
-        find("broken_models.Late", key="model.loss", allowed=["broken_models"])
+        find(f"{__name__}.Touch", key="model.loss", allowed=[__name__])
 
 
 def test_what_is_allowed_may_be_nested_as_well() -> None:

@@ -1,7 +1,7 @@
 """What comes from the environment is used by a run and stands in none of its files."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 import yaml
 from commands import LAPTOP, compose_raw, record, resolved
 from omegaconf import OmegaConf
-from private_store import SECRET
 from ranks import run_ranks
 
 from ddp_runner.cli.compose import register
@@ -18,6 +17,7 @@ from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.secrets import find_secrets
+from ddp_runner.data.sources.random import RandomRegression
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
@@ -25,6 +25,7 @@ from ddp_runner.tracking.run_dir import freeze_config
 from ddp_runner.tracking.run_record import versions
 from ddp_runner.worker import run
 
+SECRET = "hunter2-of-mine"
 TREE = {
     "dataset": {
         "name": "plain",
@@ -144,9 +145,25 @@ def test_an_error_amid_another_tells_no_secret_either() -> None:
     assert str(found.value.__context__) == "no ${oc.env:MY_SECRET}"
 
 
+@dataclass(frozen=True)
+class Noted(RandomRegression):
+    """A dataset with keys for what a private store wants to know."""
+
+    token: str = ""
+    headers: Any = None
+    fails: bool = False
+
+    def dataset(self, tensors: Any) -> Any:
+        """Return it, if the store takes the token."""
+        assert (self.token, self.headers) == (SECRET, [{"auth": f"Bearer {SECRET}"}])
+        if self.fails:
+            raise RuntimeError(f"the store refuses {self.token}")
+        return super().dataset(tensors)
+
+
 NOTED = (
     *("model=toy", "dataset.num_samples=8", "batch.per_rank=2", "train.epochs=1"),
-    *("dataset._target_=private_store.Noted", "allowed_targets=[private_store]"),
+    *(f"dataset._target_={__name__}.Noted", f"allowed_targets=[{__name__}]"),
     *("+dataset.token=${oc.env:MY_SECRET}", "+dataset.headers=[{auth:'Bearer ${dataset.token}'}]"),
     *("dataset.name='${oc.decode:${oc.env:MY_SECRET}}'", "model.name=toy-${dataset.name}"),
 )
@@ -202,7 +219,7 @@ def test_no_file_of_a_run_holds_a_secret_and_it_resumes(tmp_path: Path) -> None:
     assert "dataset.num_samples" in state["made_of"]
     assert "dataset.token" not in state["made_of"]
 
-    again = resolved(f"resume={run_dir}", "allowed_targets=[private_store]")[0]
+    again = resolved(f"resume={run_dir}", f"allowed_targets=[{__name__}]")[0]
     assert again.dataset == job.config.dataset
     more = planned(run_dir, store(tmp_path), "train.epochs=2", f"resume={run_dir}")
     assert run_ranks(whole_run, 2, more, backend=None) == ["completed"] * 2

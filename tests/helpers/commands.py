@@ -20,6 +20,7 @@ from warm import MODULES, WarmCommand
 
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
@@ -274,7 +275,8 @@ def resolved(
 def refusal(*overrides: str, hardware: Hardware = LAPTOP, env: DistEnv | None = None) -> str:
     """Return the one line with which a command line is refused, in this process."""
     try:
-        resolved(*overrides, hardware=hardware, env=env)
+        config, _ = resolved(*overrides, hardware=hardware, env=env)
+        validate_files(config, env=env)
     except Exception as error:
         explained = user_error(error)
         if explained is None:
