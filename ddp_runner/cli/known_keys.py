@@ -12,7 +12,7 @@ from ddp_runner.cli.hydra_adapter import argument_parser, compose_config
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import nearest
 
-# Words of other programs for a key of this one; the last part of a dotted key.
+# Words of other programs for the last part of a key of this program.
 SAME_MEANING = (
     {"path", "folder", "file", "dir", "directory", "root"},
     {"lr", "learning_rate", "rate"},

@@ -19,7 +19,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.run_dir import CHOICES_FILE, newest_run
 
-LAST = "last"  # the value of `resume` that stands for the newest run
+LAST = "last"  # as the value of `resume`: the newest run
 GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")  # each with a `_target_`
 
 
@@ -66,12 +66,12 @@ def resumed_overrides(
 def with_resumed(
     raw: DictConfig, overrides: Sequence[str], *, is_launched: bool = False
 ) -> DictConfig:
-    """Return the composed config; of a resumed run what it had, with this command's keys on top.
+    """Return the composed config, or a resumed run's own config with this command's keys on top.
 
     Args:
         raw: as composed.
         overrides: of this command.
-        is_launched: whether the ranks run already, so that the run's number of them gives way.
+        is_launched: whether the ranks run already: their number replaces the run's.
 
     Raises:
         UserError: the run to resume does not exist, or a key cannot change it.
@@ -86,10 +86,10 @@ def with_resumed(
         changed = "batch" if key == "scaling" else key
         value = _as_composed(raw, changed)
         OmegaConf.update(frozen, changed, value, merge=False, force_add=True)
-    # A config that came with somebody's run cannot allow itself to run code.
+    # A config that came with somebody else's run must not allow itself to run code.
     frozen.allowed_targets = raw.allowed_targets
-    # Where the ranks meet, and which machine this is, was true of that launch alone; and whoever
-    # is met there is sent pickles.
+    # Where the ranks met, and which machine this was, held for that launch only. Also, ranks send
+    # pickles to whoever answers at that address.
     for key in ("init_method", "node_rank", "rdzv_endpoint"):
         frozen.launch[key] = raw.launch[key]
     if is_launched and "world_size" not in chosen_keys(overrides):
@@ -98,19 +98,19 @@ def with_resumed(
 
 
 def _as_composed(raw: DictConfig, key: str) -> Any:
-    """Return what a command gives for a key, unresolved: a secret is frozen as it was given."""
+    """Return the unresolved value of a key: a secret is frozen as the user wrote it."""
     value = OmegaConf.select(raw, key)
     if value is None or OmegaConf.is_config(value):
-        return value  # what is within a container has not been resolved
+        return value  # the values in a container are unresolved
     plain: Any = OmegaConf.to_container(raw, resolve=False)
     return reduce(getitem, key.split("."), plain)
 
 
 def _frozen(run_dir: Path) -> DictConfig:
-    """Return the config that a run froze.
+    """Return a run's frozen config.
 
     Raises:
-        UserError: there is none, or it is not whole.
+        UserError: it is missing or damaged.
     """
     path = run_dir / ".hydra" / "config.yaml"
     if not path.exists():
@@ -128,7 +128,7 @@ def _frozen(run_dir: Path) -> DictConfig:
         lacking = [group for group in GROUPS if "_target_" not in frozen[group]]
         if lacking:
             raise ValueError(f"it ends before {lacking[0]}")
-    except Exception as error:  # of any kind, as PyYAML makes of odd tags
+    except Exception as error:  # PyYAML raises errors of any kind for odd tags
         reason = " ".join(str(error).split())
         raise UserError(
             f"{path} is damaged or of another version ({reason}); restore it, or start anew"
@@ -137,11 +137,11 @@ def _frozen(run_dir: Path) -> DictConfig:
 
 
 def _choices(run_dir: Path) -> dict[str, str]:
-    """Return the options of the groups that a run was composed of, as far as they exist here."""
+    """Return the options of the groups that a run was composed of."""
     try:
         choices = yaml.safe_load((run_dir / CHOICES_FILE).read_text(encoding="utf-8"))
-    except Exception:  # of any kind, as PyYAML makes of odd tags
-        return {}  # of an older version, or none: with_resumed tells what is wrong with it
+    except Exception:  # PyYAML raises errors of any kind for odd tags
+        return {}  # of an older version, or not a run: with_resumed reports what is wrong
     pairs = choices.items() if isinstance(choices, dict) else ()
     return {
         str(group): str(option)

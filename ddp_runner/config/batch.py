@@ -1,4 +1,4 @@
-"""How a global batch is cut into the ranks' parts; used by ``rules``. Torch-free."""
+"""How a global batch is divided between the ranks. Torch-free."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -9,7 +9,7 @@ from ddp_runner.errors import UserError
 
 
 def num_shares(config: Config, ranks: int) -> int:
-    """Return into how many parts a global batch is cut."""
+    """Return into how many parts a global batch is divided."""
     mode = config.parallelism
     servers = mode_needs(mode).num_servers
     if not servers:
@@ -31,10 +31,10 @@ def num_shares(config: Config, ranks: int) -> int:
 
 
 def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
-    """Refuse a dataset that cannot give each rank a sample.
+    """Refuse a dataset with fewer samples than ranks.
 
     Raises:
-        UserError: its train split has fewer than there are ranks.
+        UserError: some ranks would have no sample.
     """
     if count < ranks:
         raise UserError(
@@ -44,14 +44,14 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
 
 
 def resolve_batch(config: Config, shares: int, chosen: Collection[str]) -> BatchConfig:
-    """Return the batch with both sizes filled in.
+    """Return the batch sizes with both filled in.
 
     Raises:
-        UserError: neither or both were given, or the global one does not divide by the shares.
+        UserError: neither or both sizes are given, or the shares do not divide the global size.
     """
     total, per_rank = config.batch.global_size, config.batch.per_rank
     if total is not None and per_rank is not None:
-        # A default or an experiment's choice gives way to the key that the user wrote.
+        # The key that the user wrote wins over the default or an experiment's choice.
         explicit = {"batch.global_size", "batch.per_rank"} & set(chosen)
         if len(explicit) == 2:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The values of a config that follow from others, and from the machine. Torch-free."""
+"""The values of a config that follow from other values and from the machine. Torch-free."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -31,13 +31,13 @@ def resolve(
     chosen: Collection[str] = (),
     env: DistEnv | None = None,
 ) -> tuple[Config, list[str]]:
-    """Return the config with every derived value filled in, and the warnings to print once.
+    """Return the config with every derived value filled in, and warnings to print once.
 
     Args:
         config: as composed.
         hardware: what this machine has.
-        chosen: the keys given on the command line; they win over a group's own choice when two
-            keys exclude each other.
+        chosen: the keys given on the command line. If two keys exclude each other, they win over
+            the choice of a group.
         env: this rank's facts where the ranks run already (torchrun, srun, mpirun).
 
     Raises:
@@ -64,7 +64,7 @@ def resolve(
     validate_scheduler(replace(config, batch=batch))
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
         warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
-    # Another launcher may have bound this rank to a part of the cores.
+    # Under another launcher this rank may be bound to a part of the cores.
     if env is None and backend.device == "cpu" and nproc > hardware.num_cores:
         warnings.append(
             f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
@@ -157,8 +157,8 @@ def resolve_backend(
         )
     if wants_cuda and backend.device == "cpu":
         raise UserError("backend=nccl moves only CUDA tensors; backend.device=cpu needs gloo")
-    # A rank may be shown its own GPUs alone. Without Slurm's word for it, one GPU that all ranks
-    # share looks the same, so that the user has to ask for it; the ranks then compare their GPUs.
+    # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
+    # so the user must ask for it. The ranks then compare their GPUs.
     sees_its_own = is_launched and gpus == per_rank
     fits = needed <= gpus or (sees_its_own and (wants_cuda or hardware.binds_gpus))
     if wants_cuda and not fits:
@@ -178,7 +178,7 @@ def resolve_backend(
     if config.train.precision == "fp16" and device == "cpu":
         raise UserError("train.precision=fp16 needs a CUDA device; on a CPU write bf16")
     resolved = replace(backend, name=name, device=device)
-    # A resumed run has its device from the config that it began with, whoever chose it.
+    # A resumed run has the device of its frozen config, whoever chose it.
     is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)
     if device == "cuda" or (backend.device == "cpu" and not is_inherited):
         return resolved, []
@@ -188,9 +188,9 @@ def resolve_backend(
 def _about_idle_gpus(
     config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool
 ) -> list[str]:
-    """Return why a run on the CPU leaves GPUs idle, and what to write; nothing if there are none.
+    """Return why a run on the CPU leaves GPUs idle, and what to write; nothing without GPUs.
 
-    The config's backend is the one from before it was filled in.
+    `config` has its backend as the user chose it.
     """
     backend, gpus = config.backend, hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank

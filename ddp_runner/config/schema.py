@@ -19,17 +19,9 @@ TASKS = ("train", "collectives", "check")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPS = (
-    "broadcast",
-    "scatter",
-    "gather",
-    "reduce",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "send_recv",
-    "barrier",
-)
+    "broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter",
+    "all_to_all", "send_recv", "barrier",
+)  # fmt: skip
 REDUCE_OPS = ("sum", "mean", "max", "min", "product")
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.

@@ -24,7 +24,7 @@ MADE_UP = ("ddp_runner.data.sources.fake_images.", "ddp_runner.data.sources.rand
 
 
 def validate_choices(config: Config) -> None:
-    """Refuse a word that is not among those that a key may be, and a data_root that is no folder.
+    """Refuse a word that a key cannot be, and a data_root that is not a folder.
 
     Raises:
         UserError: it lists the words.
@@ -47,7 +47,7 @@ def validate_choices(config: Config) -> None:
 
 
 def validate_checkpoints(config: Config, *, chosen: Collection[str]) -> None:
-    """Refuse a metric that no checkpoint will have, and starting weights for a resumed run.
+    """Refuse a metric that no checkpoint has, and weights to start from for a resumed run.
 
     Args:
         config: as composed.
@@ -99,7 +99,9 @@ def _validate_monitor(config: Config) -> None:
 
 
 def validate_model(config: Config) -> None:
-    """Refuse a model for images of other channels, or for fewer classes, than the dataset has.
+    """Refuse a model with other channels or fewer classes than the dataset.
+
+    The model's keys follow the dataset's, so they differ only if the user sets one of them.
 
     Raises:
         UserError: a rule is broken.
@@ -119,7 +121,7 @@ def validate_model(config: Config) -> None:
 
 
 def validate_scheduler(config: Config) -> None:
-    """Refuse a metric that no evaluation gives, and a warm-up longer than the run; batch resolved.
+    """Refuse a metric that no evaluation gives, and a warm-up longer than the run.
 
     Raises:
         UserError: a rule is broken.
@@ -150,7 +152,7 @@ def validate_scheduler(config: Config) -> None:
 
 
 def num_steps(config: Config) -> int | None:
-    """Return the optimizer steps of the whole run, None where only the data tell."""
+    """Return the optimizer steps of the whole run; None if the number of samples is not known."""
     samples, size = config.dataset.get("num_samples"), config.batch.global_size
     if config.train.max_steps is not None:
         return config.train.max_steps
