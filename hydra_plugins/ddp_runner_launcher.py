@@ -69,8 +69,8 @@ class SweepLauncher(Launcher):
 def _result(job: DictConfig, objective: float | str | None) -> JobReturn:
     """Return what Hydra is to know of a job.
 
-    Always COMPLETED: after a FAILED job Hydra ends the sweep. Optuna counts a job whose objective
-    is no number, but the sentence of its failure, as a failed trial; NaN would end its study.
+    Always report COMPLETED: a FAILED job makes Hydra abort the sweep. Optuna counts an objective
+    that is not a number, such as a failure's sentence, as a failed trial; NaN would end the study.
     """
     task = OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"])
     result = JobReturn(

@@ -1,4 +1,4 @@
-"""The command: ``python -m ddp_runner``, alone or in each worker of torchrun, srun or mpirun.
+"""The command ``python -m ddp_runner``, on its own or in each worker of torchrun, srun or mpirun.
 
 Reads the command line, composes the config with Hydra, resolves and validates it without importing
 torch, and claims the run folder. Then ``launch`` starts the ranks; where this process is a rank
@@ -124,7 +124,7 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
 
     def search(sweep: Sweep) -> None:
         folder = f"hydra.sweep.dir={quoted(str(sweep.folder))}"
-        run_hydra(sweep, [*command.arguments, folder])
+        run_hydra(sweep, [folder, *command.arguments])
 
     asked = str(composed.hydra.sweep.dir)
     return run_sweep(

@@ -30,8 +30,11 @@ class CommandLine:
 
     @property
     def arguments(self) -> list[str]:
-        """The options, then the overrides: argparse takes the overrides in one piece only."""
-        return [*self.options, *(str(one.input_line) for one in self.overrides)]
+        """The overrides, in one piece as argparse wants them, then the options.
+
+        After the option --info an override would be taken for its value.
+        """
+        return [*(str(one.input_line) for one in self.overrides), *self.options]
 
     @property
     def fixed(self) -> list[str]:

@@ -53,7 +53,7 @@ def compose(command: CommandLine) -> DictConfig:
     """Return the composed config of a run, or what all jobs of a sweep have in common.
 
     Raises:
-        UserError: the command line has several values for a key and is no sweep.
+        UserError: a key has several values and the command is not a sweep.
         HydraException: the config cannot be composed.
     """
     register()

@@ -59,8 +59,8 @@ def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> 
 
     Args:
         overrides: none of them a sweep.
-        folders: URLs of the user's own groups, which a hydra.searchpath among the overrides names
-            as well: Hydra reads the first one alone.
+        folders: URLs of the user's own groups, those of a hydra.searchpath among the overrides
+            included: Hydra reads only the first hydra.searchpath.
     """
     path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
     GlobalHydra.instance().clear()

@@ -70,7 +70,7 @@ def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[s
 
 
 def _compose_groups(arguments: Sequence[str]) -> DictConfig:
-    """Compose the config from a command line's groups alone; of a sweep, from its first values."""
+    """Compose only the groups of a command line; for a sweep, the first value of each."""
     parsed, _ = argument_parser().parse_known_intermixed_args(list(arguments))
     parser = OverridesParser.create()
     overrides = [parser.parse_override(one) for one in parsed.overrides if "=" in one]

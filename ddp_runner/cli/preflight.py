@@ -61,7 +61,7 @@ def _validate_weights(path: Path) -> None:
         raise UserError(f"model.weights ({path}) does not exist; {_kinds()}")
     is_checkpoint = (path / MANIFEST).exists() or (path / "checkpoints").is_dir()
     if not (is_checkpoint or path.suffix in WEIGHT_FILES):
-        raise UserError(f"model.weights ({path}) is no weights; {_kinds()}")
+        raise UserError(f"model.weights ({path}) is not a weights file or run folder; {_kinds()}")
 
 
 def _kinds() -> str:

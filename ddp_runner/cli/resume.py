@@ -131,7 +131,7 @@ def _frozen(run_dir: Path) -> DictConfig:
     except Exception as error:  # PyYAML raises errors of any kind for odd tags
         reason = " ".join(str(error).split())
         raise UserError(
-            f"{path} is damaged or of another version ({reason}); restore it, or start anew"
+            f"{path} is damaged or of another version ({reason}); restore it, or start a new run"
         ) from error
     return frozen
 

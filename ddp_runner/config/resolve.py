@@ -139,7 +139,7 @@ def resolve_backend(
         chosen: the keys given on the command line.
 
     Raises:
-        UserError: the GPUs that are asked for are not there, or torch cannot use them.
+        UserError: the GPUs are missing, or torch cannot use them.
     """
     backend, gpus = config.backend, hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank

@@ -134,7 +134,7 @@ def _imported(module: str, *, key: str, name: str) -> Any:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{key} ({name}) cannot be imported ({reason}); mend it, or name another"
+            f"{key} ({name}) cannot be imported ({reason}); fix it, or name another"
         ) from error
 
 

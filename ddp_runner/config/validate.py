@@ -165,7 +165,7 @@ def validate_init_method(config: Config, env: DistEnv | None) -> None:
     """Refuse an address at which the ranks could not meet.
 
     Raises:
-        UserError: it is no address, or not one that all machines and restarts can use.
+        UserError: not all machines and restarts could use the address.
     """
     asked, launch = config.launch.init_method, config.launch
     if asked is None:

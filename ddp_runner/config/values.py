@@ -79,7 +79,7 @@ def validate_collectives(config: Config, *, num_ranks: int) -> None:
     """Refuse values that the collectives benchmark cannot measure.
 
     Raises:
-        UserError: a number is out of range, a name is unknown, or there is no rank to talk to.
+        UserError: a number is out of range, a name is unknown, or there is only one rank.
     """
     asked = config.collectives
     for key, value, least in (

@@ -91,7 +91,7 @@ class Sweep:
             print(sweep_table(self.folder), flush=True)
 
     def report(self) -> None:
-        """Compare the runs, if that is asked for."""
+        """Print what was skipped, and compare the runs if sweep.report is set."""
         if not self.has_begun:
             return
         if not self._outcomes:

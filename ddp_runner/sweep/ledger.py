@@ -113,7 +113,7 @@ class Ledger:
             entries = [_entry(one) for one in fields["jobs"]]
             command = fields["command"]
             if not (isinstance(command, list) and all(isinstance(one, str) for one in command)):
-                raise ValueError("a command that is no list of texts")
+                raise ValueError("a command that is not a list of texts")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path} is damaged or of another version ({error}); "
@@ -151,7 +151,7 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
     texts = [entry.job_id, entry.folder, entry.status]
     texts += [one for one in (entry.kind, entry.sentence) if one is not None]
     if not all(isinstance(one, str) for one in texts):
-        raise ValueError("a job with a field that is no text")
+        raise ValueError("a job with a field that is not a text")
     try:
         entry = replace(entry, status=Status(EARLIER_WORDS.get(entry.status, entry.status)))
     except ValueError:

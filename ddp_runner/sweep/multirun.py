@@ -29,7 +29,7 @@ def run_sweep(
     name_of: Callable[[DictConfig], str],
     run_hydra: Callable[[Sweep], None],
 ) -> int:
-    """Run a sweep, print its table, and its report if that is asked for; return the exit code.
+    """Run a sweep, print its table, and its report if sweep.report is set; return the exit code.
 
     Args:
         composed: what all its jobs have in common, with the ``hydra`` node.
