@@ -33,7 +33,7 @@ from ddp_runner.launch.execute import execute, print_error, print_failure
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.launcher import launch
 from ddp_runner.sweep.batches import Sweep
-from ddp_runner.sweep.multirun import run_sweep
+from ddp_runner.sweep.multirun import run_sweep, sweep_dir
 from ddp_runner.tracking.run_dir import discard_unused, ensure_writable, locked
 from ddp_runner.tracking.run_record import git_revision, versions
 
@@ -122,17 +122,15 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     if invocation.env is not None:
         raise UserError("-m starts its own workers; run a sweep without torchrun or srun")
 
-    def search(sweep: Sweep) -> None:
-        folder = f"hydra.sweep.dir={quoted(str(sweep.folder))}"
-        run_hydra(sweep, [folder, *command.arguments])
-
-    asked = str(composed.hydra.sweep.dir)
-    return run_sweep(
-        composed,
-        folder=None if asked == UNNAMED else Path(asked),
-        arguments=command.written,
-        is_search=not is_grid(composed.hydra.sweeper),
-        plan=partial(plan, invocation=invocation),
-        name_of=partial(job_folder, command=command),
-        run_hydra=search,
-    )
+    asked = None if composed.hydra.sweep.dir == UNNAMED else Path(composed.hydra.sweep.dir)
+    is_search = not is_grid(composed.hydra.sweeper)
+    with sweep_dir(composed, asked, command.written, is_search=is_search) as folder:
+        sweep = Sweep(
+            folder,
+            command.written,
+            is_search=is_search,
+            plan=partial(plan, invocation=invocation),
+            name_of=partial(job_folder, command=command),
+        )
+        given = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
+        return run_sweep(sweep, partial(run_hydra, arguments=given))

@@ -16,7 +16,7 @@ from ddp_runner.launch.execute import execute, print_error
 from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import failed_enough, recorded, run_jobs
-from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger
+from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger, sweep_command
 from ddp_runner.sweep.slots import Batch, Slots
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.sweep.validate import validate_sweep
@@ -37,7 +37,7 @@ class Sweep:
 
     Args:
         folder: of the sweep.
-        command: see ``sweep_command``.
+        arguments: the command line as the user wrote it.
         is_search: whether the sweeper chooses jobs by the results of earlier jobs.
         plan: resolves the composed config of a job.
         name_of: gives the name of its folder.
@@ -46,14 +46,15 @@ class Sweep:
     def __init__(
         self,
         folder: Path,
-        command: Sequence[str],
+        arguments: Sequence[str],
         *,
         is_search: bool,
         plan: Callable[[DictConfig, Hardware], Job],
         name_of: Callable[[DictConfig], str],
     ) -> None:
         self.folder = folder
-        self._command, self._is_search = command, is_search
+        self.is_search = is_search
+        self._command = sweep_command(arguments)
         self._plan, self._name_of = plan, name_of
         self._hardware = detect()
         self._ledger = Ledger(folder)
@@ -130,7 +131,7 @@ class Sweep:
         parts = ["sweep", "launch", "backend"]
         configs = [to_config(OmegaConf.masked_copy(one, parts)) for one in composed]
         for config in configs:
-            validate_sweep(config, self._hardware, searches=self._is_search)
+            validate_sweep(config, self._hardware, searches=self.is_search)
         self._settings = configs[-1].sweep
         if self._known_failures is None:
             self._known_failures = self._begin()
@@ -140,7 +141,7 @@ class Sweep:
         elif jobs:
             self._run_side_by_side(jobs)
         entries = self._ledger.read()
-        if self._is_search and failed_enough(entries, self._settings, self._known_failures):
+        if self.is_search and failed_enough(entries, self._settings, self._known_failures):
             raise StopSweep
         return [self._objective(entries[job_id]) for job_id in order]
 
@@ -186,7 +187,7 @@ class Sweep:
             place = f"job {planned.number} of {total}" if planned.number else "calibration"
             job = replace(planned, run_dir=run_dir, title=f"{place}: {run_dir.name}")
             jobs[job_id] = job
-            if self._is_search and planned.number and status == Status.COMPLETED:
+            if self.is_search and planned.number and status == Status.COMPLETED:
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
             if status == Status.QUEUED:
                 _freeze(job, run_dir)
