@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.resolvers import oc
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config.schema import Config
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Place = tuple[str | int, ...]  # keys, and positions in lists, from the config's root on
 LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
@@ -72,12 +72,15 @@ class Secrets:
         return argument if (hidden := self.hide(shown)) == shown else hidden
 
 
-def find_secrets(raw: DictConfig) -> Secrets:
+def find_secrets(raw: "DictConfig") -> Secrets:
     """Return the values that a composed config reads from the environment.
 
     Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
     other keys, in a longer text, in a list, or through other resolvers.
     """
+    from omegaconf import OmegaConf  # late: a comparison imports this module and needs no config
+    from omegaconf.resolvers import oc
+
     read, values, texts = list[str](), dict[str, str](), dict[Place, str]()
 
     def watched(name: str, *default: Any) -> str | None:
