@@ -22,8 +22,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score
 
-from ddp_runner.cli.resolvers import CONFIG_DIR
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import CONFIG_DIR
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
-"""Rank facts: who this process is among its peers, read from what the launcher set.
+"""Rank facts: this process's place among the ranks, read from the launcher's variables. Torch-free.
 
-The only reader of RANK, WORLD_SIZE and their like from torchrun, Slurm, Open MPI and MPICH. Imports
-no torch, since ``__main__`` must know at once whether it is a launcher or a worker.
+Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MPI and MPICH.
 """
 
 import os
@@ -12,16 +11,16 @@ from dataclasses import dataclass
 
 from ddp_runner.errors import UserError
 
-# Slurm numbers what is no srun step from here on: a batch script, an interactive shell.
+# From here on Slurm numbers what is not an srun step: a batch script, an interactive shell.
 # https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in (SLURM_MAX_NORMAL_STEP_ID)
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below those that the kernel gives to clients
+FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the ports that the kernel gives to clients
 FROM_ENVIRONMENT = "env://"
 
 
 @dataclass(frozen=True)
 class DistEnv:
-    """One rank's place among all, in torchrun's words."""
+    """One rank's place among all ranks, in torchrun's words."""
 
     rank: int
     local_rank: int
@@ -30,26 +29,26 @@ class DistEnv:
     node_rank: int = 0
     restart_count: int = 0
     launcher: str = "environment"  # torchrun, srun, mpirun; environment: variables set by hand
-    init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: the launcher says not
-    launch_id: str | None = None  # a scheduler's: the same when it starts this launch again
+    init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
+    launch_id: str | None = None  # from a scheduler: the same when it starts this launch again
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on the one rank that writes what all ranks share."""
+        """Whether this rank writes the files that all ranks share."""
         return self.rank == 0
 
     @property
     def num_nodes(self) -> int:
-        """Machines, each with the same number of ranks."""
+        """The number of machines; each has the same number of ranks."""
         return self.world_size // self.local_world_size
 
 
 def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
-    """Return this process's rank facts, or None where nobody launched it as a worker.
+    """Return this process's rank facts; None if no launcher started it as a worker.
 
     Raises:
-        UserError: a variable of the launcher's is missing or no number, or its machines run
-            different numbers of ranks.
+        UserError: a variable is missing or not a number, or the machines run different numbers of
+            ranks.
     """
     environ = os.environ if environ is None else environ
     for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
@@ -86,7 +85,7 @@ def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) 
 
 
 def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read torchrun's variables, which others may have set by hand."""
+    """Read torchrun's variables, which may also have been set by hand."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     world_size = _integer(environ, "WORLD_SIZE")
@@ -116,7 +115,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> DistEnv | None:
 
 
 def _from_mpich(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read what the mpirun of MPICH and Intel MPI sets; one rank is no worker group."""
+    """Read the variables of MPICH's and Intel MPI's mpirun; a single rank is no worker group."""
     if "PMI_RANK" not in environ or _integer(environ, "PMI_SIZE", "1") < 2:
         return None
     if "MPI_LOCALRANKID" not in environ:
@@ -157,8 +156,8 @@ def _from_mpi(
 def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
     """Read the variables of a srun step.
 
-    A batch script and a shell of salloc have most of them too, but no step of their own: there our
-    launcher starts the ranks. So it does in a step of one task.
+    A batch script and a shell of salloc have most of them too, but no step of their own. There, and
+    in a step of one task, our own launcher starts the ranks.
     """
     step = _slurm_step(environ)
     if step is None or "SLURM_PROCID" not in environ:
@@ -190,10 +189,10 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
 
 
 def _slurm_step(environ: Mapping[str, str]) -> str | None:
-    """Return the name of the srun step that this process belongs to, None outside of one.
+    """Return the name of the srun step that this process belongs to; None outside of a step.
 
-    A job that is queued again keeps its number and counts its steps from 0 again, so that the same
-    srun command has the same name. The tasks of an array have job numbers of their own.
+    A requeued job keeps its number and counts its steps from 0 again, so the same srun command has
+    the same name. Each task of a job array has its own job number.
     """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_JOB_ID" not in environ:
@@ -202,7 +201,7 @@ def _slurm_step(environ: Mapping[str, str]) -> str | None:
 
 
 def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
-    """Return each machine's number of tasks: Slurm writes 2(x3),1 for 2, 2, 2, 1."""
+    """Return the number of tasks on each machine: Slurm writes 2(x3),1 for 2, 2, 2, 1."""
     written = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks = []
     for part in written.split(",") if written else ():
@@ -218,7 +217,7 @@ def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first of Slurm's list of hosts: n01 of n[01-03,07],gpu5."""
+    """Return the first host of Slurm's list: n01 of n[01-03,07],gpu5."""
     first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
 
@@ -228,7 +227,7 @@ def _master(environ: Mapping[str, str]) -> str | None:
 
 
 def _port(name: str) -> int:
-    """Return a port that all ranks of a launch derive alike, and other launches hardly ever do."""
+    """Return a port that all ranks of a launch derive alike; another launch rarely gets it."""
     return FIRST_PORT + zlib.crc32(name.encode()) % NUM_PORTS
 
 

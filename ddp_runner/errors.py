@@ -1,8 +1,9 @@
-"""The one exception for what a user can cause, and how its sentences list names."""
+"""The one exception for what a user can cause, and how its messages list and suggest names."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
-MOST_NAMES = 3  # that a sentence lists
+MOST_NAMES = 3  # that a message lists
 
 
 def printable(line: str) -> str:
@@ -28,3 +29,14 @@ def listed(names: Sequence[str], *, separator: str = ", ") -> str:
     """Return the first few names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return separator.join(names[:MOST_NAMES]) + more
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known word that is most like a mistyped word; None if none is near.
+
+    Args:
+        word: as the user wrote it.
+        known: what could have been meant.
+        cutoff: least likeness, from 0 (any word will do) to 1.
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

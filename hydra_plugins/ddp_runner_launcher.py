@@ -1,51 +1,85 @@
-"""Hydra's side of a sweep: composes every job of a batch, and hands them over as one.
+"""The launcher that Hydra's sweepers use: composes every job of a batch, then hands over the batch.
 
-Hydra's own launcher composes a job when its turn comes, so that a YAML edited meanwhile changes the
-jobs that wait. Sweepers (grid, glob, range, Optuna) are Hydra's. Hydra finds this
-module by itself, and takes launchers from this namespace only.
+Hydra's own launcher composes a job when its turn comes, so that editing a YAML meanwhile changes
+the jobs that wait. Hydra finds this module by itself: it looks for plug-ins in this namespace.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+from ddp_runner.config.load import as_written
+
+
+@runtime_checkable
+class BatchTask(Protocol):
+    """A task function that runs all jobs of a batch by itself."""
+
+    def run_batch(self, composed: Sequence[DictConfig]) -> Sequence[float | str | None]:
+        """Run the jobs, given each one's config with its hydra node; return their objectives."""
 
 
 class SweepLauncher(Launcher):
-    """Gives all jobs of a batch to the task function's `run_batch`."""
+    """Gives a batch of jobs to the task function, as a whole if it is a ``BatchTask``."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Take note of what composes the jobs."""
-        self._loader, self._config = hydra_context.config_loader, config
-        # Takes the composed configs, each with its hydra node; returns their objectives.
-        self._run_batch: Callable[..., Sequence[float | str | None]] = vars(task_function)[
-            "run_batch"
-        ]
-        self._searches = config.hydra.sweeper._target_ != GRID
-        logging.getLogger("hydra_plugins").setLevel(logging.CRITICAL)  # jobs tell how they failed
+        """Keep what composes the jobs and what runs them."""
+        self._context, self._task, self._config = hydra_context, task_function, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Compose every job, run them, and return the objective of each."""
+        """Compose every job, run them, and return how each ended."""
         setup_globals()
         jobs = []
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-            job = self._loader.load_sweep_config(self._config, list(overrides))
+            job = self._context.config_loader.load_sweep_config(self._config, list(overrides))
             with open_dict(job):
                 job.hydra.job.id = job.hydra.job.num = number
             jobs.append(job)
-        objectives = self._run_batch(jobs, searches=self._searches)
-        # Said to have failed, a job would end the sweep. A search takes what is no number, such as
-        # the sentence of a failure, for a job that failed; NaN would end Optuna's.
-        return [
-            JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=value)
-            for overrides, value in zip(job_overrides, objectives, strict=True)
-        ]
+        if not isinstance(self._task, BatchTask):
+            return [self._run_alone(job) for job in jobs]
+        # Optuna's sweeper repeats there what each failed job has printed already.
+        logging.getLogger("hydra_plugins").setLevel(logging.CRITICAL)
+        objectives = self._task.run_batch(jobs)
+        return [_result(job, value) for job, value in zip(jobs, objectives, strict=True)]
+
+    def _run_alone(self, job: DictConfig) -> JobReturn:
+        """Run one job of another program, as Hydra's basic launcher does."""
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        result = run_job(
+            hydra_context=self._context,
+            task_function=self._task,
+            config=job,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        return result
+
+
+def _result(job: DictConfig, objective: float | str | None) -> JobReturn:
+    """Return what Hydra is to know of a job.
+
+    Always report COMPLETED: a FAILED job makes Hydra abort the sweep. Optuna counts an objective
+    that is not a number, such as a failure's sentence, as a failed trial; NaN would end the study.
+    """
+    task = OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"])
+    result = JobReturn(
+        overrides=as_written(job.hydra.overrides.task),
+        cfg=task,
+        hydra_cfg=OmegaConf.masked_copy(job, "hydra"),
+        working_dir=str(Path.cwd()),  # a job of this program never changes the folder
+        task_name=job.hydra.job.name,
+        status=JobStatus.COMPLETED,
+    )
+    result.return_value = objective
+    return result

@@ -1,11 +1,7 @@
-"""Hydra's many ways to refuse a command line, each as one plain line with the nearest valid key.
-
-Called by ``__main__`` when composing has failed; torch-free.
-"""
+"""What is wrong with a command line that Hydra rejects, in one line with the fix. Torch-free."""
 
 import errno
 import re
-import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -14,7 +10,12 @@ from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigTypeError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from ddp_runner.cli.known_keys import known_keys, nearest_key
 from ddp_runner.config.schema import Config
@@ -26,22 +27,17 @@ KINDS: dict[Any, str] = {
     bool: "true or false",
     str: "a text",
 }
-HYDRAS_NAMES = {"Integer": int, "Float": float, "bool": bool}
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
 DEFAULT_HINT = "write key=value, and quote what the shell would change"
-# How Hydra and OmegaConf name the class of an error, which tells a user nothing.
+# Class names of errors, which tell a user nothing.
 EVALUATING = re.compile(r" \w+ while evaluating ")
 RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
-# What Hydra says, as a pattern, and what is said instead; in order, the first that is found.
+# What has no attributes to ask: a pattern of Hydra's or OmegaConf's message, and what to print. The
+# first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
     (r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'",
      r"\1 has a value already; write \1=\2, without +"),
     (r"force-add of config groups is not supported: '\+\+(.+)'", r"write \1, without ++"),
-    (r"Ambiguous value for argument '((.+?)=.+)'",
-     r"\1 has a comma; write -m for a sweep over its values, or \2=[ONE,OTHER] for a list"),
-    (r"Sweep parameters '(.+?)'(?:, .+)? requires? --multirun", r"\1 is a sweep; write -m for it"),
-    (r"does not support sweep type : (\w+)_SWEEP",
-     r"this sweeper takes a list of values; write hydra/sweeper=optuna, which searches intervals"),
     (r"(?s)LexerNoViableAltException: (.+? = .+?)\s+\^",
      r"\1: write key=value without spaces around ="),
     (r"(?s)LexerNoViableAltException: (.*?)\s+\^\s*(?:See |$)",
@@ -50,35 +46,20 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      r"""\1=\2: an interpolation inside another needs quotes; write '\1="\2"'"""),
     (r"(?s)Environment variable '(\w+)' not found.*full_key: (\S+)",
      r"\2: the environment variable \1 is not set; set it, or write ${oc.env:\1,DEFAULT}"),
-    (r"(?s)(?:Invalid type assigned: \w+ is not a subclass of|Cannot merge DictConfig with "
-     r"ListConfig).*full_key: (\S+)", r"\1 is a group of keys; write \1.KEY=VALUE"),
-    (r"(?s)does not support deletion.*full_key: (\S+)",
-     r"\1 cannot be removed; every run needs it: write \1=VALUE"),
-    (r"(?s)is not a ListConfig.*full_key: (\S+)", r"\1 must be a list; write \1=[ONE,OTHER]"),
-    (r"(?s)full_key: (\S+).*is not a ListConfig", r"\1 must be a list; write \1=[ONE,OTHER]"),
     (r"(?s)Interpolation key '(dataset\.\w+)' not found.*full_key: (\S+)",
-     r"\2 comes from \1, which this dataset has not; choose another dataset, or give \2 itself"),
-    (r"Only one of --run, --multirun, --cfg",
-     "--cfg, --info, --shell-completion and -m exclude each other; leave -m out to see one job"),
-    (r"Expecting one subcommand from",
-     'write eval "$(ddp-runner --shell-completion install=bash)"'),
-    (r"(?s)(?:Cannot find primary config|Primary config module|Unable to find or open|"
-     r"Using config_path to)",
-     "--config-name and --config-path are not for this program; give your own groups by "
-     "--config-dir=FOLDER"),
+     r"\2 comes from \1, which this dataset does not have; choose another dataset, or set \2"),
     (r"Cannot merge DictConfig with ListConfig",
      "a YAML holds a list where keys belong; write KEY: VALUE in it"),
-    (r"(codec can't decode .+)", r"a YAML of --config-dir is not in UTF-8 (\1); save it so"),
-    (r"maximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
     (r"Exceeds the limit \((\d+) digits\) for integer", r"a number has more than \1 digits"),
-    (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
 )  # fmt: skip
 
 
-def user_error(error: BaseException) -> UserError | None:
+def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError | None:
     """Return the one line that says what is wrong, or None for what the user did not cause.
 
-    It never raises: what it cannot explain keeps the first line that it has.
+    Args:
+        error: whatever was raised. What has no explanation keeps its first line.
+        arguments: the command line, for hints about its keys.
     """
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -89,22 +70,27 @@ def user_error(error: BaseException) -> UserError | None:
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
     if isinstance(error, OSError) and not is_hydras:  # some of Hydra's are both
         return UserError(_system_error(error))
-    if not (is_hydras or _is_refusal(error)):
+    if not (is_hydras or _is_from_libraries(error)):
         return None
-    sentence = _first_line(chain)
-    for explain in (_missing_option, _unknown_key, _wrong_kind, _known_sentence, _group_value):
-        if (found := explain(chain)) is not None:
-            sentence = found
-            break
+    sentence = (
+        _missing_option(error)
+        or _unknown_key(chain, arguments)
+        or _missing_value(chain)
+        or _wrong_value(chain)
+        or _broken_yaml(error)
+        or _known_sentence(chain)
+        or _group_value(error, arguments)
+        or _first_line(chain)
+    )
     return UserError(" ".join(sentence.split()))
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Return whether Hydra, or what it reads configs with, raised this in code of its own.
+def _is_from_libraries(error: BaseException) -> bool:
+    """Return whether Hydra, or a library that it reads configs with, raised this error itself.
 
-    They refuse much by a plain ValueError or TypeError, and a broken YAML by errors of yaml.
+    They raise plain ValueErrors and TypeErrors for much that a user can cause.
     """
-    trace, deepest = error.__traceback__, ""  # of ours and theirs; the standard library's apart
+    trace, deepest = error.__traceback__, ""  # frames of the standard library do not count
     while trace is not None:
         package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
         deepest = package if package in (*LIBRARIES, __name__.partition(".")[0]) else deepest
@@ -130,12 +116,11 @@ def _first_line(chain: Sequence[BaseException]) -> str:
         return f"{EVALUATING.sub(': ', reason)}; {DEFAULT_HINT}"
     if isinstance(chain[0], yaml.MarkedYAMLError):
         return " ".join(str(chain[0]).split())
-    text = "\n".join(str(link) for link in chain)
-    reasons = [str(link) for link in chain if isinstance(link, OmegaConfBaseException)]
-    reason = ((reasons or [text])[0].strip() or "the command cannot be read").splitlines()[0]
-    reason = RESOLVING.sub("the interpolation fails: ", reason)
-    key = re.search(r"full_key: (?!_dummy_)(\S+)", text)  # _dummy_: Hydra's own, for any group
-    return f"{key[1]}: {reason}" if key else reason
+    found = next((one for one in chain if isinstance(one, OmegaConfBaseException)), None)
+    lines = str(found or "\n".join(map(str, chain))).strip().splitlines()
+    reason = RESOLVING.sub("the interpolation fails: ", [*lines, "the command cannot be read"][0])
+    key = next(filter(None, (getattr(one, "full_key", None) for one in chain)), "")
+    return reason if not key or key.startswith("_dummy_") else f"{key}: {reason}"  # Hydra's dummy
 
 
 def _known_sentence(chain: Sequence[BaseException]) -> str | None:
@@ -144,8 +129,15 @@ def _known_sentence(chain: Sequence[BaseException]) -> str | None:
     return next((match.expand(sentence) for match, sentence in found if match), None)
 
 
-def _missing_option(chain: Sequence[BaseException]) -> str | None:
-    error = chain[0]
+def _broken_yaml(error: BaseException) -> str | None:
+    if isinstance(error, UnicodeDecodeError):
+        return f"a YAML of --config-dir is not in UTF-8 ({error}); save it as UTF-8"
+    if isinstance(error, RecursionError):
+        return "the defaults of a YAML lead back to itself; change them"
+    return None
+
+
+def _missing_option(error: BaseException) -> str | None:
     if not isinstance(error, MissingConfigException):
         return None
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
@@ -161,15 +153,14 @@ def _missing_option(chain: Sequence[BaseException]) -> str | None:
     return f"{group}={option} does not exist{hint} options: {', '.join(options)}"
 
 
-def _unknown_key(chain: Sequence[BaseException]) -> str | None:
-    text = "\n".join(str(link) for link in chain)
-    match = re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text)
+def _unknown_key(chain: Sequence[BaseException], arguments: Sequence[str]) -> str | None:
+    match = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(chain[0]))
     if match is None:
         return None
     key, _, package = match[1].partition("@")
     if package:
         return f"{match[1]} puts {key} where no run reads it; write {key}=OPTION, without @"
-    known = known_keys(sys.argv[1:])
+    known = known_keys(arguments)
     meant, parent = nearest_key(key, known), key.rpartition(".")[0]
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
     if meant:
@@ -181,43 +172,47 @@ def _unknown_key(chain: Sequence[BaseException]) -> str | None:
     return f"{key} is not a key of the config; {hint}"
 
 
-def _wrong_kind(chain: Sequence[BaseException]) -> str | None:
-    text = "\n".join(str(link) for link in chain)
-    value = re.search(r"Error merging override ([^=\s]+)=(.*)", text)
-    kind = re.search(r"(?:could not be converted to|is not a valid) (\w+)", text)
-    if value and kind and kind[1] in HYDRAS_NAMES:
-        wanted = KINDS[HYDRAS_NAMES[kind[1]]]
-        return f"{value[1].lstrip('+')} ({value[2]}) must be {wanted}"
-    value = re.search(r"Value '(.*)' of type '\w+' (?:could not be|is not a valid)", text)
-    key = re.search(r"full_key: (\S+)", text)
-    if key and value and kind and kind[1] in HYDRAS_NAMES:
-        return f"{key[1]} ({value[1]}) must be {KINDS[HYDRAS_NAMES[kind[1]]]}"
-    key = re.search(r"field '([\w.]+)' is not Optional", text)
-    if key:
-        return f"{key[1]} (null) must be {_kind_of(key[1])}"
-    key = re.search(r"full_key: (\S+)", text)
-    if key and re.search(r"Cannot convert '\w+' to string", text):
-        return f"{key[1]} must be a text"
-    return None
+def _missing_value(chain: Sequence[BaseException]) -> str | None:
+    error = next((one for one in chain if isinstance(one, MissingMandatoryValue)), None)
+    return f"{error.full_key} has no value; write {error.full_key}=VALUE" if error else None
 
 
-def _kind_of(key: str) -> str:
-    """Return the kind of a key of the schema, in words."""
+def _wrong_value(chain: Sequence[BaseException]) -> str | None:
+    """Explain a value that the schema's type of its key does not allow."""
+    error = next((one for one in chain if isinstance(one, ValidationError | ConfigTypeError)), None)
+    if error is None or not error.full_key:
+        return None
+    key, kind = error.full_key, _kind_of(error.full_key)
+    if str(chain[0]).startswith("Error merging override ~"):
+        return f"{key} cannot be removed; every run needs it: write {key}=VALUE"
+    if is_dataclass(kind) or kind is dict:
+        return f"{key} is a group of keys; write {key}.KEY=VALUE"
+    if kind is list:
+        return f"{key} must be a list; write {key}=[ONE,OTHER]"
+    if kind not in KINDS:
+        return None
+    return f"{key} ({'null' if error.value is None else error.value}) must be {KINDS[kind]}"
+
+
+def _kind_of(key: str) -> Any:
+    """Return the type that the schema gives a key, without its ``| None``; None for no such key."""
     kind: Any = Config
     for part in key.split("."):
+        if not is_dataclass(kind):
+            return None
         kind = next((one.type for one in fields(kind) if one.name == part), None)
-    if isinstance(kind, types.UnionType):
-        kind = typing.get_args(kind)[0]
-    return "a group of keys" if is_dataclass(kind) else KINDS.get(kind, "a value of its own kind")
+        if isinstance(kind, types.UnionType):
+            kind = typing.get_args(kind)[0]
+    return typing.get_origin(kind) or kind
 
 
-def _group_value(chain: Sequence[BaseException]) -> str | None:
-    """Explain a group that is given what is no name of an option; Hydra does not say which."""
-    says_nothing = isinstance(chain[0], AssertionError) and not str(chain[0])
-    if not (says_nothing or str(chain[0]).startswith("Config group override ")):
+def _group_value(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """Explain a group whose value is no option's name; Hydra does not say which group it is."""
+    says_nothing = isinstance(error, AssertionError) and not str(error)
+    if not (says_nothing or str(error).startswith("Config group override ")):
         return None
     groups = {one.name for one in fields(Config) if one.name not in ("sweep", "train")}
-    for argument in sys.argv[1:]:
+    for argument in arguments:
         key, sign, value = argument.partition("=")
         if sign and (key.lstrip("+~") in groups or not re.match(r"[+~]*\w", key)):
             name = key.lstrip("+~") or "the empty key"

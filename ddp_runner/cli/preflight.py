@@ -1,4 +1,4 @@
-"""What a config needs on this machine, checked before anything starts. Torch-free."""
+"""The files and packages that a config needs on this machine, checked before anything starts."""
 
 import importlib.util
 from pathlib import Path
@@ -20,14 +20,14 @@ WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
 def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
-    """Refuse a resolved config that names a file, folder or package which is not there.
+    """Refuse a resolved config that names a missing file, folder or package.
 
     Args:
         config: resolved.
-        env: this rank's facts, where the ranks run already.
+        env: this rank's facts if the ranks run already.
 
     Raises:
-        UserError: something is missing; it says what to name instead.
+        UserError: something is missing; the message says what to write instead.
     """
     model, dataset, data_root = config.model, config.dataset, Path(config.data_root)
     if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
@@ -51,7 +51,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
         )
     if (name := dataset.get("tokenizer")) is not None:
         tokenizer_file(Path(str(name)))
-    # Rank 0 alone reads the weights, perhaps on another machine; a resumed run has read them.
+    # Only rank 0 reads the weights, perhaps on another machine. A resumed run needs them no more.
     num_nodes = env.num_nodes if env else config.launch.nnodes
     if model.get("weights") is not None and config.resume is None and num_nodes == 1:
         _validate_weights(Path(str(model["weights"])))
@@ -62,7 +62,7 @@ def _validate_weights(path: Path) -> None:
         raise UserError(f"model.weights ({path}) does not exist; {_kinds()}")
     is_checkpoint = (path / MANIFEST).exists() or RunDir(path).checkpoints.is_dir()
     if not (is_checkpoint or path.suffix in WEIGHT_FILES):
-        raise UserError(f"model.weights ({path}) is no weights; {_kinds()}")
+        raise UserError(f"model.weights ({path}) is not a weights file or run folder; {_kinds()}")
 
 
 def _kinds() -> str:

@@ -1,7 +1,4 @@
-"""What a command that resumes a run takes from that run: its groups, and its frozen config.
-
-Used by ``__main__`` and ``compose``. Torch-free.
-"""
+"""What a command takes from the run that it resumes: its groups and its frozen config."""
 
 import re
 from collections.abc import Sequence
@@ -14,6 +11,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.cli.hydra_adapter import quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import Config
@@ -21,30 +19,31 @@ from ddp_runner.errors import UserError
 from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.run_dir import RunDir, newest_run
 
-LAST = "last"  # the value of `resume` that stands for the newest run
+LAST = "last"  # as the value of `resume`: the newest run
 GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")  # each with a `_target_`
 
 
-def resumed_command(arguments: Sequence[str], *, conf: Path) -> tuple[list[str], list[str]]:
-    """Return a command line as Hydra is to read it, and the overrides added to it.
+def resumed_overrides(
+    overrides: Sequence[str], *, folders: Sequence[Path]
+) -> tuple[list[str], list[str]]:
+    """Return the overrides for Hydra to compose, and those among them that the user did not write.
 
-    A run that is resumed brings its groups (``model=bert``): without them Hydra would compose the
-    default ones, and refuse the keys that the run's own have. ``resume=last`` becomes a path.
+    A resumed run brings its groups (``model=bert``): without them Hydra would compose the default
+    groups, and reject keys that only the run's own groups have. ``resume=last`` becomes a path.
 
     Args:
-        arguments: what the user wrote after the program's name.
-        conf: the project's own groups.
+        overrides: as the user wrote them.
+        folders: they hold the groups, the project's and the user's own.
 
     Raises:
         UserError: there is no last run.
     """
-    arguments = list(arguments)
-    found = [place for place, one in enumerate(arguments) if one.startswith("resume=")]
-    if not found or {"-m", "--multirun"} & set(arguments):
-        return arguments, []
-    (value,) = (
-        one.value() for one in OverridesParser.create().parse_overrides([arguments[found[-1]]])
-    )
+    overrides = list(overrides)
+    places = [place for place, one in enumerate(overrides) if one.startswith("resume=")]
+    if not places:
+        return overrides, []
+    place = places[-1]
+    value = OverridesParser.create().parse_override(overrides[place]).value()
     if value == LAST:
         newest = newest_run()
         if newest is None:
@@ -53,29 +52,26 @@ def resumed_command(arguments: Sequence[str], *, conf: Path) -> tuple[list[str],
                 "give resume=RUN"
             )
         value = str(newest)
-        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        arguments[found[-1]] = f"resume='{quoted}'"
-    given = {one.partition("=")[0] for one in arguments}
-    folders = [conf, *_config_dirs(arguments)]
+        overrides[place] = f"resume={quoted(value)}"
+    given = {one.partition("=")[0] for one in overrides}
     implied = [
         f"{group}={option}"
         for group, option in _choices(Path(str(value))).items()
         if group not in given
         and any((folder / group / f"{option}.yaml").is_file() for folder in folders)
     ]
-    place = found[-1] + 1  # beside it: argparse takes what is not an option in one piece
-    return [*arguments[:place], *implied, *arguments[place:]], implied
+    return [*overrides[: place + 1], *implied, *overrides[place + 1 :]], implied
 
 
 def with_resumed(
     raw: DictConfig, overrides: Sequence[str], *, is_launched: bool = False
 ) -> DictConfig:
-    """Return the composed config; of a resumed run what it had, with this command's keys on top.
+    """Return the composed config, or a resumed run's own config with this command's keys on top.
 
     Args:
         raw: as composed.
         overrides: of this command.
-        is_launched: whether the ranks run already, so that the run's number of them gives way.
+        is_launched: whether the ranks run already: their number replaces the run's.
 
     Raises:
         UserError: the run to resume does not exist, or a key cannot change it.
@@ -90,10 +86,10 @@ def with_resumed(
         changed = "batch" if key == "scaling" else key
         value = _as_composed(raw, changed)
         OmegaConf.update(frozen, changed, value, merge=False, force_add=True)
-    # A config that came with somebody's run cannot allow itself to run code.
+    # A config that came with somebody else's run must not allow itself to run code.
     frozen.allowed_targets = raw.allowed_targets
-    # Where the ranks meet, and which machine this is, was true of that launch alone; and whoever
-    # is met there is sent pickles.
+    # Where the ranks met, and which machine this was, held for that launch only. Also, ranks send
+    # pickles to whoever answers at that address.
     for key in ("init_method", "node_rank", "rdzv_endpoint"):
         frozen.launch[key] = raw.launch[key]
     if is_launched and "world_size" not in chosen_keys(overrides):
@@ -102,19 +98,19 @@ def with_resumed(
 
 
 def _as_composed(raw: DictConfig, key: str) -> Any:
-    """Return what a command gives for a key, unresolved: a secret is frozen as it was given."""
+    """Return the unresolved value of a key: a secret is frozen as the user wrote it."""
     value = OmegaConf.select(raw, key)
     if value is None or OmegaConf.is_config(value):
-        return value  # what is within a container has not been resolved
+        return value  # the values in a container are unresolved
     plain: Any = OmegaConf.to_container(raw, resolve=False)
     return reduce(getitem, key.split("."), plain)
 
 
 def _frozen(run_dir: Path) -> DictConfig:
-    """Return the config that a run froze.
+    """Return a run's frozen config.
 
     Raises:
-        UserError: there is none, or it is not whole.
+        UserError: it is missing or damaged.
     """
     path = RunDir(run_dir).config
     if not path.exists():
@@ -132,30 +128,20 @@ def _frozen(run_dir: Path) -> DictConfig:
         lacking = [group for group in GROUPS if "_target_" not in frozen[group]]
         if lacking:
             raise ValueError(f"it ends before {lacking[0]}")
-    except Exception as error:  # of any kind, as PyYAML makes of odd tags
+    except Exception as error:  # PyYAML raises errors of any kind for odd tags
         reason = " ".join(str(error).split())
         raise UserError(
-            f"{path} is damaged or of another version ({reason}); restore it, or start anew"
+            f"{path} is damaged or of another version ({reason}); restore it, or start a new run"
         ) from error
     return frozen
 
 
-def _config_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Return the folders of the user's own groups."""
-    found = []
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
-        option, _, value = argument.partition("=")
-        if option in ("--config-dir", "-cd"):
-            found.append(Path(value or after))
-    return found
-
-
 def _choices(run_dir: Path) -> dict[str, str]:
-    """Return the options of the groups that a run was composed of, as far as they exist here."""
+    """Return the options of the groups that a run was composed of."""
     try:
         choices = yaml.safe_load(RunDir(run_dir).choices.read_text(encoding="utf-8"))
-    except Exception:  # of any kind, as PyYAML makes of odd tags
-        return {}  # of an older version, or none: with_resumed tells what is wrong with it
+    except Exception:  # PyYAML raises errors of any kind for odd tags
+        return {}  # of an older version, or not a run: with_resumed reports what is wrong
     pairs = choices.items() if isinstance(choices, dict) else ()
     return {
         str(group): str(option)

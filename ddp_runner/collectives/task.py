@@ -10,8 +10,7 @@ import torch
 from ddp_runner.collectives.messages import prepare, unsupported_reason
 from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.collectives.timing import Measurement, measure
-from ddp_runner.config.collectives import OPS, message_sizes
-from ddp_runner.config.schema import CollectivesConfig
+from ddp_runner.config.schema import OPS, CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
@@ -92,8 +91,17 @@ def _messages(
             backend = session.config.backend.name
             session.log(f"{_title(variant)} unsupported by {backend}: {reason}")
             continue
-        for num_bytes in message_sizes(session.config) if variant.dtype else (0,):
+        for num_bytes in message_sizes(session.config.collectives) if variant.dtype else (0,):
             yield variant, num_bytes
+
+
+def message_sizes(asked: CollectivesConfig) -> list[int]:
+    """Return the sizes to measure in bytes, ascending; max_bytes is always among them."""
+    sizes, size = [], asked.min_bytes
+    while size < asked.max_bytes:
+        sizes.append(size)
+        size *= asked.size_factor
+    return [*sizes, asked.max_bytes]
 
 
 def validate_reduce_ops(
@@ -127,7 +135,7 @@ def _start_block(session: Session) -> str:
         f"rank 0 on {place}",
         "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
         f"{env.local_world_size} a node, {torch.get_num_threads()} CPU thread(s) a rank",
-        "messages": f"{', '.join(f'{size:,}' for size in message_sizes(config))} bytes, "
+        "messages": f"{', '.join(f'{size:,}' for size in message_sizes(settings))} bytes, "
         f"{settings.warmup_steps} warm-up and {settings.steps} timed calls each",
         "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }

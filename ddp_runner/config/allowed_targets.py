@@ -1,12 +1,10 @@
-"""Which names a config may give for the program to import: ``_target_`` and ``model.loss``.
+"""Which names a config may give the program to import: ``_target_`` and ``model.loss``. Torch-free.
 
-The launcher asks before anything starts, hence torch-free; the names are judged as text and, for
-our own modules, by what their source defines. A rank asks again, and ``targets`` then judges the
-object itself.
+The launcher checks the names as text before anything starts; for this package's own modules it
+reads what their source defines. A rank checks again, and ``targets`` then checks the object itself.
 """
 
 import ast
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -14,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.config.schema import Config
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Modules of this package that hold parts, and what a part is there.
+# Modules of this package that a config may name parts of, and what a part is in each.
 OWN: Mapping[str, tuple[type[ast.stmt], ...]] = {
     "ddp_runner.models": (ast.ClassDef, ast.FunctionDef),
     "ddp_runner.data.sources": (ast.ClassDef,),
@@ -26,19 +24,19 @@ OWN: Mapping[str, tuple[type[ast.stmt], ...]] = {
     "ddp_runner.train.schedules": (ast.FunctionDef,),
     "ddp_runner.train.losses": (ast.FunctionDef,),
 }
-# Of torch only these modules, and in them only the subclasses of one class: see `targets`. Others
-# load files (torch.load, torch.hub), run commands (torch.utils) or compile code.
+# Of torch only these modules, and in each only the subclasses of one class: see `targets`. Other
+# modules load files (torch.load, torch.hub), run commands (torch.utils) or compile code.
 TORCH = ("torch.nn", "torch.optim", "torch.optim.lr_scheduler")
 LOSSES, TORCH_LOSSES = "ddp_runner.train.losses", "torch.nn.functional"
 TORCH_LOSS_NAMES = (
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss"),
-    *("kl_div", "l1_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss"),
-    *("multilabel_soft_margin_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"),
-)
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",
+    "kl_div", "l1_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss",
+    "multilabel_soft_margin_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss",
+)  # fmt: skip
 
 
 def validate_targets(config: Config) -> None:
-    """Refuse a config that names what it may not: importing or calling it could run any code.
+    """Refuse a config that names something it may not: importing it could run any code.
 
     Raises:
         UserError: a name is not allowed or does not exist, or a text would be resolved again.
@@ -55,12 +53,12 @@ def validate_targets(config: Config) -> None:
 
 
 def validate_name(name: object, *, key: str, allowed: Collection[str]) -> None:
-    """Refuse a name that a config may not give.
+    """Refuse a name that a config may not use.
 
     Args:
         name: the dotted name.
-        key: which holds it; ``model.loss`` may name functions of two numbers of tensors alone.
-        allowed: the user's own packages, ``allowed_targets`` of this command.
+        key: the config's key; ``model.loss`` may name only loss functions.
+        allowed: the user's own packages: ``allowed_targets`` of this command.
 
     Raises:
         UserError: it is not allowed, or it is ours and does not exist.
@@ -88,8 +86,8 @@ def validate_name(name: object, *, key: str, allowed: Collection[str]) -> None:
         if last in _defined(module):
             return
         known = [f"{one}.{part}" for one in _modules() for part in _defined(one)]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {nearest}?")
+        meant = nearest(name, known, cutoff=0.0)
+        raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {meant}?")
     raise UserError(
         f"{key} ({name}) is not a part that a config may name; these are the parts in "
         f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}; if you trust it, add "
@@ -98,12 +96,12 @@ def validate_name(name: object, *, key: str, allowed: Collection[str]) -> None:
 
 
 def is_allowed(name: str, allowed: Collection[str]) -> bool:
-    """Return whether a name is one of these, or below one of them."""
+    """Return whether a name is an allowed package or module, or is inside one."""
     return any(f"{name}.".startswith(f"{one.rstrip('.')}.") for one in allowed)
 
 
 def target_names(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a nested config that name something to import, and the names."""
+    """Yield each dotted key of a nested config that names something to import, with the name."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if key == "_target_" or f"{prefix}{key}" == "model.loss":
@@ -138,7 +136,7 @@ def _holds_parts(module: str) -> bool:
 
 
 def _modules() -> list[str]:
-    """Return the modules of this package that hold parts."""
+    """Return the modules of this package that a config may name parts of."""
     paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py"))
     names = (".".join(path.parts) for path in sorted(paths))
     return [name.removesuffix(".__init__") for name in names if _holds_parts(name)]
@@ -162,11 +160,11 @@ def _defined(module: str) -> frozenset[str]:
 
 
 def _nearest_losses(name: object) -> str:
-    """Return the one of our losses that a name such as CrossEntropyLoss means, or else all."""
+    """Return our loss that a name such as CrossEntropyLoss means, else all of our losses."""
     known = {one.replace("_", ""): f"{LOSSES}.{one}" for one in sorted(_defined(LOSSES))}
     word = str(name).rpartition(".")[2].replace("_", "").lower().removesuffix("loss")
-    nearest = difflib.get_close_matches(word, known, n=1)
-    return known[nearest[0]] if nearest else " or ".join(known.values())
+    meant = nearest(word, known)
+    return known[meant] if meant else " or ".join(known.values())
 
 
 def _allowing(name: str) -> str:

@@ -1,23 +1,24 @@
-"""How a global batch is cut into the ranks' parts; used by ``rules``. Torch-free."""
+"""How a global batch is divided between the ranks. Torch-free."""
 
 from collections.abc import Collection
 from dataclasses import replace
 
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import BatchConfig, Config
 from ddp_runner.errors import UserError
 
 
 def num_shares(config: Config, ranks: int) -> int:
-    """Return into how many parts a global batch is cut."""
+    """Return into how many parts a global batch is divided."""
     mode = config.parallelism
-    servers = mode.get("num_servers", 0)
+    servers = mode_needs(mode).num_servers
     if not servers:
         return ranks
     name = mode.get("name")
     if config.task == "check":
         raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
     if servers != 1:
-        raise UserError(f"parallelism.num_servers ({servers}) must be 1; there is one server")
+        raise UserError(f"parallelism.needs.num_servers ({servers}) must be 1; there is one server")
     if mode.get("mode") not in ("sync", "async"):
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     if ranks < 2:
@@ -30,10 +31,10 @@ def num_shares(config: Config, ranks: int) -> int:
 
 
 def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
-    """Refuse a dataset that cannot give each rank a sample.
+    """Refuse a dataset with fewer samples than ranks.
 
     Raises:
-        UserError: its train split has fewer than there are ranks.
+        UserError: some ranks would have no sample.
     """
     if count < ranks:
         raise UserError(
@@ -43,14 +44,14 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
 
 
 def resolve_batch(config: Config, shares: int, chosen: Collection[str]) -> BatchConfig:
-    """Return the batch with both sizes filled in.
+    """Return the batch sizes with both filled in.
 
     Raises:
-        UserError: neither or both were given, or the global one does not divide by the shares.
+        UserError: neither or both sizes are given, or the shares do not divide the global size.
     """
     total, per_rank = config.batch.global_size, config.batch.per_rank
     if total is not None and per_rank is not None:
-        # A default or an experiment's choice gives way to the key that the user wrote.
+        # The key that the user wrote wins over the default or an experiment's choice.
         explicit = {"batch.global_size", "batch.per_rank"} & set(chosen)
         if len(explicit) == 2:
             raise UserError(
@@ -69,9 +70,8 @@ def resolve_batch(config: Config, shares: int, chosen: Collection[str]) -> Batch
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
-        divisor = (
-            f"{'trainers' if config.parallelism.get('num_servers') else 'world_size'} ({shares})"
-        )
+        has_servers = mode_needs(config.parallelism).num_servers > 0
+        divisor = f"{'trainers' if has_servers else 'world_size'} ({shares})"
         if config.train.grad_accum_steps > 1:
             divisor += f" x train.grad_accum_steps ({config.train.grad_accum_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")

@@ -1,16 +1,16 @@
-"""Builds what one group of the config names, and says in a sentence why it cannot."""
+"""Builds the object that a group of the config names; what fails is reported in one sentence."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ddp_runner.config.schema import RUNNER_KEYS
 from ddp_runner.config.targets import construct
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, nearest
 
-ANY = "**"  # stands for whatever keyword a function takes
+ANY = "**"  # in a set of keywords: the function takes any
 
 
 def make(
@@ -27,17 +27,16 @@ def make(
     Args:
         group: of the config.
         settings: its keys.
-        kind: what it must build, a class or a protocol; None: anything.
-        allowed: the packages of the user's own that it may name, ``allowed_targets``.
-        partial: return a functools.partial, for what takes more arguments later.
-        arguments: objects that are passed on as they are.
+        kind: the class or protocol that the object must have; None: any.
+        allowed: the user's own packages: ``allowed_targets``.
+        partial: return a functools.partial, to be called with more arguments later.
+        arguments: passed on as they are.
 
     Raises:
-        UserError: the keys do not fit it, it cannot be imported, or may not be, or what it gives
-            is none of the group's.
+        UserError: the target may not be named, cannot be imported, does not take the keys, or
+            builds another kind of object.
     """
-    needs_name = group in ("parallelism", "dataset")
-    keys = {key: value for key, value in settings.items() if key != "name" or needs_name}
+    keys = {key: value for key, value in settings.items() if key not in RUNNER_KEYS[group]}
     named = f"{group}={settings.get('name')}"
     if "_target_" not in keys:
         raise UserError(f"{named} has no _target_; name the class or function that builds it")
@@ -58,24 +57,25 @@ def complete(
     """Call what ``make`` returned with `partial`.
 
     Args:
-        group: of the config, which names it.
+        group: of the config, for messages.
         settings: the group's keys.
-        factory: what takes more arguments.
-        arguments: these, in their order.
-        kind: what it must build, a class or a protocol.
-        offered: passed as far as it takes them, such as the steps of the whole run.
+        factory: what ``make`` returned.
+        arguments: positional arguments.
+        kind: the class or protocol that the object must have.
+        offered: keyword arguments, such as the steps of the whole run; only those that the factory
+            takes are passed.
 
     Raises:
-        UserError: a key of the group is not a keyword of it, it refuses a value, or what it gives
-            is none of the group's.
+        UserError: the factory does not take a key of the group, rejects a value, or builds another
+            kind of object.
     """
     target = settings.get("_target_")
     known = keywords(factory)
     for key in [one for one in settings if one != "name" and one[0] != "_"]:
         if key not in known and ANY not in known:
             named = sorted(known - offered.keys())
-            meant = difflib.get_close_matches(key, named, n=1)
-            hint = f"did you mean {group}.{meant[0]}?" if meant else f"it has {', '.join(named)}"
+            meant = nearest(key, named)
+            hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(named)}"
             raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
     taken = {key: value for key, value in offered.items() if key in known or ANY in known}
     hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
@@ -86,7 +86,7 @@ def complete(
 
 @contextmanager
 def _building(named: str, target: object, hint: str) -> Iterator[None]:
-    """Turn whatever the call of a target raises into a sentence."""
+    """Turn whatever a target raises into one sentence."""
     try:
         yield
     except UserError:
@@ -108,7 +108,7 @@ def _of_kind(built: Any, kind: type, group: str, settings: Mapping[str, Any]) ->
 
 
 def keywords(factory: Callable[..., Any]) -> set[str]:
-    """Return what a class or function takes by keyword; ANY among them if it takes any."""
+    """Return the keywords of a class or function, with ANY if it takes any keyword."""
     try:
         parameters = list(inspect.signature(getattr(factory, "func", factory)).parameters.values())
     except ValueError:  # written in C

@@ -1,4 +1,4 @@
-"""From a composed config to the schema's object."""
+"""Turns a composed config into the schema's object."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -26,7 +26,7 @@ def to_config(raw: DictConfig) -> Config:
 
 
 def as_written(overrides: Any) -> list[str]:
-    """Return Hydra's overrides with their interpolations, which may be secrets, unresolved."""
+    """Return Hydra's overrides without resolving interpolations, which may be secrets."""
     written = OmegaConf.to_container(overrides, resolve=False)
     assert isinstance(written, list)
     return list(map(str, written))

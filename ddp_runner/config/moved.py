@@ -1,5 +1,6 @@
-"""Names that a run's frozen config may hold from before their modules moved: where they are now."""
+"""What a run's frozen config may hold from an earlier version, and what it is called now."""
 
+from collections.abc import Mapping
 from typing import Any
 
 MOVED_MODULES = {
@@ -7,38 +8,44 @@ MOVED_MODULES = {
     "ddp_runner.schedules": "ddp_runner.train.schedules",
     "ddp_runner.models.vision": "ddp_runner.models.torchvision_models",
     "ddp_runner.parallelism.ps": "ddp_runner.parallelism.parameter_server.mode",
-    **{
-        f"ddp_runner.data.{name}": f"ddp_runner.data.sources.{name}"
-        for name in (
-            "cifar",
-            "csv_text",
-            "digits",
-            "fake_images",
-            "image_folder",
-            "mnist",
-            "random",
-        )
-    },
+    "ddp_runner.data.cifar": "ddp_runner.data.sources.cifar",
+    "ddp_runner.data.csv_text": "ddp_runner.data.sources.csv_text",
+    "ddp_runner.data.digits": "ddp_runner.data.sources.digits",
+    "ddp_runner.data.fake_images": "ddp_runner.data.sources.fake_images",
+    "ddp_runner.data.image_folder": "ddp_runner.data.sources.image_folder",
+    "ddp_runner.data.mnist": "ddp_runner.data.sources.mnist",
+    "ddp_runner.data.random": "ddp_runner.data.sources.random",
 }
-
-
 RENAMED_KEYS = {"skip_refused": "skip_invalid"}
 DROPPED_KEYS = {"ddp_runner.models.bert.Bert": ("tokenizer",)}  # the dataset passes its facts
+# Keys of `parallelism` that are in its block `needs` now. ddp_mp has the first in both places.
+NEEDS = ("devices_per_rank", "max_ranks", "num_servers", "data_parallel")
+IN_BOTH_PLACES = "ddp_runner.parallelism.ddp_mp.DDPModelParallel"
 
 
 def with_moved_names(tree: Any) -> Any:
-    """Return a frozen config with its keys, ``_target_``s and losses by their present names."""
-    if isinstance(tree, dict):
-        return {
-            RENAMED_KEYS.get(key, key): present_name(value)
-            if key in ("_target_", "loss")
-            else with_moved_names(value)
-            for key, value in tree.items()
-            if key not in DROPPED_KEYS.get(str(tree.get("_target_")), ())
-        }
+    """Return a frozen config by its present keys, ``_target_``s and losses."""
     if isinstance(tree, list):
         return [with_moved_names(value) for value in tree]
-    return tree
+    if not isinstance(tree, dict):
+        return tree
+    renamed: dict[Any, Any] = {
+        RENAMED_KEYS.get(key, key): present_name(value)
+        if key in ("_target_", "loss")
+        else with_moved_names(value)
+        for key, value in tree.items()
+        if key not in DROPPED_KEYS.get(str(tree.get("_target_")), ())
+    }
+    target = str(renamed.get("_target_"))
+    is_own_mode = target.startswith("ddp_runner.parallelism.")
+    return _with_needs(renamed, target) if is_own_mode and "needs" not in renamed else renamed
+
+
+def _with_needs(mode: Mapping[Any, Any], target: str) -> dict[Any, Any]:
+    needs = {key: mode[key] for key in NEEDS if key in mode}
+    kept = NEEDS[:1] if target == IN_BOTH_PLACES else ()
+    others = {key: value for key, value in mode.items() if key not in needs or key in kept}
+    return others | ({"needs": needs} if needs else {})
 
 
 def present_name(name: Any) -> Any:

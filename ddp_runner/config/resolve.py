@@ -1,31 +1,27 @@
-"""What must hold between the keys of a config, and the values that follow from others.
-
-Called by ``__main__`` on the composed config, before torch is imported: a mistake is answered in
-one line that names the key, the value and the fix.
-"""
+"""The values of a config that follow from other values and from the machine. Torch-free."""
 
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
 from ddp_runner.config.allowed_targets import validate_targets
-from ddp_runner.config.batch import num_shares, resolve_batch, validate_num_samples
-from ddp_runner.config.checkpoint_rules import validate_checkpoints
-from ddp_runner.config.collectives import validate_collectives
-from ddp_runner.config.devices import resolve_backend
-from ddp_runner.config.model_rules import validate_model
-from ddp_runner.config.scheduler_rules import validate_scheduler
+from ddp_runner.config.batch import num_shares, resolve_batch
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import BackendConfig, Config
-from ddp_runner.config.values import validate_values
+from ddp_runner.config.validate import (
+    validate_checkpoints,
+    validate_choices,
+    validate_dataset,
+    validate_init_method,
+    validate_mode,
+    validate_model,
+    validate_scheduler,
+)
+from ddp_runner.config.values import validate_collectives, validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 
-TASKS = ("train", "collectives", "check")
-BACKENDS = ("auto", "gloo", "nccl", "mpi")
-PRECISIONS = ("fp32", "bf16", "fp16")
-MADE_UP = ("ddp_runner.data.sources.fake_images.", "ddp_runner.data.sources.random.")
-MOST_RANKS_A_CORE = 64  # a rank takes some 100 MiB, and a collective waits for the slowest of them
+MOST_RANKS_A_CORE = 64  # a rank takes some 100 MiB, and a collective waits for the slowest rank
 
 
 def resolve(
@@ -35,13 +31,13 @@ def resolve(
     chosen: Collection[str] = (),
     env: DistEnv | None = None,
 ) -> tuple[Config, list[str]]:
-    """Return the config with every derived value filled in, and the warnings to print once.
+    """Return the config with every derived value filled in, and warnings to print once.
 
     Args:
         config: as composed.
         hardware: what this machine has.
-        chosen: the keys given on the command line; they win over a group's own choice when two
-            keys exclude each other.
+        chosen: the keys given on the command line. If two keys exclude each other, they win over
+            the choice of a group.
         env: this rank's facts where the ranks run already (torchrun, srun, mpirun).
 
     Raises:
@@ -51,24 +47,24 @@ def resolve(
         raise UserError("allowed_targets must be a list of packages; write allowed_targets=[NAME]")
     validate_targets(config)
     validate_values(config)
-    _validate_choices(config)
+    validate_choices(config)
     validate_checkpoints(config, chosen=chosen)
     validate_model(config)
     ranks = _world_size(config, hardware, env.world_size if env else None)
     validate_collectives(config, num_ranks=ranks)
     shares = num_shares(config, ranks)
-    _validate_init_method(config, env)
+    validate_init_method(config, env)
     nproc = env.local_world_size if env else _nproc_per_node(config, hardware, ranks)
     backend, warnings = resolve_backend(
         config, hardware, nproc=nproc, is_launched=env is not None, chosen=chosen
     )
-    _validate_mode(config, ranks, backend)
-    _validate_dataset(config, ranks)
+    validate_mode(config, ranks, backend)
+    validate_dataset(config, ranks)
     batch = resolve_batch(config, shares, chosen)
     validate_scheduler(replace(config, batch=batch))
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
         warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
-    # Another launcher may have bound this rank to a part of the cores.
+    # Under another launcher this rank may be bound to a part of the cores.
     if env is None and backend.device == "cpu" and nproc > hardware.num_cores:
         warnings.append(
             f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
@@ -78,29 +74,11 @@ def resolve(
             "torch.distributed has no authentication: whoever reaches the ports of these machines "
             "can join or stop the run; keep them on a trusted network"
         )
-    if config.parallelism.get("data_parallel") and (
+    if mode_needs(config.parallelism).data_parallel and (
         hardware.num_gpus < 2 or backend.device == "cpu"
     ):
         warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
     return replace(config, world_size=ranks, backend=backend, batch=batch), warnings
-
-
-def _validate_choices(config: Config) -> None:
-    for key, choice, options in (
-        ("task", config.task, TASKS),
-        ("train.precision", config.train.precision, PRECISIONS),
-        ("backend.name", config.backend.name, BACKENDS),
-        ("sweep.retry", config.sweep.retry, (None, "failed")),
-        ("backend.device", config.backend.device, ("auto", "cpu", "cuda")),
-    ):
-        if choice not in options:
-            named = ", ".join("null" if one is None else one for one in options)
-            raise UserError(f"{key} ({choice}) must be one of {named}")
-    if config.data_root != "data" and not Path(config.data_root).is_dir():
-        raise UserError(
-            f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
-            "or dataset=digits, which needs none"
-        )
 
 
 def _world_size(config: Config, hardware: Hardware, running: int | None) -> int:
@@ -118,10 +96,11 @@ def _world_size(config: Config, hardware: Hardware, running: int | None) -> int:
         return int(asked)
     if launch.nproc_per_node is not None:
         return launch.nproc_per_node * launch.nnodes
-    if config.parallelism.get("max_ranks"):
-        return int(config.parallelism["max_ranks"])
+    needs = mode_needs(config.parallelism)
+    if needs.max_ranks is not None:
+        return needs.max_ranks
     gpus = 0 if config.backend.device == "cpu" else hardware.num_gpus
-    per_node = gpus // config.parallelism.get("devices_per_rank", 1)
+    per_node = gpus // needs.devices_per_rank
     return (per_node or min(2, hardware.num_cores)) * launch.nnodes
 
 
@@ -147,64 +126,92 @@ def _nproc_per_node(config: Config, hardware: Hardware, ranks: int) -> int:
     return nproc
 
 
-def _validate_init_method(config: Config, env: DistEnv | None) -> None:
-    asked, launch = config.launch.init_method, config.launch
-    if asked is None:
-        return
-    if not asked.startswith(("tcp://", "file://")):
+def resolve_backend(
+    config: Config, hardware: Hardware, *, nproc: int, is_launched: bool, chosen: Collection[str]
+) -> tuple[BackendConfig, list[str]]:
+    """Return the backend with its name and device filled in, and warnings about idle GPUs.
+
+    Args:
+        config: as composed.
+        hardware: what this machine has.
+        nproc: ranks on this machine.
+        is_launched: whether torchrun, srun or mpirun has started this process as a rank.
+        chosen: the keys given on the command line.
+
+    Raises:
+        UserError: the GPUs are missing, or torch cannot use them.
+    """
+    backend, gpus = config.backend, hardware.num_gpus
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    needed = nproc * per_rank
+    wants_cuda = backend.device == "cuda" or backend.name == "nccl"
+    if wants_cuda and hardware.unusable:
+        asked = "backend=nccl" if backend.name == "nccl" else "backend.device=cuda"
         raise UserError(
-            f"launch.init_method ({asked}) must begin with tcp:// or file://; write "
-            "tcp://HOST:PORT or file:///PATH"
+            f"{asked} needs CUDA devices: {hardware.unusable}, or write backend=gloo "
+            "backend.device=cpu"
         )
-    is_file, is_alone = asked.startswith("file://"), env is None and launch.nnodes == 1
-    if is_file and not is_alone and not asked.startswith("file:///"):
+    if backend.name == "nccl" and gpus == 0:
         raise UserError(
-            f"launch.init_method ({asked}) names a file of this machine's launcher; on several "
-            "machines, or under another launcher, write file:///PATH, in a folder that all share"
+            "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"
         )
-    if is_file and launch.nnodes > 1 and launch.max_restarts:
+    if wants_cuda and backend.device == "cpu":
+        raise UserError("backend=nccl moves only CUDA tensors; backend.device=cpu needs gloo")
+    # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
+    # so the user must ask for it. The ranks then compare their GPUs.
+    sees_its_own = is_launched and gpus == per_rank
+    fits = needed <= gpus or (sees_its_own and (wants_cuda or hardware.binds_gpus))
+    if wants_cuda and not fits:
+        fewer = (
+            f"write world_size={gpus * nproc // needed}, or" if gpus * nproc >= needed else "write"
+        )
         raise UserError(
-            f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
-            f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
+            f"{nproc} ranks of {needed // nproc} devices need {needed} GPUs and this machine shows "
+            f"{gpus}; {fewer} backend=gloo backend.device=cpu"
         )
+    device = backend.device
+    if device == "auto":
+        device = "cuda" if gpus and fits and backend.name != "mpi" else "cpu"
+    name = backend.name
+    if name == "auto":
+        name = "nccl" if device == "cuda" else "gloo"
+    if config.train.precision == "fp16" and device == "cpu":
+        raise UserError("train.precision=fp16 needs a CUDA device; on a CPU write bf16")
+    resolved = replace(backend, name=name, device=device)
+    # A resumed run has the device of its frozen config, whoever chose it.
+    is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)
+    if device == "cuda" or (backend.device == "cpu" and not is_inherited):
+        return resolved, []
+    return resolved, _about_idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
 
 
-def _validate_dataset(config: Config, ranks: int) -> None:
-    """Refuse one of our own made-up datasets that is too small; of the others a rank finds out."""
-    dataset = config.dataset
-    is_ours = dataset["_target_"].startswith(MADE_UP)
-    if is_ours and config.task != "collectives" and isinstance(dataset.get("num_samples"), int):
-        validate_num_samples(dataset.get("name"), dataset["num_samples"], ranks=ranks)
+def _about_idle_gpus(
+    config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool
+) -> list[str]:
+    """Return why a run on the CPU leaves GPUs idle, and what to write; nothing without GPUs.
 
-
-def _validate_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
-    mode, name = config.parallelism, config.parallelism.get("name")
-    if mode.get("max_ranks") and ranks > mode["max_ranks"]:
-        raise UserError(
-            f"parallelism={name} runs {mode['max_ranks']} process, world_size is {ranks}; "
-            "leave world_size out, or write parallelism=ddp"
+    `config` has its backend as the user chose it.
+    """
+    backend, gpus = config.backend, hardware.num_gpus
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    meant = "or write backend.device=cpu if this is meant"
+    if hardware.unusable:
+        return [f"the run computes on the CPU: {hardware.unusable}, {meant}"]
+    if gpus == 0:
+        return []
+    if backend.device == "cpu":
+        reason = "as it did before it was resumed; add backend=auto to use them"
+    elif backend.name == "mpi":
+        reason = "since backend=mpi moves CPU tensors; write backend=nccl to use them"
+    elif gpus < per_rank:
+        reason = (
+            f"since each rank needs {per_rank}; take a model in one piece and parallelism=ddp to "
+            "use them"
         )
-    stages, wanted = config.model.get("num_stages", 1), mode.get("devices_per_rank", 1)
-    if stages > wanted:
-        raise UserError(
-            f"model={config.model.get('name')} is cut into {stages} stages and parallelism={name} "
-            f"gives a replica {wanted} device; write parallelism=ddp_mp"
-        )
-    if stages < wanted:
-        raise UserError(
-            f"parallelism={name} spreads a replica over {wanted} devices and "
-            f"model={config.model.get('name')} has {stages} stage; "
-            "take a model cut in two (toy_mp, convnet_mp, mnist_net_mp)"
-        )
-    if mode.get("static_graph") and config.train.grad_accum_steps > 1:
-        raise UserError(
-            "parallelism.static_graph=true cannot skip gradient syncs, which "
-            f"train.grad_accum_steps ({config.train.grad_accum_steps}) does; turn one of them off"
-        )
-    if mode.get("data_parallel") and config.train.compile:
-        raise UserError(
-            f"train.compile=true does not work with parallelism={name}, which copies the model to "
-            "the GPUs anew in each step; leave it out, or write parallelism=ddp"
-        )
-    if mode.get("sync_batchnorm") and backend.device == "cpu":
-        raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")
+    else:
+        fix = f"write world_size={gpus // per_rank * config.launch.nnodes} to use them"
+        if sees_its_own:
+            fix = "write backend.device=cuda if each rank has its own"
+        reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix}"
+    noun = "GPU is" if gpus == 1 else "GPUs are"
+    return [f"{gpus} {noun} visible and the run computes on the CPU, {reason}, {meant}"]

@@ -1,6 +1,7 @@
-"""The configuration's schema: every plain key with its type, default, unit and meaning.
+"""The schema of the config: every plain key with its type, default, unit and meaning. Torch-free.
 
-What must hold between the keys is in ``rules``. Torch-free.
+The comments beside or above the fields are printed by --help: see ``keys``. What must hold between
+the keys is in ``validate``.
 """
 
 import hashlib
@@ -13,16 +14,60 @@ from typing import Any
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
-OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # what follows from the ranks
+# What a key may be: see ``validate``.
+TASKS = ("train", "collectives", "check")
+BACKENDS = ("auto", "gloo", "nccl", "mpi")
+PRECISIONS = ("fp32", "bf16", "fp16")
+OPS = (
+    "broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter",
+    "all_to_all", "send_recv", "barrier",
+)  # fmt: skip
+REDUCE_OPS = ("sum", "mean", "max", "min", "product")
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+# The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
+RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("name", "loss", "num_stages", "channels_last", "weights"),
+    "dataset": (),
+    "parallelism": ("needs",),
+    "optimizer": ("name",),
+    "scheduler": ("name",),
+}
+OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # they follow from the ranks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sizes of batches, in samples."""
+
+    global_size: int  # of one optimizer step, over all ranks
+    per_rank: int  # of one micro-step of one rank
+    eval_per_rank: int  # of one evaluation step of one rank
+
+
+@dataclass(frozen=True)
+class ModeNeeds:
+    """What a form of parallelism needs: the block `needs` of its YAML."""
+
+    devices_per_rank: int = 1
+    max_ranks: int | None = None  # None: any number
+    num_servers: int = 0  # ranks that hold parameters and compute no gradients
+    data_parallel: bool = False  # one rank drives all GPUs of its machine
 
 
 @dataclass
 class BatchConfig:
-    """Exactly one is set by the user; ``resolve`` derives the other."""
+    """Set exactly one of global_size and per_rank; the other follows from it."""
 
     global_size: int | None = None  # samples of one optimizer step, over all ranks: strong scaling
     per_rank: int | None = 100  # samples of one micro-step of one rank: weak scaling
     eval_per_rank: int | None = None  # samples of one evaluation step of one rank; null: per_rank
+
+    @property
+    def sizes(self) -> Batch:
+        """The sizes of a resolved config."""
+        assert self.global_size is not None
+        assert self.per_rank is not None
+        return Batch(self.global_size, self.per_rank, self.eval_per_rank or self.per_rank)
 
 
 @dataclass
@@ -30,14 +75,15 @@ class TrainConfig:
     """The training loop."""
 
     epochs: int = 10  # passes over the training set
-    max_steps: int | None = None  # optimizer steps of the whole run; null: `epochs` decide
+    max_steps: int | None = None  # optimizer steps of the whole run; null: train.epochs decides
     log_every_steps: int = 10  # optimizer steps between two lines of metrics
-    eval_every_epochs: int = 1  # 0: never; else also after the last epoch
-    precision: str = "fp32"  # fp32, bf16 (autocast), fp16 (autocast, scaled loss, CUDA only)
+    eval_every_epochs: int = 1  # epochs between two evaluations, and one at the end; 0: never
+    # fp32, bf16 (autocast) or fp16 (autocast with a scaled loss, CUDA only)
+    precision: str = "fp32"
     grad_accum_steps: int = 1  # micro-steps of one optimizer step
     clip_norm: float | None = None  # largest L2 norm of the whole gradient; null: no clipping
     compile: bool = False  # torch.compile the model, inside its parallel wrapper
-    deterministic: bool = False  # refuse operations that have no deterministic form
+    deterministic: bool = False  # fail on operations that have no deterministic form
     num_threads: int | None = None  # intra-op CPU threads of a rank; null: cores // local ranks
 
 
@@ -47,26 +93,30 @@ class CheckpointConfig:
 
     every_epochs: int | None = 1  # null: not by epochs
     every_steps: int | None = None  # optimizer steps; null: not by steps
-    keep: int = 3  # newest checkpoints that stay on disk
-    monitor: str | None = None  # a metric, such as eval/accuracy: its best checkpoint stays as well
-    mode: str = "max"  # max or min: which end of `monitor` is the best
-    load_best: bool = False  # after the last step load the best one and evaluate it once more
+    keep: int = 3  # how many of the newest checkpoints stay on disk
+    # a metric, such as eval/accuracy, whose best checkpoint stays as well
+    monitor: str | None = None
+    mode: str = "max"  # which value of the monitored metric is best: max or min
+    # after the last step load the best checkpoint and evaluate it once more
+    load_best: bool = False
 
 
 @dataclass
 class LaunchConfig:
-    """How the gang of ranks starts. Ignored under torchrun, which has its own flags."""
+    """How the ranks start. Under torchrun, which has its own flags, these keys are ignored."""
 
     nnodes: int = 1  # machines
-    nproc_per_node: int | None = None  # ranks a machine; null: world_size / nnodes
-    node_rank: int | None = None  # this machine's place, for static rendezvous; null: c10d decides
+    nproc_per_node: int | None = None  # ranks per machine; null: world_size / nnodes
+    # this machine's number, for a static rendezvous; null: c10d decides
+    node_rank: int | None = None
     rdzv_endpoint: str | None = None  # HOST:PORT of the rendezvous; needed when nnodes > 1
     rdzv_id: str = "ddp_runner"  # the same on every machine of one run
-    max_restarts: int = 0  # restarts of all ranks, each from the last checkpoint
-    # tcp://HOST:PORT or file:///PATH in place of the rendezvous's; file://NAME: in the run folder.
-    # Of the present command alone: never taken from a run that is resumed. torchrun has its own.
+    max_restarts: int = 0  # restarts of all ranks after a failure, each from the last checkpoint
+    # Where the ranks meet: tcp://HOST:PORT or file:///PATH; file://NAME is in the run folder; null:
+    # at the rendezvous. A resumed run does not keep it.
     init_method: str | None = None
-    # From the first Ctrl-C or SIGTERM to SIGKILL; ten times as long while a checkpoint is written.
+    # Seconds from the first Ctrl-C or SIGTERM to SIGKILL; ten times as long while a checkpoint is
+    # written.
     shutdown_timeout_s: float = 30.0
 
 
@@ -75,51 +125,54 @@ class BackendConfig:
     """Which library carries the collectives."""
 
     name: str = "auto"  # auto, gloo, nccl, mpi
-    timeout_s: float = 300.0  # a collective that takes longer fails the run
-    device: str = "auto"  # auto, cpu, cuda: where the ranks compute
+    timeout_s: float = 300.0  # seconds after which a collective fails the run
+    device: str = "auto"  # where the ranks compute: auto, cpu, cuda
 
 
 @dataclass
 class CollectivesConfig:
-    """What `task=collectives` measures."""
+    """What task=collectives measures."""
 
-    ops: list[str] | None = None  # broadcast, all_reduce, send_recv, …; null: all there are
-    reduce_ops: list[str] | None = None  # null: those of sum, mean, max that the backend has
+    ops: list[str] | None = None  # broadcast, all_reduce, send_recv, …; null: all of them
+    # sum, mean, max, min, product; null: sum, mean and max, where the backend has them
+    reduce_ops: list[str] | None = None
     dtypes: list[str] = field(default_factory=lambda: ["float32"])  # of the messages
-    min_bytes: int = 1024  # smallest message: the whole of it, over all ranks
-    max_bytes: int = 64 * 2**20  # largest message, in bytes; always measured
-    size_factor: int = 16  # from one size to the next
+    min_bytes: int = 1024  # bytes of the smallest message, over all ranks
+    max_bytes: int = 64 * 2**20  # bytes of the largest message, which is always measured
+    size_factor: int = 16  # from each size to the next
     warmup_steps: int = 2  # calls of each size that are not timed
     steps: int = 10  # timed calls of each size
 
 
 @dataclass
 class SweepConfig:
-    """What a sweep (-m) does about its jobs; no part of any job's identity."""
+    """How a sweep (-m) runs its jobs. These keys do not change what a job computes."""
 
-    retry: str | None = None  # failed: run those again that failed when the sweep was last started
+    retry: str | None = None  # failed: run the jobs again that failed before
     fail_fast: bool = False  # stop at the first failure
-    max_failures: int | None = None  # stop at so many failures; null: run every job
-    skip_invalid: bool = False  # leave out jobs that break a rule, in place of failing them
-    parallel_jobs: int = 1  # jobs side by side, each on cores and GPUs of its own
-    calibrate: bool = False  # first measure all_reduce for each world size and backend of the jobs
-    report: bool = False  # at the end compare the runs, also in the sweep's folder report
-    objective: str | None = None  # the metric that a sweeper which searches (Optuna) looks at
+    max_failures: int | None = None  # stop at this many failures; null: run every job
+    skip_invalid: bool = False  # skip jobs with an invalid config instead of failing them
+    parallel_jobs: int = 1  # jobs that run at the same time, each on its own cores and GPUs
+    calibrate: bool = False  # first measure all_reduce for each world size and backend
+    report: bool = False  # at the end compare the runs, on the terminal and in the folder report
+    objective: str | None = None  # the metric that a search (Optuna) optimizes
 
 
 @dataclass
 class Config:
-    """One run. The mappings are free-form groups: ``_target_`` and its keyword arguments."""
+    """One run. A mapping is a group whose keys its option's YAML gives: see RUNNER_KEYS."""
 
-    task: str = "train"
+    task: str = "train"  # train, check (what DDP guarantees), collectives (measure them)
     world_size: Any = "auto"  # ranks over all machines; auto: visible GPUs, else min(2, cores)
-    seed: int = 0
-    name: str | None = None  # the run folder's first part; null: model-dataset-parallelism-wsN
-    data_root: str = "data"
+    seed: int = 0  # of the weights, the order of the samples, dropout and augmentation
+    # first part of the run folder's name; null: model-dataset-parallelism-wsN
+    name: str | None = None
+    data_root: str = "data"  # folder of the datasets; also by the variable DDP_RUNNER_DATA_ROOT
     # A run folder: go on exactly where it stopped. last: the newest run. auto: the newest
-    # unfinished run of this very config, else a new one: for jobs that are queued again.
+    # unfinished run of the same config, else a new run, for jobs that a scheduler starts again.
     resume: str | None = None
-    allowed_targets: list[str] = field(default_factory=list)  # your own packages
+    # packages of your own that a config may name
+    allowed_targets: list[str] = field(default_factory=list)
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -145,7 +198,7 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return dotted keys and values, without those that only say where and how a gang starts."""
+    """Return dotted keys and values, without the keys that only say where and how ranks start."""
     return {
         key: value
         for key, value in leaves(asdict(config))
@@ -156,8 +209,8 @@ def flatten(config: Config) -> dict[str, Any]:
 def work_hash(config: Config) -> str:
     """Return the identity of what a resolved config does, on however many ranks.
 
-    Of the two batch sizes one follows from the other and the number of ranks, so that neither
-    counts; a run that goes on keeps its own global batch.
+    Neither batch size counts, since each follows from the other and the number of ranks. A resumed
+    run keeps its own global batch.
     """
     return digest({key: one for key, one in flatten(config).items() if key not in OF_RANKS})
 

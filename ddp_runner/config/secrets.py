@@ -1,7 +1,6 @@
-"""What a config reads from the environment (``oc.env``): a run uses it and never writes it down.
+"""Values that a config reads from the environment (``oc.env``): used by a run, never written down.
 
-``__main__`` finds it in the composed config; what writes files asks for the config as ``written``.
-Torch-free.
+Whatever writes a config to a file writes ``Secrets.written``. Torch-free.
 """
 
 import os
@@ -24,15 +23,15 @@ LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are wor
 
 @dataclass(frozen=True)
 class Secrets:
-    """What one config has from the environment."""
+    """The values that one config reads from the environment."""
 
-    texts: Mapping[Place, str] = field(default_factory=dict)  # as the user wrote it: ${oc.env:X}
-    values: Mapping[str, str] = field(default_factory=dict)  # X's value, and ${oc.env:X}
+    texts: Mapping[Place, str] = field(default_factory=dict)  # as the user wrote them: ${oc.env:X}
+    values: Mapping[str, str] = field(default_factory=dict)  # from the value of X to ${oc.env:X}
 
     def written(self, config: Config) -> Config:
-        """Return the config as it may be written down: with the user's text for each such value.
+        """Return the config as it may be written to a file: with the user's text for each value.
 
-        A run that is resumed from it reads the environment again.
+        A run that is resumed from that file reads the environment again.
         """
         shown = deepcopy(config) if self.texts else config
         for (*owners, last), text in self.texts.items():
@@ -45,7 +44,7 @@ class Secrets:
         return shown
 
     def hide(self, text: str) -> str:
-        """Return a sentence with ``${oc.env:X}`` wherever it has the value of X."""
+        """Return a sentence with ``${oc.env:X}`` in place of the value of X."""
         if not self.values:
             return text
         any_value = "|".join(map(re.escape, self.values))
@@ -53,10 +52,10 @@ class Secrets:
 
     @contextmanager
     def hidden_in_errors(self) -> Iterator[None]:
-        """Hide the values in the words of an error that leaves the block, and of its causes."""
+        """Hide the values in the message of an error that leaves the block, and of its causes."""
         try:
             yield
-        except BaseException as error:  # sys.exit(TEXT) has words as well
+        except BaseException as error:  # sys.exit(TEXT) has a message too
             link: BaseException | None = error if self.values else None
             while link is not None:
                 link.args = tuple(map(self._hidden, link.args))
@@ -68,16 +67,16 @@ class Secrets:
             raise
 
     def _hidden(self, argument: Any) -> Any:
-        """Return an argument of an error; as text, if that holds a value."""
+        """Return an argument of an error; if its text holds a value, the text without it."""
         shown = str(argument)
         return argument if (hidden := self.hide(shown)) == shown else hidden
 
 
 def find_secrets(raw: "DictConfig") -> Secrets:
-    """Return what a composed config reads from the environment, by whatever way it does.
+    """Return the values that a composed config reads from the environment.
 
-    Each value is resolved once more while ``oc.env`` is watched: a value may come from it by way
-    of other keys, within a longer text, in a list, or through other resolvers.
+    Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
+    other keys, in a longer text, in a list, or through other resolvers.
     """
     from omegaconf import OmegaConf  # late: a comparison imports this module and needs no config
     from omegaconf.resolvers import oc
@@ -95,7 +94,7 @@ def find_secrets(raw: "DictConfig") -> Secrets:
     try:
         for place, text in _interpolations(OmegaConf.to_container(raw, resolve=False), ()):
             read.clear()
-            # A value that cannot be resolved is named when the config is.
+            # What cannot be resolved is reported when the config is resolved.
             with suppress(Exception):
                 value = reduce(_child, place, raw)
                 if OmegaConf.is_config(value):
@@ -124,5 +123,5 @@ def _child(owner: Any, key: str | int) -> Any:
 
 
 def _is_telling(value: str) -> bool:
-    """Return whether a value is long enough, and no number, to be looked for in a sentence."""
+    """Return whether a value is worth hiding in sentences: long enough, and not a number."""
     return len(value) >= LEAST_LENGTH and re.fullmatch(r"[\d.eE+-]+", value) is None

@@ -1,9 +1,8 @@
-"""Imports what a config names, judges the object, and calls it; used by ``build`` on each rank.
+"""Imports what a config names, checks the object, and calls it.
 
-A config holds plain containers whose interpolations are resolved: nothing is resolved here.
+The config holds plain containers; its interpolations are resolved already.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_runner.config.allowed_targets import TORCH, is_allowed, validate_name
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, nearest
 
 # No subclass in these modules takes a command, a file to read, or the name of a thing to import.
 KINDS: Mapping[str, type] = dict(zip(TORCH, (nn.Module, Optimizer, LRScheduler), strict=True))
@@ -27,11 +26,11 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
 
     Args:
         name: dotted.
-        key: of the config, which holds the name.
-        allowed: the user's own packages: in them a config may name whatever can be called.
+        key: of the config.
+        allowed: the user's own packages: in them a config may name anything that can be called.
 
     Raises:
-        UserError: it is not allowed, does not exist, cannot be imported, or is no such thing.
+        UserError: it is not allowed, does not exist, cannot be imported, or is of another kind.
     """
     validate_name(name, key=key, allowed=allowed)
     module, _, last = name.rpartition(".")
@@ -67,18 +66,18 @@ def construct(
     partial: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call what ``_target_`` names with the other keys; what is nested in them is built first.
+    """Call what ``_target_`` names with the other keys; nested targets are built first.
 
     Args:
         settings: ``_target_``, ``_args_`` (positional arguments), ``_partial_``, and keywords.
-        key: under which they stand in the config.
+        key: of the config, for messages.
         allowed: see ``find``.
         partial: return a functools.partial, as ``_partial_: true`` asks for.
-        arguments: objects that are passed on as they are, over the settings' keywords.
+        arguments: keywords that are passed on as they are; they win over the settings.
 
     Raises:
-        UserError: a name is refused.
-        Exception: whatever a call raises.
+        UserError: a name is not allowed.
+        Exception: whatever a target raises.
     """
     target = find(settings["_target_"], key=f"{key}._target_", allowed=allowed)
     built = {
@@ -113,7 +112,7 @@ def _is_own(found: Any, module: str) -> bool:
 
 
 def _walk(name: str, *, key: str) -> Any:
-    """Return what a name below an allowed package stands for, importing on the way."""
+    """Return what a name inside an allowed package stands for; import its modules on the way."""
     first, *others = name.split(".")
     found, reached = _imported(first, key=key, name=name), first
     for part in others:
@@ -135,7 +134,7 @@ def _imported(module: str, *, key: str, name: str) -> Any:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"{key} ({name}) cannot be imported ({reason}); mend it, or name another"
+            f"{key} ({name}) cannot be imported ({reason}); fix it, or name another"
         ) from error
 
 
@@ -143,6 +142,6 @@ def _attribute(owner: Any, name_within: str, *, key: str, name: str) -> Any:
     try:
         return getattr(owner, name_within)
     except AttributeError:
-        near = difflib.get_close_matches(name_within, dir(owner), n=1)
-        hint = f"did you mean {name.rpartition('.')[0]}.{near[0]}?" if near else "name another"
+        meant = nearest(name_within, dir(owner))
+        hint = f"did you mean {name.rpartition('.')[0]}.{meant}?" if meant else "name another"
         raise UserError(f"{key} ({name}) does not exist; {hint}") from None

@@ -1,38 +1,36 @@
-"""What each value of a config must be by itself: finite, of its kind, within its range.
+"""What each value of a config must be by itself: finite, of its kind, in its range. Torch-free.
 
-Called by ``rules``, hence torch-free. What must hold between several keys is in ``rules``.
+What must hold between several keys is in ``validate``.
 """
 
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 import yaml
 
-from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
-from ddp_runner.errors import UserError
+from ddp_runner.config.schema import CONFIG_DIR, DTYPES, OPS, REDUCE_OPS, Config, leaves
+from ddp_runner.errors import UserError, nearest
 
 GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")
-MOST = 2**63 - 1  # what torch and NumPy take for a whole number, seeds included
-YEAR_S = 365 * 86_400.0  # beyond it the clocks of the libraries overflow
+MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
+YEAR_S = 365 * 86_400.0  # longer times overflow in the libraries
 POSITIVE = (
-    *("train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps"),
-    *("train.clip_norm", "train.num_threads"),
-    *("batch.global_size", "batch.per_rank", "batch.eval_per_rank"),
-    *("launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s"),
-    *("sweep.max_failures", "sweep.parallel_jobs", "parallelism.devices_per_rank"),
-    *("optimizer.lr", "dataset.num_samples"),
-)
+    "train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps",
+    "train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank",
+    "batch.eval_per_rank", "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s",
+    "sweep.max_failures", "sweep.parallel_jobs", "optimizer.lr", "dataset.num_samples",
+)  # fmt: skip
 NOT_NEGATIVE = (
-    *("seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank"),
-    *("optimizer.weight_decay", "optimizer.momentum"),
-)
+    "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
+    "optimizer.weight_decay", "optimizer.momentum",
+)  # fmt: skip
 RANGES: Mapping[str, tuple[float, float]] = {
-    "backend.timeout_s": (1, YEAR_S),  # a collective waits for ranks that only take turns
+    "backend.timeout_s": (1, YEAR_S),  # less is too short for ranks that share a core
     "launch.shutdown_timeout_s": (0, YEAR_S),
     "launch.nnodes": (1, 2**16),
     "train.num_threads": (1, 2**12),
@@ -47,7 +45,7 @@ def validate_values(config: Config) -> None:
     """Refuse a value that no run can use, whatever the other keys are.
 
     Raises:
-        UserError: it is infinite, of another kind, or out of its range.
+        UserError: a value is infinite, of another kind, or out of its range.
     """
     for group in GROUPS:
         if not isinstance(getattr(config, group).get("_target_"), str):
@@ -77,6 +75,52 @@ def validate_values(config: Config) -> None:
     _ensure_memory(config)
 
 
+def validate_collectives(config: Config, *, num_ranks: int) -> None:
+    """Refuse values that the collectives benchmark cannot measure.
+
+    Raises:
+        UserError: a number is out of range, a name is unknown, or there is only one rank.
+    """
+    asked = config.collectives
+    for key, value, least in (
+        ("min_bytes", asked.min_bytes, 1),
+        ("max_bytes", asked.max_bytes, 1),
+        ("size_factor", asked.size_factor, 2),
+        ("steps", asked.steps, 1),
+        ("warmup_steps", asked.warmup_steps, 0),
+    ):
+        if value < least:
+            raise UserError(f"collectives.{key} ({value}) must be {least} or greater")
+    if asked.min_bytes > asked.max_bytes:
+        raise UserError(
+            f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
+            f"({asked.max_bytes}); give both, the smaller as min_bytes"
+        )
+    _validate_names("ops", asked.ops, OPS)
+    _validate_names("dtypes", asked.dtypes, DTYPES)
+    _validate_names("reduce_ops", asked.reduce_ops, REDUCE_OPS)
+    if config.task == "collectives" and num_ranks < 2:
+        raise UserError(
+            f"task=collectives measures what ranks send each other, world_size is {num_ranks}; "
+            "write world_size=2 or more"
+        )
+
+
+def _validate_names(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
+    if names is None:
+        return
+    for name in names:
+        if name not in known:
+            meant = nearest(name, known)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise UserError(f"collectives.{key} ({name}) must be among {', '.join(known)}{hint}")
+    if not names or len(set(names)) < len(names):
+        raise UserError(
+            f"collectives.{key} ([{', '.join(names)}]) must name at least one, and none twice; "
+            f"choose from {', '.join(known)}"
+        )
+
+
 def _number(key: str, value: Any) -> int | float | None:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
@@ -84,14 +128,14 @@ def _number(key: str, value: Any) -> int | float | None:
 
 
 def _validate_kinds(group: str, keys: Mapping[str, Any]) -> None:
-    """Hold a group's keys to the kinds of value that its YAML gives them, as a schema would."""
+    """Refuse a key of a group whose value is of another kind than in the group's own YAML."""
     for key, default in _yaml_values(group, str(keys.get("name"))).items():
         *parents, last = key.split(".")
         inner: Any = keys
         for depth, parent in enumerate(parents, start=1):
             inner = inner.get(parent)
             if inner is None:
-                break  # left out as a whole
+                break  # the group is left out
             if not isinstance(inner, Mapping):
                 name = ".".join([group, *parents[:depth]])
                 raise UserError(f"{name} ({inner}) is a group of keys; write {group}.{key}=VALUE")
@@ -102,7 +146,7 @@ def _validate_kinds(group: str, keys: Mapping[str, Any]) -> None:
 def _validate_kind(key: str, value: Any, default: Any) -> None:
     kind = type(default)
     if kind is float and isinstance(value, list):
-        return  # a number for each channel, say: what is built knows how many
+        return  # such as a number per channel: the target checks how many
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
         shown = "null" if value is None else value
@@ -113,7 +157,7 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
 
 @lru_cache
 def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
-    """Return the plain values of a group's own YAML by their dotted keys; none of other options."""
+    """Return the plain values of an option's YAML by dotted key; nothing for a user's option."""
     path = CONFIG_DIR / group / f"{option}.yaml"
     if not re.fullmatch(r"\w+", option) or not path.is_file():
         return {}
@@ -130,7 +174,7 @@ def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
 
 
 def _ensure_memory(config: Config) -> None:
-    """Refuse a made-up dataset that is larger than this machine's memory."""
+    """Refuse a generated dataset that is larger than this machine's memory."""
     dataset = config.dataset
     sizes = [dataset.get(key) for key in ("channels", "height", "width")]
     if all(isinstance(size, int) for size in sizes):

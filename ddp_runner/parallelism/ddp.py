@@ -22,7 +22,6 @@ class DDP:
     """Replicas on one device each."""
 
     name: str
-    devices_per_rank: int
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool

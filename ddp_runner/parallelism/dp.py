@@ -21,9 +21,6 @@ class DataParallelMode:
     """``torch.nn.DataParallel``; with fewer than two GPUs it runs as one device."""
 
     name: str
-    devices_per_rank: int
-    max_ranks: int
-    data_parallel: bool
 
     def role(self, env: DistEnv) -> Role:
         """Return the same role for every rank."""

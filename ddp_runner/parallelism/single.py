@@ -16,8 +16,6 @@ class Single:
     """A bare model on one device."""
 
     name: str
-    devices_per_rank: int
-    max_ranks: int
 
     def role(self, env: DistEnv) -> Role:
         """Return the same role for every rank."""

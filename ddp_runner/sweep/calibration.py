@@ -1,6 +1,6 @@
-"""The jobs that ``sweep.calibrate`` adds: how long an all_reduce takes between a sweep's ranks.
+"""The jobs that ``sweep.calibrate`` adds: how long an all_reduce between a sweep's ranks takes.
 
-A comparison reads from them what more ranks should cost. Used by ``multirun``. Torch-free.
+From their results a comparison predicts what more ranks should cost. Torch-free.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from ddp_runner.config.schema import CollectivesConfig
 from ddp_runner.job import Job
 
-# Few calls of sizes that lie close: the fit of latency and bandwidth wants many sizes.
+# Few calls per size, but many sizes: latency and bandwidth are fitted over the sizes.
 ALL_REDUCE = CollectivesConfig(
     ops=["all_reduce"],
     reduce_ops=["sum"],
@@ -25,7 +25,7 @@ ALL_REDUCE = CollectivesConfig(
 
 
 def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
-    """Return the calibrations by their id: one for all training jobs whose gangs start alike.
+    """Return the calibrations by their id: one for all training jobs whose ranks start alike.
 
     Args:
         jobs: planned.
@@ -35,8 +35,8 @@ def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
         config = job.config
         if config.task != "train" or config.world_size == 1 or job.run_dir is None:
             continue
-        gang = [config.world_size, asdict(config.backend), asdict(config.launch)]
-        digest = hashlib.sha256(json.dumps(gang, sort_keys=True).encode()).hexdigest()[:16]
+        start = [config.world_size, asdict(config.backend), asdict(config.launch)]
+        digest = hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
         chosen = (f"world_size={config.world_size}", f"backend={config.backend.name}")
         folder = ",".join(["calibration", *chosen])
         calibration = replace(

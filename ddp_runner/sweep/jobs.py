@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep, whatever becomes of any of them; ."""
+"""Runs the jobs of a sweep; one that fails does not stop the others."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from ddp_runner.scratch import Failure
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 
-POLL_S = 0.5  # between two looks at jobs that another launcher runs
+POLL_S = 0.5  # while all jobs left are run by another launcher
 
 
 def run_jobs(
@@ -26,10 +26,10 @@ def run_jobs(
     known_failures: Collection[str] = (),
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
-    """Run every job that is not done yet; return how each ended that was reached, in their order.
+    """Run every job that is left; return how each job ended that was reached, in their order.
 
-    A job that another launcher holds is left to it, and waited for. One that was interrupted goes
-    on from its checkpoint, since it is run in the folder that it had.
+    Wait for a job that another launcher runs. A preempted job resumes from its checkpoint, since it
+    runs in the folder that it had.
 
     Args:
         jobs: by their id, each with its folder.
@@ -37,7 +37,7 @@ def run_jobs(
         settings: what to do about failures.
         execute: runs one job to its end.
         known_failures: ids of jobs that had failed before the sweep was started this time.
-        stop_requested: whether to begin no other job.
+        stop_requested: returns whether to start no further job.
     """
     outcomes = dict[str, Outcome]()
     while waiting := [job_id for job_id in jobs if job_id not in outcomes]:
@@ -63,7 +63,7 @@ def run_jobs(
 def failed_enough(
     entries: Mapping[str, Entry], settings: SweepConfig, known_failures: Collection[str]
 ) -> bool:
-    """Return whether as many jobs have failed since the start as a sweep may bear, or more."""
+    """Return whether the sweep must stop: too many jobs have failed since it was started."""
     most = 1 if settings.fail_fast else settings.max_failures
     failed = [
         one.job_id
@@ -76,7 +76,7 @@ def failed_enough(
 def _take(
     entry: Entry, job: Job, ledger: Ledger, execute: Callable[[Job], Outcome]
 ) -> Outcome | None:
-    """Run a job; return None where another launcher has it, or was quicker."""
+    """Run a job; return None if another launcher has it."""
     assert job.run_dir is not None
     with ExitStack() as stack:
         try:
@@ -87,7 +87,10 @@ def _take(
             outcome = execute(replace(job, started_at=time.time()))
         except InUseError:
             return None
-        except (UserError, OSError) as error:  # a damaged run.json, a full disk: this job's alone
+        except (
+            UserError,
+            OSError,
+        ) as error:  # a damaged run.json, a full disk: others go on
             outcome = Outcome.invalid(job.run_dir, sentence(error))
             print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
         failure = outcome.failure
@@ -101,7 +104,7 @@ def _take(
 
 
 def sentence(error: Exception) -> str:
-    """Return the one line that a user reads of an error; of the file system's, with the fix."""
+    """Return the line to print for an error; for an OSError with the fix."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
         return f"{where}{error.strerror or error}; free space or make the folder writable"
@@ -109,7 +112,7 @@ def sentence(error: Exception) -> str:
 
 
 def recorded(entry: Entry, run_dir: Path | None) -> Outcome:
-    """Return how a job ended that an earlier start, or another launcher, has run."""
+    """Return how a job ended that was run by an earlier start or by another launcher."""
     if entry.status == Status.COMPLETED:
         return Outcome(Status.COMPLETED, 0, run_dir)
     failure = Failure(rank=0, kind=entry.kind or "crash", sentence=entry.sentence or "")

@@ -1,11 +1,10 @@
-"""What a sweep knows of its jobs: ``sweep.json`` in its folder; used by ``sweep``. Torch-free.
+"""The jobs of a sweep and how each stands: ``sweep.json`` in its folder. Torch-free.
 
-Several launchers may work on one sweep: each change is made under a lock, and a job belongs to the
-launcher that holds its folder's lock.
+Several launchers may work on one sweep. Each change is made under a lock, and a job belongs to the
+launcher that holds the lock of its folder.
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from ddp_runner.job import Status
 LEDGER = "sweep.json"
 UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PREEMPTED)
 EARLIER_WORDS = {"done": Status.COMPLETED, "interrupted": Status.PREEMPTED}  # of version 0.1.0
-INVALID = "invalid"  # the kind of failure of a job that breaks a rule of the config
+INVALID = "invalid"  # the kind of failure of a job with an invalid config
 FORMAT_VERSION = 1
 
 
@@ -30,9 +29,9 @@ class Entry:
     """One job: see ``Status``."""
 
     job_id: str  # the hash of its resolved config, and its name
-    folder: str  # below the sweep's
+    folder: str  # its name, inside the sweep's folder
     status: Status = Status.QUEUED
-    kind: str | None = None  # of its failure: refused, user, crash, signal, late, peer
+    kind: str | None = None  # of its failure: invalid, user, crash, signal, late, peer
     sentence: str | None = None
 
 
@@ -43,7 +42,7 @@ class Ledger:
     folder: Path
 
     def read(self) -> dict[str, Entry]:
-        """Return the entries by their id, in the order in which they were queued.
+        """Return the entries by their id, in the order of queueing.
 
         Raises:
             UserError: the file is damaged or from another version.
@@ -51,36 +50,36 @@ class Ledger:
         return self._content()[0]
 
     def begin(self, *, command: Sequence[str], retry_failed: bool) -> list[str]:
-        """Start the sweep, or start it again; return the ids of the jobs that stay failed.
+        """Start the sweep, perhaps again; return the ids of the jobs that stay failed.
 
         Args:
-            command: what the user asked for, by which the sweep is found again.
-            retry_failed: queue the jobs that have failed once more.
+            command: identifies the sweep: see ``sweep_command``.
+            retry_failed: queue failed jobs again.
         """
         with self._changing() as entries:
             for job_id, entry in list(entries.items()):
                 if entry.kind in (INVALID, "refused"):  # as version 0.1.0 called it
-                    del entries[job_id]  # the rules are asked anew
+                    del entries[job_id]  # its config is validated again
                 elif entry.status == Status.FAILED and retry_failed:
                     entries[job_id] = Entry(job_id, entry.folder)
             self._write(entries, command)
             return [job_id for job_id, entry in entries.items() if entry.status == Status.FAILED]
 
-    def queue(self, jobs: Mapping[str, str], *, refused: Sequence[Entry]) -> dict[str, Entry]:
-        """Add the jobs that are not there yet; return all entries of these jobs.
+    def queue(self, jobs: Mapping[str, str], *, invalid: Sequence[Entry]) -> dict[str, Entry]:
+        """Add the jobs that are new; return the entries of all given jobs.
 
         Args:
-            jobs: the folder that each would have, by their id.
-            refused: those that are never started.
+            jobs: the folder name that each job wants, by its id.
+            invalid: the jobs that are never started.
         """
         with self._changing() as entries:
-            entries |= {one.job_id: one for one in refused}
+            entries |= {one.job_id: one for one in invalid}
             taken = {entry.folder for entry in entries.values()}
             for job_id, folder in jobs.items():
                 if job_id in entries:
                     continue
                 free, number = folder, 1
-                while free in taken:  # another config had this name: a YAML was edited meanwhile
+                while free in taken:  # another config has this name: a YAML was edited meanwhile
                     number += 1
                     free = f"{folder}-{number}"
                 taken.add(free)
@@ -91,14 +90,14 @@ class Ledger:
     def note(
         self, job_id: str, *, status: Status, kind: str | None = None, sentence: str | None = None
     ) -> None:
-        """Write down where a job stands; kind and sentence of an earlier failure go."""
+        """Record how a job stands; the kind and sentence of an earlier failure are removed."""
         with self._changing() as entries:
             folder = entries[job_id].folder
             entries[job_id] = Entry(job_id, folder, status, kind, sentence)
             self._write(entries, self.command())
 
     def command(self) -> list[str]:
-        """Return what the user asked for."""
+        """Return the command that began the sweep."""
         return self._content()[1]
 
     def _content(self) -> tuple[dict[str, Entry], list[str]]:
@@ -108,13 +107,13 @@ class Ledger:
             return {}, []
         try:
             fields = json.loads(path.read_bytes())
-            json.dumps(fields, ensure_ascii=False).encode()  # as it is to be written again
+            json.dumps(fields, ensure_ascii=False).encode()  # it must be possible to write it again
             if fields["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"format version {fields['format_version']}")
             entries = [_entry(one) for one in fields["jobs"]]
             command = fields["command"]
             if not (isinstance(command, list) and all(isinstance(one, str) for one in command)):
-                raise ValueError("a command that is no list of texts")
+                raise ValueError("a command that is not a list of texts")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path} is damaged or of another version ({error}); "
@@ -143,7 +142,7 @@ class Ledger:
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:
-    """Return an entry whose job can be run: its folder is one name, and leads nowhere else.
+    """Return a checked entry: its folder is a plain name, inside the sweep's folder.
 
     Raises:
         ValueError, TypeError: a field is missing, unknown or of another kind.
@@ -152,7 +151,7 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
     texts = [entry.job_id, entry.folder, entry.status]
     texts += [one for one in (entry.kind, entry.sentence) if one is not None]
     if not all(isinstance(one, str) for one in texts):
-        raise ValueError("a job with a field that is no text")
+        raise ValueError("a job with a field that is not a text")
     try:
         entry = replace(entry, status=Status(EARLIER_WORDS.get(entry.status, entry.status)))
     except ValueError:
@@ -164,20 +163,20 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
 
 
 def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool) -> Path | None:
-    """Return the newest sweep below `parent` that the same command began and that has work left."""
+    """Return the newest sweep in `parent` that the same command began and that has work left."""
     found = parent.glob(f"*/{LEDGER}")
     for path in sorted(found, key=lambda one: one.stat().st_mtime, reverse=True):
         ledger = Ledger(path.parent)
         try:
             entries, began_with = ledger.read(), ledger.command()
         except UserError:
-            continue  # not a sweep that this program can go on with
+            continue  # damaged, or of another version
         wanted = (*UNFINISHED, Status.FAILED) if retry_failed else UNFINISHED
         if began_with == list(command) and any(e.status in wanted for e in entries.values()):
             return path.parent
     return None
 
 
-def sweep_command() -> list[str]:
-    """Return by what a sweep is found again: this command, but for how it treats failures."""
-    return [argument for argument in sys.argv[1:] if not argument.startswith("sweep.")]
+def sweep_command(arguments: Sequence[str]) -> list[str]:
+    """Return what identifies a sweep: its command line, without how it treats failures."""
+    return [argument for argument in arguments if not argument.startswith("sweep.")]

@@ -1,4 +1,4 @@
-"""What must hold for a sweep as a whole; called by ``multirun`` before any job. Torch-free."""
+"""What must hold for a sweep as a whole, checked before any job starts. Torch-free."""
 
 import sys
 
@@ -8,12 +8,12 @@ from ddp_runner.host.hardware import Hardware
 
 
 def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
-    """Refuse what a sweep cannot do with one of its jobs.
+    """Refuse settings that a sweep cannot run its jobs with.
 
     Args:
-        config: of the job, as composed; its sweep, launch and backend are looked at.
+        config: of a job, as composed; only sweep, launch and backend are read.
         hardware: the whole machine.
-        searches: whether the sweeper chooses jobs by what earlier ones gave, as Optuna does.
+        searches: whether the sweeper chooses jobs by the results of earlier jobs, as Optuna does.
 
     Raises:
         UserError: a rule is broken.

@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from ddp_runner.config.collectives import OPS
-from ddp_runner.config.schema import leaves
+from ddp_runner.config.schema import OPS, leaves
 from ddp_runner.metric_names import METRICS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record

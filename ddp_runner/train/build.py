@@ -30,8 +30,6 @@ from ddp_runner.train.schedules import Schedule, Scheduler, follow
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step_timer import StepTimer
 
-# Keys of `model` that are not the constructor's; `make` drops the name itself.
-MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
@@ -104,7 +102,7 @@ def build_state(
 
     batches = GlobalBatches(
         split=_near(dataset.train, devices[0]),
-        global_size=int(config.batch.global_size or 0),
+        global_size=config.batch.sizes.global_size,
         grad_accum_steps=config.train.grad_accum_steps,
         share=role.share,
         num_shares=role.num_shares,
@@ -129,7 +127,7 @@ def build_state(
         loss_fn=find(config.model.get("loss"), key="model.loss", allowed=allowed),
         dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
         batches=batches,
-        eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
+        eval_batch_size=config.batch.sizes.eval_per_rank,
         devices=devices,
         config=config.train,
         env=role.loop or env,
@@ -153,11 +151,10 @@ def model_factory(config: Config, dataset: Dataset) -> Callable[..., nn.Module]:
     Raises:
         UserError: the model's target may not be named, or does not exist.
     """
-    settings = {k: v for k, v in config.model.items() if k == "name" or k not in MODEL_KEYS}
     allowed = config.allowed_targets
-    known = keywords(find(settings.get("_target_"), key="model._target_", allowed=allowed))
+    known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
     facts = {name: value for name, value in dataset.model_arguments.items() if name in known}
-    return partial(make, "model", settings, kind=nn.Module, allowed=allowed, **facts)
+    return partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
 
 
 def build_schedule(

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.plain_data import refuse_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
+from ddp_runner.config.moved import present_name
 from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.distributed import from_rank_zero, gather_objects
@@ -74,7 +75,9 @@ def restore(
     # counts on the CPU, where a step reads them without waiting for a GPU.
     content = load_checkpoint(path, map_location="cpu")
     saved, current = checked_position(content, path), _made_of(config)
-    differing = [key for key, value in current.items() if content["made_of"].get(key) != value]
+    # A loss may have moved to another module since.
+    made_of = {key: present_name(value) for key, value in content["made_of"].items()}
+    differing = [key for key, value in current.items() if made_of.get(key) != value]
     at_epoch_end = saved.step_in_epoch == 0 and not saved.outstanding
     schedule_step = None
     if at_epoch_end and "batch.global_size" in differing:

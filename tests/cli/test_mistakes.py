@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ddp_runner.cli.app
-import ddp_runner.sweep.multirun
+import ddp_runner.sweep.batches
+from ddp_runner.cli.compose import register
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.preflight import validate_files
-from ddp_runner.cli.resolvers import register
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config, leaves
 from ddp_runner.host.hardware import Hardware
@@ -31,6 +31,7 @@ OWN = {
     "optimizer/lacking": "defaults:\n  - nowhere\n",
     "optimizer/tagged": "a: !!python/object:os.system {}\n",
     "optimizer/empty": "",
+    "optimizer/open": "name: open\n_target_: torch.optim.SGD\nlr: ???\n",
     "experiment/kinds": "# @package _global_\ntrain:\n  epochs: many\n",
 }
 UNKNOWN = "train.epoch is not a key of the config; did you mean train.epochs?"
@@ -55,6 +56,7 @@ ANSWERS = {
     "--config-dir=MINE optimizer=lacking": "optimizer=nowhere does not exist",
     "--config-dir=MINE optimizer=tagged": "could not determine a constructor",
     "--config-dir=MINE optimizer=empty": "optimizer has no _target_",
+    "--config-dir=MINE optimizer=open": "optimizer.lr has no value; write optimizer.lr=VALUE",
     "--config-dir=MINE optimizer=latin": "not in UTF-8",
     "--config-dir=MINE experiment=kinds": "train.epochs (many) must be a whole number",
     "--config-dir=nowhere": "there is no folder",
@@ -93,7 +95,7 @@ ANSWERS = {
     "train.epochs=null": "train.epochs (null) must be a whole number",
     "backend.timeout_s=null": "backend.timeout_s (null) must be a number",
     "train=3": "train is a group of keys; write train.KEY=VALUE",
-    "train=null": "train (null) must be a group of keys",
+    "train=null": "train is a group of keys; write train.KEY=VALUE",
     "model=null": "model (null) must be the name of an option",
     "~optimizer": "optimizer has no _target_",
     "~train.epochs": "train.epochs cannot be removed",
@@ -102,7 +104,7 @@ ANSWERS = {
     "hydra.job.nme=x": "did you mean hydra.job.name?",
     "hydra/launcher=nope": "options: basic, ddp_runner",
     "allowed_targets=os": "allowed_targets must be a list; write allowed_targets=[ONE,OTHER]",
-    "checkpoint.monitor=[]": "checkpoint.monitor must be a text",
+    "checkpoint.monitor=[]": "checkpoint.monitor ([]) must be a text",
     "dataset=image_folder dataset.path=X": "did you mean dataset.folder?",
     "model=resnet18 dataset=image_folder dataset.folder=nowhere": "there is no folder",
     "batch_size=32": "did you mean batch.per_rank?",
@@ -130,15 +132,13 @@ def say(
     def started(*args: object) -> None:
         raise AssertionError("it was not refused")
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.batches):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "execute", started)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # the entry sets it
 
     def answer(*args: str) -> tuple[Any, str, str]:
         GlobalHydra.instance().clear()
-        monkeypatch.delenv("HYDRA_FULL_ERROR")
         monkeypatch.setattr("sys.argv", ["ddp_runner", *args])
         with pytest.raises(SystemExit) as end:
             ddp_runner.cli.app.main()
@@ -176,12 +176,12 @@ def test_each_part_of_the_config_can_be_shown_resolved(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_explained_keeps_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_explained_keeps_its_first_line() -> None:
     """No hint is worth an exception: the keys that are looked through may be broken themselves."""
-    monkeypatch.setattr("sys.argv", ["ddp_runner", "--config-dir=/no/such", "((", "x.y=3"])
+    broken = ["--config-dir=/no/such", "((", "x.y=3"]
     with pytest.raises(ConfigCompositionException) as refused:
         compose_raw("train.epoch=3")
-    assert str(user_error(refused.value)) == UNKNOWN
+    assert str(user_error(refused.value, broken)) == UNKNOWN
     assert user_error(ZeroDivisionError("ours")) is None
     assert str(user_error(OSError(28, "No space left on device"))).startswith("No space left on")
     for number, part in {28: "TMPDIR", 24: "ulimit -n", 2: "the current folder is gone"}.items():
@@ -220,7 +220,7 @@ def odd_configs() -> Iterator[tuple[str, Any]]:
 
 def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None:
     """It is taken, or refused in one line: nothing else comes of it, with GPUs and without."""
-    register(None)
+    register()
     num_refused = 0
     for index, (what, raw) in enumerate(odd_configs()):
         machine = Hardware(num_gpus=index % 2 * 4, num_cores=4)

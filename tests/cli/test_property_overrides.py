@@ -30,16 +30,15 @@ from omegaconf import OmegaConf
 from properties import check_sentence, examples
 
 import ddp_runner.cli.app
-import ddp_runner.cli.resolvers
 import ddp_runner.launch.launcher
-import ddp_runner.sweep.multirun
+import ddp_runner.sweep.batches
+from ddp_runner.cli.compose import register
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.known_keys import _keys
+from ddp_runner.cli.known_keys import dotted_keys
 from ddp_runner.cli.preflight import validate_files
-from ddp_runner.cli.resolvers import CONFIG_DIR, register
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config, leaves
+from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import run_jobs
@@ -69,7 +68,7 @@ def keys() -> list[str]:
         prefix = "" if is_global else f"{path.parent.name}."
         found |= dict.fromkeys(f"{prefix}{key}" for key, _ in leaves(content))
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        found |= dict.fromkeys(_keys(compose("config", return_hydra_config=True)))
+        found |= dict.fromkeys(dotted_keys(compose("config", return_hydra_config=True)))
     return [key for key in found if re.fullmatch(r"[\w.]+", key)]
 
 
@@ -241,11 +240,10 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
                 execute=ddp_runner.launch.launcher.launch,
             )
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.batches):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda: LAPTOP)
-    monkeypatch.setattr(ddp_runner.cli.resolvers, "detect", lambda: LAPTOP)
-    monkeypatch.setattr(ddp_runner.sweep.multirun, "Slots", InTurn)
+    monkeypatch.setattr(ddp_runner.sweep.batches, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_worker_group", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 
@@ -352,7 +350,7 @@ def test_any_value_of_any_key_resolves_or_is_refused_in_one_line(
     data: st.DataObject, has_gpus: bool
 ) -> None:
     """Also of types that a command line cannot write, as a YAML of the user's own can."""
-    register(None)
+    register()
     known, raw = composed()
     changed = raw.copy()
     machine = Hardware(num_gpus=4 if has_gpus else 0, num_cores=4)

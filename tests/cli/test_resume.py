@@ -8,11 +8,12 @@ import pytest
 import yaml
 from commands import LAPTOP, compose_raw, record, refusal, resolved, run_command, steps
 
-from ddp_runner.cli.resolvers import CONFIG_DIR, register
-from ddp_runner.cli.resume import resumed_command, with_resumed
+from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.compose import register
+from ddp_runner.cli.resume import resumed_overrides, with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
@@ -37,8 +38,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def resume(*arguments: str, env: DistEnv | None = None) -> Config:
     """Return what a command line that resumes a run resolves to, in this process."""
-    command, implied = resumed_command(arguments, conf=CONFIG_DIR)
-    register(env, implied=implied)
+    command, _ = resumed_overrides(arguments, folders=[CONFIG_DIR])
+    register()
     raw = compose_raw(*command)
     raw = with_resumed(raw, arguments, is_launched=env is not None)
     chosen = chosen_keys(arguments)
@@ -57,7 +58,7 @@ def test_keys_of_the_runs_own_groups_can_be_changed(run: Path) -> None:
 def test_choices_that_no_file_can_have_are_none(run: Path) -> None:
     """They are not looked for: a name that is too long would be an error of the system."""
     (run / ".hydra" / "choices.yaml").write_text(f"model: {'x' * 400}\ndataset: random\n")
-    _, implied = resumed_command([f"resume={run}"], conf=CONFIG_DIR)
+    _, implied = resumed_overrides([f"resume={run}"], folders=[CONFIG_DIR])
     assert implied == ["dataset=random"]
 
 
@@ -69,22 +70,22 @@ def test_last_is_the_newest_run(run: Path) -> None:
     assert resume("resume=last").resume == str(newest)
     shutil.rmtree("outputs")
     with pytest.raises(UserError, match="resume=last finds no run below outputs"):
-        resumed_command(["resume=last"], conf=CONFIG_DIR)
+        resumed_overrides(["resume=last"], folders=[CONFIG_DIR])
 
 
 def test_only_groups_that_exist_here_are_implied(run: Path, tmp_path: Path) -> None:
     """A group of the user's own is found where this command says; nothing else gets into it."""
     own = {"model": "mine", "dataset": "random", "optimizer": "../../evil", "backend": "gloo"}
     (run / ".hydra" / "choices.yaml").write_text(yaml.safe_dump({**own, "hydra/launcher": "x"}))
-    _, implied = resumed_command([f"resume={run}", "backend=auto"], conf=CONFIG_DIR)
+    _, implied = resumed_overrides([f"resume={run}", "backend=auto"], folders=[CONFIG_DIR])
     assert implied == ["dataset=random"]
     mine = tmp_path / "conf" / "model" / "mine.yaml"
     mine.parent.mkdir(parents=True)
     mine.write_text("name: mine")
     for option in (["--config-dir", "conf"], ["--config-dir=conf"], ["-cd", "conf"]):
-        command, implied = resumed_command([*option, f"resume={run}", "seed=1"], conf=CONFIG_DIR)
-        assert sorted(implied) == ["backend=gloo", "dataset=random", "model=mine"]
-        assert command == [*option, f"resume={run}", *implied, "seed=1"]
+        command = parse([*option, f"resume={run}", "seed=1"])
+        assert sorted(command.implied) == ["backend=gloo", "dataset=random", "model=mine"]
+        assert command.arguments == [f"resume={run}", *command.implied, "seed=1", *option]
 
 
 def test_the_number_of_ranks_that_run_wins_over_the_frozen_one(run: Path) -> None:

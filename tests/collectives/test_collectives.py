@@ -10,10 +10,15 @@ from ranks import run_ranks
 
 from ddp_runner.collectives.messages import prepare, unsupported_reason
 from ddp_runner.collectives.operations import OPERATIONS, Variant, torch_reduce_op
-from ddp_runner.collectives.task import validate_reduce_ops, variants
+from ddp_runner.collectives.task import message_sizes, validate_reduce_ops, variants
 from ddp_runner.collectives.timing import WrongResultError, summarize, time_calls, verify_result
-from ddp_runner.config.collectives import DTYPES, OPS, REDUCE_OPS, message_sizes
-from ddp_runner.config.schema import BackendConfig, CollectivesConfig
+from ddp_runner.config.schema import (
+    DTYPES,
+    OPS,
+    REDUCE_OPS,
+    BackendConfig,
+    CollectivesConfig,
+)
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
@@ -188,7 +193,7 @@ def test_a_barrier_has_no_bandwidth() -> None:
 def test_sizes_grow_by_the_factor_and_end_at_the_largest(keys: str, sizes: list[int]) -> None:
     """The largest size is measured even if the factor skips it."""
     config, _ = resolved(*(f"collectives.{key}" for key in keys.split()))
-    assert message_sizes(config) == sizes
+    assert message_sizes(config.collectives) == sizes
 
 
 @pytest.mark.parametrize(

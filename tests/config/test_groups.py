@@ -20,7 +20,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.train.build import MODEL_KEYS, build_schedule
+from ddp_runner.train.build import build_schedule
 
 OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")
 
@@ -42,10 +42,9 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
 
     if config.model.get("pretrained"):
         return  # needs weights: see the test that fine-tunes
-    keys = {key: value for key, value in config.model.items() if key not in MODEL_KEYS}
     devices = make("parallelism", config.parallelism).devices(DistEnv(0, 0, 1, 1), kind="cpu")
     places = {f"dev{stage}": device for stage, device in enumerate(devices)}
-    model = make("model", keys, **(places if config.model["num_stages"] > 1 else {}))
+    model = make("model", config.model, **(places if config.model["num_stages"] > 1 else {}))
     optimizer = make("optimizer", config.optimizer, partial=True)(model.parameters())
     schedule = build_schedule(config, optimizer, total_steps=1000, steps_per_epoch=10)
     source = make("dataset", config.dataset)
@@ -170,6 +169,6 @@ def test_help_and_cfg_show_what_can_be_chosen(tmp_path: Path) -> None:
     for path in OPTIONS:
         (line,) = [one for one in text.splitlines() if one.startswith(f"{path.parent.name}: ")]
         assert path.stem in line.partition(":")[2].replace(",", " ").split()
-    assert "grad_accum_steps: 1" in text
+    assert "train.grad_accum_steps=1 " in text
     config = yaml.safe_load(run_command("--cfg", "job", "seed=7", folder=tmp_path).stdout)
     assert (config["seed"], config["train"]["epochs"]) == (7, 10)

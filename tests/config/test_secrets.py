@@ -12,7 +12,7 @@ from commands import LAPTOP, compose_raw, record, resolved
 from omegaconf import OmegaConf
 from ranks import run_ranks
 
-from ddp_runner.cli.resolvers import register
+from ddp_runner.cli.compose import register
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
@@ -171,7 +171,7 @@ NOTED = (
 
 def planned(run_dir: Path, *overrides: str) -> Job:
     """Return the job of a command line, as the command plans it."""
-    register(None)
+    register()
     keys = (*NOTED, "backend.device=cpu", "world_size=2", *overrides)
     raw = with_resumed(compose_raw(*keys), keys)
     config, warnings = resolve(to_config(raw), hardware=LAPTOP, chosen=chosen_keys(keys))
@@ -260,7 +260,7 @@ def test_a_secret_that_is_given_when_resuming_is_found_as_well(tmp_path: Path) -
     """A key of the command that resumes is kept as it was given, beside those that were frozen."""
     keys = ("model=toy", "dataset.num_samples=8")
     RunDir(tmp_path).freeze(resolved(*keys)[0], overrides=keys, choices={})
-    register(None)
+    register()
     overrides = (f"resume={tmp_path}", "launch.rdzv_id=${oc.env:MY_SECRET}", "batch.per_rank=2")
     raw = with_resumed(compose_raw(*overrides), overrides)
     assert find_secrets(raw).texts == {("launch", "rdzv_id"): "${oc.env:MY_SECRET}"}

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from ddp_runner.cli.resolvers import CONFIG_DIR
+from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.sources.cifar import Cifar, read_batch
 from ddp_runner.errors import UserError

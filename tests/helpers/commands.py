@@ -18,13 +18,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from warm import MODULES, WarmCommand
 
+from ddp_runner.cli.compose import register
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.preflight import validate_files
-from ddp_runner.cli.resolvers import CONFIG_DIR, register
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 
@@ -262,7 +262,7 @@ def resolved(
     folders: Sequence[Path] = (),
 ) -> tuple[Config, list[str]]:
     """Return what a command line resolves to, and its warnings, in this process."""
-    register(env)
+    register()
     raw = compose_raw(*overrides, folders=folders)
     return resolve(
         to_config(with_resumed(raw, overrides)),

@@ -10,11 +10,11 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.cli.resolvers import CONFIG_DIR, register
+from ddp_runner.cli.compose import register
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
@@ -74,7 +74,7 @@ class Trace:
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:
     """Return the resolved config of a command line, as for a machine of four cores."""
-    register(None)
+    register()
     keys = [f"world_size={world_size}", "backend.device=cpu", *overrides]
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         raw = compose("config", keys)

@@ -227,7 +227,7 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     """A worker group that gets further each time goes on, however often it is restarted."""
     said: list[str] = []
     job = Job(config=config, started_at=0.0, code={}, scratch=Scratch(tmp_path))
-    mode = Single("single", devices_per_rank=1, max_ranks=1)
+    mode = Single("single")
 
     def start(attempt: int) -> None:
         env = DistEnv(0, 0, 1, 1, restart_count=attempt)

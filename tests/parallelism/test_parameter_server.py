@@ -71,7 +71,7 @@ def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
             "model=toy",
             "optimizer=adam",
             "train.max_steps=24",
-            "parallelism.num_servers=1",
+            "parallelism.needs.num_servers=1",
         ),
         *("parallelism.mode=sync,async", "world_size=2,4", "hydra.sweep.dir=sweep"),
         folder=tmp_path,
@@ -193,7 +193,7 @@ def collected(server: Server, number: int) -> Tensor:
 
 def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
     """Return the batches that this trainer computed; rank 2 falls silent after its third."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="async")
+    mode = ParameterServer("ps", mode="async")
     module, steps = nn.Linear(3, 1), list[int]()
 
     def compute(step: int) -> Tensor:
@@ -258,7 +258,7 @@ def test_parameters_without_a_gradient_stay_as_they_are() -> None:
 
 def applied_steps(env: DistEnv, folder: Path) -> list[int]:
     """Stop an asynchronous run while trainer 2 holds its first batch, and go on from there."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="async")
+    mode = ParameterServer("ps", mode="async")
     module, stopped = nn.Linear(3, 1), folder / "stopped"
     outstanding, applied = (), list[int]()
     for num_steps in (10, 20):  # of 30
@@ -299,7 +299,7 @@ def test_a_stopped_asynchronous_run_applies_each_batch_once(tmp_path: Path) -> N
 
 def patient_steps(env: DistEnv, how: str) -> list[int]:
     """Return the batches collected by a server that is busy for longer than the timeout."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode=how)
+    mode = ParameterServer("ps", mode=how)
     module = nn.Linear(3, 1)
     if env.rank == 0:
         server = mode.hand_out(duties(module, num_steps=4, timeout_s=2))
@@ -329,7 +329,7 @@ def test_trainers_outlast_a_server_that_is_busy(how: str) -> None:
 
 def silent_server(env: DistEnv) -> str:
     """Return what a trainer says of a server whose process stands still."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    mode = ParameterServer("ps", mode="sync")
     module = nn.Linear(3, 1)
     pids: list[int] = [0]
     if env.rank == 0:
@@ -356,7 +356,7 @@ def test_a_server_that_stands_still_is_noticed() -> None:
 
 def drawn_numbers(env: DistEnv) -> list[float]:
     """Return what each step of a trainer draws, as its dropout would."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    mode = ParameterServer("ps", mode="sync")
     module, drawn = nn.Linear(3, 1), list[float]()
     if env.rank == 0:
         server = mode.hand_out(duties(module, num_steps=2))
@@ -382,7 +382,7 @@ def test_each_step_of_each_trainer_draws_its_own_dropout() -> None:
 
 def served_buffers(env: DistEnv) -> list[float]:
     """Return the statistics of a BatchNorm that each trainer sets to its rank."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    mode = ParameterServer("ps", mode="sync")
     norm = nn.BatchNorm1d(2)
 
     def compute(step: int) -> Tensor:
@@ -437,7 +437,7 @@ def test_a_batchnorm_alone_makes_no_message_longer() -> None:
 
 def wide_loss(env: DistEnv) -> float:
     """Return the loss of a third that a trainer of a model in float64 pushes."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    mode = ParameterServer("ps", mode="sync")
     module, loss = nn.Linear(3, 1).double(), torch.zeros(())
 
     def compute(step: int) -> Tensor:
@@ -460,7 +460,7 @@ def test_the_loss_of_a_model_in_float64_arrives_as_it_was() -> None:
 
 def clocked(env: DistEnv) -> list[dict[str, float]]:
     """Return the server's figures of a step, and of one after an evaluation; clocks are set."""
-    mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
+    mode = ParameterServer("ps", mode="sync")
     module, now, figures = nn.Linear(3, 1), [0.0], list[dict[str, float]]()
 
     def passing() -> float:
@@ -497,7 +497,7 @@ def test_figures_are_of_the_steps_alone() -> None:
     ("overrides", "rule"),
     [
         (("world_size=1",), "needs a server and a trainer, world_size is 1; use 2 or more"),
-        (("parallelism.num_servers=2",), "parallelism.num_servers (2) must be 1"),
+        (("parallelism.needs.num_servers=2",), "parallelism.needs.num_servers (2) must be 1"),
         (("parallelism.mode=later",), "(later) must be sync or async"),
         (("world_size=4", "batch.global_size=100"), "not divisible by trainers (3); use 99 or 102"),
     ],

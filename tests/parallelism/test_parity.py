@@ -25,8 +25,7 @@ from trainees import (
     take_steps,
 )
 
-from ddp_runner.cli.resolvers import CONFIG_DIR
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import DDP
 from ddp_runner.train.loop import forward
@@ -35,15 +34,22 @@ MODES = {
     path.stem: DictConfig(OmegaConf.load(path))
     for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
 }
+
+
+def needs(mode: str) -> DictConfig:
+    """Return what a mode needs, as its YAML says."""
+    return MODES[mode].get("needs", DictConfig({}))
+
+
 MODELS = {"toy": TOY, "mnist_net": (*MNIST_NET, *NO_DROPOUT)}
 NUM_STEPS = 2 * STEPS_PER_EPOCH + 2
 GANGS = [
-    (mode, num_replicas + keys.get("num_servers", 0))
-    for mode, keys in MODES.items()
+    (mode, num_replicas + needs(mode).get("num_servers", 0))
+    for mode in MODES
     for num_replicas in (1, 2, 4)
-    if num_replicas <= keys.get("max_ranks", 4)
+    if num_replicas <= needs(mode).get("max_ranks", 4)
 ]
-GANGS_OF_TWO = [mode for mode, size in GANGS if size == 2 and not MODES[mode].get("num_servers")]
+GANGS_OF_TWO = [mode for mode, size in GANGS if size == 2 and not needs(mode).get("num_servers")]
 
 
 def overrides(mode: str, model: str) -> tuple[str, ...]:
@@ -77,7 +83,7 @@ def test_steps_equal_those_of_one_process(
     """Losses and weights agree to rounding, through epochs that end with a batch of three."""
     keys = (*overrides(mode, model), f"train.grad_accum_steps={grad_accum_steps}")
     ranks = run_ranks(trace, world_size, compose_config(*keys, world_size=world_size))
-    ranks = ranks[: MODES[mode].get("num_servers")]  # where one rank has the parameters, it alone
+    ranks = ranks[: needs(mode).get("num_servers")]  # where one rank has the parameters, it alone
     for dtype, expected in reference(model).items():
         for found in (traces[dtype] for traces in ranks):
             torch.testing.assert_close(found.losses, expected.losses, **TOLERANCES[dtype])

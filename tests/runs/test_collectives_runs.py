@@ -21,7 +21,7 @@ from commands import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_runner.collectives.operations import OPERATIONS
-from ddp_runner.config.collectives import OPS
+from ddp_runner.config.schema import OPS
 
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
 TINY = (

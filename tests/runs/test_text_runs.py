@@ -24,7 +24,7 @@ from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.instantiate import make
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.errors import UserError
-from ddp_runner.train.build import MODEL_KEYS, model_factory
+from ddp_runner.train.build import model_factory
 
 SMALL = (
     *("model=bert", "model.num_layers=1", "model.width=32", "model.feedforward=64"),
@@ -74,9 +74,8 @@ def job(table: Ended, name: str) -> Path:
 def reloaded(run_dir: Path, data_root: Path) -> tuple[Any, Any]:
     """What a run's folder says is its dataset, and its model with the last checkpoint's weights."""
     config = yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text())
-    keys = {key: value for key, value in config["model"].items() if key not in MODEL_KEYS}
     dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, log=print)
-    model = make("model", keys, **dataset.model_arguments)
+    model = make("model", config["model"], **dataset.model_arguments)
     path = run_dir / "checkpoints" / f"step-{steps(run_dir)[-1]:08d}" / "state.pt"
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
     return dataset, model.eval()

@@ -14,9 +14,9 @@ from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
+from ddp_runner.sweep.batches import _freeze
 from ddp_runner.sweep.jobs import run_jobs
 from ddp_runner.sweep.ledger import LEDGER, Ledger
-from ddp_runner.sweep.multirun import _freeze
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -55,7 +55,7 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
         return Outcome("completed", 0, job.run_dir)
 
     ledger = Ledger(tmp_path)
-    ledger.queue({name: name for name in jobs}, refused=())
+    ledger.queue({name: name for name in jobs}, invalid=())
     outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
@@ -72,7 +72,7 @@ def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
     (tmp_path / "mine").write_text("{}")
     (tmp_path / "b" / "run.json").symlink_to(tmp_path / "mine")
     ledger = Ledger(tmp_path)
-    ledger.queue({name: name for name in jobs}, refused=())
+    ledger.queue({name: name for name in jobs}, invalid=())
 
     def execute(job: Job) -> Outcome:
         return Outcome("completed", 0, job.run_dir)
@@ -154,7 +154,7 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
 def test_a_ledger_with_an_odd_job_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
     """A job's folder is below the sweep's, whoever wrote the ledger."""
     ledger = Ledger(tmp_path)
-    ledger.queue({"a": "a"}, refused=())
+    ledger.queue({"a": "a"}, invalid=())
     fields = json.loads((tmp_path / LEDGER).read_text())
     fields["jobs"][0] |= changed
     (tmp_path / LEDGER).write_text(json.dumps(fields))
@@ -165,7 +165,7 @@ def test_a_ledger_with_an_odd_job_is_refused(changed: dict[str, Any], tmp_path: 
 
 def test_odd_fields_of_a_record_are_left_out_of_the_table(tmp_path: Path) -> None:
     """A run.json that somebody has changed by hand is no reason to show nothing."""
-    Ledger(tmp_path).queue({"a": "a"}, refused=())
+    Ledger(tmp_path).queue({"a": "a"}, invalid=())
     huge = f'{{"wall_s": {"9" * 400}, "metrics": {{"train/loss": {"9" * 400}}}}}'
     odd = '{"wall_s": "soon", "metrics": {"train/loss": "low"}}'
     for text in (odd, '{"metrics": 3}', "{", huge, "[" * 100_000):

@@ -68,7 +68,7 @@ def test_refused_alone_is_an_error_still(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     assert end.exit_code == 2
-    assert end.stderr.startswith("error: every job of the sweep breaks a rule and was skipped")
+    assert end.stderr.startswith("error: every job of the sweep is invalid and was skipped")
     assert "no report: no run of this sweep was completed" in end.stdout
 
 

@@ -39,8 +39,8 @@ TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
 def test_each_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
     """Also where several configs would have the same name; a job keeps the one that it has."""
     ledger = Ledger(tmp_path)
-    ledger.queue({"one": "a"}, refused=())
-    found = ledger.queue({"two": "a", "three": "a", "one": "b"}, refused=())
+    ledger.queue({"one": "a"}, invalid=())
+    found = ledger.queue({"two": "a", "three": "a", "one": "b"}, invalid=())
     assert {job_id: entry.folder for job_id, entry in found.items()} == {
         **{"two": "a-2", "three": "a-3", "one": "a"}
     }
@@ -50,7 +50,7 @@ def test_a_start_asks_the_rules_anew_and_leaves_failures_unless_asked(tmp_path: 
     """What had been refused may fit by now; a job that is queued again has no failure."""
     ledger, command = Ledger(tmp_path), ["seed=1,2"]
     broken = Entry("broken", "broken", "failed", INVALID, "a rule")
-    ledger.queue({"done": "done", "lost": "lost"}, refused=[broken])
+    ledger.queue({"done": "done", "lost": "lost"}, invalid=[broken])
     ledger.note("done", status="completed")
     ledger.note("lost", status="failed", kind="crash", sentence="why")
     assert ledger.begin(command=command, retry_failed=False) == ["lost"]
@@ -69,7 +69,7 @@ def test_the_newest_unfinished_sweep_of_the_command_goes_on(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         ledger = Ledger(tmp_path / name)
         ledger.begin(command=["other" if name == "other" else "mine"], retry_failed=False)
-        ledger.queue({"a": "a"}, refused=())
+        ledger.queue({"a": "a"}, invalid=())
         ledger.note("a", status=status)
         os.utime(tmp_path / name / LEDGER, (age, age))
     for retry_failed, expected in ((False, "newer"), (True, "lost")):
@@ -81,7 +81,7 @@ def test_the_newest_unfinished_sweep_of_the_command_goes_on(tmp_path: Path) -> N
 def test_a_ledger_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
     """Else one would write down again what it had read before the other's change."""
     ledger = Ledger(tmp_path)
-    ledger.queue({"a": "a"}, refused=())
+    ledger.queue({"a": "a"}, invalid=())
     other = threading.Thread(target=ledger.note, args=("a",), kwargs={"status": "completed"})
     with ledger._changing():
         other.start()
@@ -95,7 +95,7 @@ def test_a_ledger_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
 def jobs(tmp_path: Path) -> dict[str, Job]:
     """Three queued jobs with their folders."""
     job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
-    Ledger(tmp_path).queue({name: name for name in "abc"}, refused=())
+    Ledger(tmp_path).queue({name: name for name in "abc"}, invalid=())
     for name in "abc":
         (tmp_path / name).mkdir()
     return {name: replace(job, run_dir=tmp_path / name) for name in "abc"}
@@ -191,7 +191,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     end = run_command(*command, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert the_sweep(tmp_path) == sweep
-    assert set(statuses(sweep).values()) == {"done"}
+    assert set(statuses(sweep).values()) == {"completed"}
     assert [path.name for path in run_dirs(sweep)] == [f"seed={seed}" for seed in range(5)]
     assert {path: (path / "run.json").stat().st_mtime_ns for path in done} == done
     assert "resumed from" in (sweep / "seed=2" / "logs" / "rank-0.log").read_text()

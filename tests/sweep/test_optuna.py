@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from slowed import CONVNET, brake
 from sweeps import POLL_S, both_train, needs_two_cores, statuses, table_row, the_sweep
 
+from ddp_runner.cli.compose import register
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resolvers import register
 from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -41,7 +41,7 @@ SEARCH = (
 
 def test_a_search_without_a_metric_or_without_the_plugin_is_refused() -> None:
     """In one line that says what to write, or to install."""
-    register(None)
+    register()
     config = to_config(compose_raw())
     with pytest.raises(UserError, match=r"write sweep\.objective=eval/accuracy"):
         validate_sweep(config, Hardware(num_gpus=0, num_cores=4), searches=True)

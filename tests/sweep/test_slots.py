@@ -33,7 +33,7 @@ from slowed import TOY as SLOWED_TOY
 from slowed import brake
 from sweeps import POLL_S, both_train, needs_two_cores, statuses, the_sweep, workers
 
-from ddp_runner.cli.resolvers import register
+from ddp_runner.cli.compose import register
 from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
@@ -98,7 +98,7 @@ def test_cores_and_gpus_are_dealt_out_evenly(
 )
 def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: str | None) -> None:
     """In one line for the whole sweep."""
-    register(None)
+    register()
     config = to_config(compose_raw(*overrides.split()))
     refusal = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
     with refusal:
@@ -257,11 +257,8 @@ def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     assert run_command(*command, folder=tmp_path, environ=slow.environ).exit_code == 0
     assert the_sweep(tmp_path) == sweep
     assert set(statuses(sweep).values()) == {"completed"}
-    assert [record(run_dir).get("parallel_jobs") for run_dir in run_dirs(sweep)] == [
-        True,
-        True,
-        None,
-    ]
+    parallel = [record(run_dir).get("parallel_jobs") for run_dir in run_dirs(sweep)]
+    assert parallel == [True, True, None]
     for run_dir in run_dirs(sweep)[:2]:
         assert (run_dir / "logs" / "rank-0.log").read_text().count("resumed from") == 2
 

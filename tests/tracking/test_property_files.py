@@ -25,7 +25,7 @@ from properties import check_sentence, damaged, examples, faulty
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resume import resumed_command, with_resumed
+from ddp_runner.cli.resume import resumed_overrides, with_resumed
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.tables import FORMATS
 from ddp_runner.compare.runs import read_runs
@@ -174,7 +174,7 @@ def test_a_record_is_a_mapping_or_refused(content: bytes) -> None:
             assert read_run_record(run)["status"] == "running"
         (run / "run.json").write_bytes(content)
         assert find_unfinished_run([RunDir(run)], work="abc") in (RunDir(run), None)
-        Ledger(here).queue({"id": "job"}, refused=())
+        Ledger(here).queue({"id": "job"}, invalid=())
         assert all(line.isprintable() for line in sweep_table(here).splitlines())
 
 
@@ -188,7 +188,7 @@ def ledger_bytes() -> bytes:
     with folder() as here:
         ledger = Ledger(here)
         ledger.begin(command=COMMAND, retry_failed=False)
-        ledger.queue({"id1": "seed=1"}, refused=ENTRIES[1:])
+        ledger.queue({"id1": "seed=1"}, invalid=ENTRIES[1:])
         ledger.note("id1", status="running")
         return (here / LEDGER).read_bytes()
 
@@ -214,7 +214,7 @@ def test_a_ledger_holds_entries_or_is_refused(content: bytes) -> None:
         assert unfinished_sweep(here, command=COMMAND, retry_failed=True) in (sweep, None)
         with refused_in_one_line(path) as again:
             assert all(line.isprintable() for line in sweep_table(sweep).splitlines())
-            assert ledger.queue({"new": "new"}, refused=())["new"].status == "queued"
+            assert ledger.queue({"new": "new"}, invalid=())["new"].status == "queued"
             ledger.note("new", status="completed")
             ledger.begin(command=COMMAND, retry_failed=True)
         assert bool(again) == bool(refusals)
@@ -353,7 +353,7 @@ def test_the_choices_of_a_run_are_options_or_none(content: bytes) -> None:
         (here / ".hydra" / "choices.yaml").write_bytes(content)
         (here / "model").mkdir()
         (here / "model" / "toy.yaml").touch()
-        _, implied = resumed_command([f"resume={here}"], conf=here)
+        _, implied = resumed_overrides([f"resume={here}"], folders=[here])
         assert implied in ([], ["model=toy"])
 
 

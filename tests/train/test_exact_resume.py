@@ -35,8 +35,7 @@ from torch.nn import functional as F
 from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop, with_setup
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
-from ddp_runner.cli.resolvers import CONFIG_DIR
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.data.batches import GlobalBatches, StepBatch
 from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
@@ -133,11 +132,12 @@ CASES: dict[str, tuple[str, ...]] = {
 MODES = {
     path.stem: OmegaConf.load(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
 }
+NEEDS = {name: keys.get("needs", {}) for name, keys in MODES.items()}
 # Each mode with as few ranks as make it what it is; three, as a sum of three has an order.
 GANGS = {
     **{
-        name: (name, min(2, keys.get("max_ranks", 2)) + keys.get("num_servers", 0))
-        for name, keys in MODES.items()
+        name: (name, min(2, needs.get("max_ranks", 2)) + needs.get("num_servers", 0))
+        for name, needs in NEEDS.items()
     },
     "ddp of three": ("ddp", 3),
     "one asynchronous trainer": ("ps parallelism.mode=async", 2),
@@ -254,7 +254,7 @@ def cases_of(gang: str) -> list[str]:
         return []
     if gang not in MODES or gang == "dp":  # on CPUs it is one device, as single is
         return ["plain", "dropout", "all"]
-    return [case for case in CASES if "num_servers" not in MODES[gang] or case != "scaled loss"]
+    return [case for case in CASES if "num_servers" not in NEEDS[gang] or case != "scaled loss"]
 
 
 @cache

@@ -39,8 +39,6 @@ class ParameterServer:
     """One server; `mode` is sync (a step waits for all trainers) or async (for any one)."""
 
     name: str
-    devices_per_rank: int
-    num_servers: int
     mode: str
 
     def role(self, env: DistEnv) -> Role:

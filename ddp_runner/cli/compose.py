@@ -1,0 +1,138 @@
+"""From a command line to Hydra's composed config, and to the job that it describes. Torch-free."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.config_store import ConfigStore
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_runner.cli.command_line import CommandLine
+from ddp_runner.cli.hydra_adapter import compose_config, is_grid, opened
+from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.resume import with_resumed
+from ddp_runner.config.keys import help_text
+from ddp_runner.config.load import as_written, chosen_keys, to_config
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import Config
+from ddp_runner.config.secrets import find_secrets
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.job import Job
+from ddp_runner.tracking.run_dir import job_name
+
+UNNAMED = "auto"  # hydra.run.dir and its like: the user gives no folder, the runner names one
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What all jobs of a command have in common."""
+
+    command: CommandLine
+    env: DistEnv | None  # this rank's facts; None where no launcher has started this process
+    started_at: float  # time.time()
+    code: Mapping[str, Any]  # git_revision and versions
+    warnings: tuple[str, ...] = ()  # about stdout and stderr
+
+
+def register() -> None:
+    """Give Hydra the schema, and OmegaConf the two resolvers that conf/ uses."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    for name, resolver in (
+        ("data_root", lambda: os.environ.get("DDP_RUNNER_DATA_ROOT", "data")),
+        ("keys", help_text),
+    ):
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def compose(command: CommandLine) -> DictConfig:
+    """Return the composed config of a run, or what all jobs of a sweep have in common.
+
+    Raises:
+        UserError: a key has several values and the command is not a sweep.
+        HydraException: the config cannot be composed.
+    """
+    register()
+    composed = compose_config(command.fixed, folders=command.folders)
+    for sweep in command.sweeps:
+        line, key = sweep.input_line, sweep.key_or_group
+        if is_sweep(command, composed):
+            if is_grid(composed.hydra.sweeper) and not sweep.is_discrete_sweep():
+                raise UserError(
+                    f"{line} is an interval and this sweeper takes a list of values; write "
+                    "hydra/sweeper=optuna, which searches intervals"
+                )
+            continue
+        if sweep.is_choice_sweep():
+            raise UserError(
+                f"{line} has a comma; write -m for a sweep over its values, or {key}=[ONE,OTHER] "
+                "for a list"
+            )
+        raise UserError(f"{line} is a sweep; write -m for it")
+    if composed.hydra.job.chdir:
+        raise UserError(
+            "hydra.job.chdir=true would change what data_root and resume mean; leave it out: a run "
+            "writes all that it leaves into its own folder anyway"
+        )
+    return composed
+
+
+def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
+    """Return whether the command is a sweep: by -m, or by ``hydra.mode`` in a YAML."""
+    return command.is_multirun or composed.hydra.mode == RunMode.MULTIRUN
+
+
+def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
+    """Return the job that a composed config describes; it has no run folder yet.
+
+    Args:
+        composed: with its ``hydra`` node.
+        hardware: of this machine, or of the slot that the job will have.
+        invocation: the command.
+
+    Raises:
+        UserError: the config is invalid, or a file that it names does not exist.
+    """
+    command, env = invocation.command, invocation.env
+    with opened(composed) as (given, node):
+        overrides = _written(node, command)
+        raw = with_resumed(given, overrides, is_launched=env is not None)
+        secrets = find_secrets(raw)
+        with secrets.hidden_in_errors():
+            config, warnings = resolve(
+                to_config(raw), hardware=hardware, chosen=chosen_keys(overrides), env=env
+            )
+            validate_files(config, env=env)
+        return Job(
+            config=config,
+            started_at=invocation.started_at,
+            code=invocation.code,
+            overrides=overrides,
+            secrets=secrets,
+            choices={
+                str(group): str(option)
+                for group, option in node.runtime.choices.items()
+                if option is not None and "/" not in str(group)
+            },
+            warnings=(*invocation.warnings, *map(secrets.hide, warnings)),
+        )
+
+
+def job_folder(composed: DictConfig, command: CommandLine) -> str:
+    """Return the name of a sweep job's folder: the overrides that differ between the jobs."""
+    with opened(composed) as (_, node):
+        if node.sweep.subdir != UNNAMED:
+            return str(node.sweep.subdir)
+        fixed = {one.key_or_group for one in command.overrides if not one.is_sweep_override()}
+        overrides = _written(node, command)
+        varied = [one for one in overrides if one.partition("=")[0].lstrip("+~") not in fixed]
+        return job_name(varied or overrides)
+
+
+def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
+    """Return the overrides that the user wrote, as they were written."""
+    return tuple(one for one in as_written(node.overrides.task) if one not in command.implied)

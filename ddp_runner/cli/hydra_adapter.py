@@ -1,0 +1,97 @@
+"""Every place where the program depends on how Hydra works inside. Checked on hydra-core 1.3.8.
+
+Hydra documents ``hydra.main``, the compose API, plug-ins and ``HydraConf``. What has no public name
+is here and nowhere else: its argument parser, the name of its grid sweeper, and the globals that it
+reads. ``tests/cli/test_hydra_adapter.py`` fails when one of them goes away.
+"""
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_runner.config.schema import CONFIG_DIR
+
+FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises; else it prints an error itself and exits
+
+
+def argument_parser() -> ArgumentParser:
+    """Return the parser of Hydra's options; its ``overrides`` are what is not an option."""
+    return get_args_parser()
+
+
+def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
+    """Let ``hydra.main`` answer a command line: a sweep, --help, --cfg, --info, shell completion.
+
+    Args:
+        task_function: given to the launcher, which calls it.
+        arguments: options and overrides. ``hydra.main`` reads sys.argv, which holds them meanwhile.
+    """
+    entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
+    before, sys.argv[1:] = sys.argv[1:], arguments
+    environment = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        entry(task_function)()
+    finally:
+        sys.argv[1:] = before
+        if environment is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = environment
+
+
+def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> DictConfig:
+    """Return the config of one job with its ``hydra`` node.
+
+    Args:
+        overrides: none of them a sweep.
+        folders: URLs of the user's own groups, those of a hydra.searchpath among the overrides
+            included: Hydra reads only the first hydra.searchpath.
+    """
+    path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
+            return compose("config", [*path, *overrides], return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+@contextmanager
+def opened(composed: DictConfig) -> Iterator[tuple[DictConfig, HydraConf]]:
+    """Give a composed config without its ``hydra`` node, and that node.
+
+    Interpolations such as ``${hydra:job.num}`` resolve within the block: they ask a global.
+    """
+    holder = HydraConfig.instance()
+    before = holder.cfg
+    holder.set_config(composed)
+    try:
+        keys = [str(key) for key in composed if key != "hydra"]
+        yield OmegaConf.masked_copy(composed, keys), HydraConfig.get()
+    finally:
+        holder.cfg = before
+
+
+def is_grid(sweeper: Any) -> bool:
+    """Return whether the node ``hydra.sweeper`` tries a whole grid; others choose by results."""
+    return bool(sweeper.get("_target_") == f"{BasicSweeper.__module__}.{BasicSweeper.__name__}")
+
+
+def quoted(text: str) -> str:
+    """Return a text as a value of an override, whatever characters it has."""
+    return QuotedString(text, Quote.single).with_quotes()

@@ -1,0 +1,57 @@
+"""A command line is read once: into options, overrides, and whether it is a sweep."""
+
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.compose import compose, is_sweep, job_folder
+from ddp_runner.cli.hydra_adapter import compose_config
+from ddp_runner.errors import UserError
+
+
+def test_keys_may_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
+    """Hydra gets the keys first; what the user wrote identifies a sweep, and stays as it is."""
+    written = ["model=toy", "-m", "--config-dir", str(tmp_path), "seed=1,2", "+tag.x=a b"]
+    command = parse(written)
+    assert command.written == tuple(written)
+    keys = ["model=toy", "seed=1,2", "+tag.x=a b"]
+    assert command.arguments == [*keys, "-m", "--config-dir", str(tmp_path)]
+    assert command.fixed == ["model=toy", "+tag.x=a b"]
+    assert [one.key_or_group for one in command.sweeps] == ["seed"]
+    assert command.folders == (f"file://{tmp_path}",)
+    assert command.is_multirun
+    assert not command.only_shows
+
+
+@pytest.mark.parametrize("option", ["--help", "--hydra-help", "--cfg=job", "--info", "-sc"])
+def test_what_only_shows_something_runs_nothing(option: str) -> None:
+    """Hydra answers these options by itself."""
+    keys = ["query=bash"] if option == "-sc" else ["model=toy"]
+    command = parse([*keys, option])
+    assert command.only_shows
+    assert command.arguments == ([option, *keys] if option == "-sc" else [*keys, option])
+
+
+def test_a_yaml_can_make_the_command_a_sweep() -> None:
+    """By hydra.mode, as experiment=scaling_study does; several values need no -m then."""
+    for arguments, expected in (
+        ([], False),
+        (["-m", "seed=1,2"], True),
+        (["hydra.mode=MULTIRUN", "seed=range(3)"], True),
+        (["experiment=scaling_study", "seed=1,2"], True),
+    ):
+        command = parse(arguments)
+        assert is_sweep(command, compose(command)) is expected
+    with pytest.raises(UserError, match="write -m for a sweep"):
+        compose(parse(["seed=1,2"]))
+
+
+def test_a_job_is_named_by_what_the_sweep_varies() -> None:
+    """A key that is the same for all jobs is left out, unless the name would be empty."""
+    command = parse(["-m", "model=toy", "seed=1,2", "optimizer.lr=0.1,0.2"])
+    job = compose_config(["model=toy", "seed=2", "optimizer.lr=0.1"])
+    assert job_folder(job, command) == "seed=2,optimizer.lr=0.1"
+    assert job_folder(compose_config(["model=toy"]), parse(["-m", "model=toy"])) == "model=toy"
+    named = compose_config(["seed=2", "hydra.sweep.subdir=job-${seed}"])
+    assert job_folder(named, command) == "job-2"

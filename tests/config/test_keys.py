@@ -1,0 +1,36 @@
+"""The list of keys is made from the schema: complete, and the same in --help and on its page."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from commands import compose_raw
+
+from ddp_runner.cli.compose import register
+from ddp_runner.config.keys import all_keys, help_text, page
+from ddp_runner.config.schema import Config, leaves
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
+
+
+def test_every_key_of_the_schema_has_a_meaning() -> None:
+    """In the order of the schema; a key without a comment would be listed without a word."""
+    keys = list(all_keys())
+    schema = [key for key, value in leaves(asdict(Config())) if value != {}]
+    assert [key.name for key in keys] == schema
+    assert [key.name for key in keys if not key.meaning] == []
+
+
+def test_a_default_is_written_as_it_is_given() -> None:
+    """Each can be copied to a command line."""
+    register()
+    compose_raw(*(f"{key.name}={key.default}" for key in all_keys()))
+
+
+def test_the_page_is_up_to_date() -> None:
+    """Make it again with `python -m ddp_runner.config.keys > docs/keys.md`."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_help_has_the_keys() -> None:
+    """With type and default, and the meaning below."""
+    assert "train.epochs=10  (whole number)\n    passes over the training set\n" in help_text()
