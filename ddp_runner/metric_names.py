@@ -46,6 +46,7 @@ METRICS = (
     Metric("eval/f1", False, True, True, True, charts=(_MATCHES,)),
     Metric("eval/precision", False, False, True, True, charts=(_MATCHES,)),
     Metric("eval/recall", False, False, True, True, charts=(_MATCHES,)),
+    Metric("train/grad_norm", None, charts=(("train", "gradient norm before clipping"),)),
     Metric("train/lr", None, is_monitor=True, charts=(("train", "learning rate"),)),
     Metric("perf/comm_share", True, charts=(("perf", "communication's part of the step time"),)),
     *(Metric(part.metric, True, charts=(_PARTS,)) for part in StepPart),
