@@ -59,6 +59,8 @@ def main() -> None:
     try:
         sys.exit(Command(started_at, lost).run())
     except Exception as error:
+        if {"-sc", "--shell-completion"} & set(sys.argv):
+            sys.exit(EXIT_USER_ERROR)  # silent: the shell would show it inside a half-typed line
         explained = user_error(error)
         if explained is None or wants_traceback:
             raise
@@ -92,8 +94,9 @@ class Command:
 
     def run(self) -> int:
         """Let Hydra compose and call back; return the exit code."""
-        validate_options(sys.argv[1:])
-        arguments, self._implied = resumed_command(in_one_piece(sys.argv[1:]), conf=CONFIG_DIR)
+        arguments = ["verbose=true" if one == "-v" else one for one in sys.argv[1:]]
+        validate_options(arguments)
+        arguments, self._implied = resumed_command(in_one_piece(arguments), conf=CONFIG_DIR)
         self._folders = register(self._env, implied=self._implied)
 
         def run_job(raw: DictConfig) -> None:
