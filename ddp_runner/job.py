@@ -48,6 +48,7 @@ class Job:
     slot: Slot | None = None  # where it runs beside other jobs
     number: int = 1  # its place in the sweep
     title: str = ""  # what a sweep calls it
+    shows_header: bool = True  # a sweep shows it once, for the first job that it runs
     overrides: tuple[str, ...] = ()
     secrets: Secrets = field(default_factory=Secrets)  # what the config has from the environment
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group

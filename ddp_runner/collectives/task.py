@@ -4,12 +4,8 @@ Called by ``worker``. What is called is in ``collective_ops``, how it is timed i
 ``collective_timing``, what may be asked for in ``collectives_config``.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import asdict
-
-import torch
 
 from ddp_runner.collectives.messages import prepare, refusal
 from ddp_runner.collectives.operations import OPERATIONS, Variant
@@ -19,9 +15,8 @@ from ddp_runner.config.schema import CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.tracking.run_logger import end_summary
-from ddp_runner.tracking.times import begin_anew, end_session, note_startup
-from ddp_runner.tracking.tracker import NullTracker, Tracker
+from ddp_runner.tracking.run_logger import NullLogger, RunLogger
+from ddp_runner.tracking.start_block import fact_lines, gpu_names, ranks_on_nodes, shown_path
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
 TABLE_HEAD = (
@@ -40,22 +35,25 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
     env, device, run_dir = session.env, session.devices[0], session.run_dir
     asked, backend = session.config.collectives, session.config.backend.name
     note_restart(session, step=0)
-    session.log(_start_block(session))
+    lines = [f"warning: {warning}" for warning in session.job.warnings]
+    if session.job.shows_header:
+        lines.append(_start_block(session))
+    if lines:
+        session.log("\n".join(lines))
     refusals = {
         variant: refusal(variant, device=device, backend=backend) for variant in variants(asked)
     }
     validate_reduce_ops(asked, refusals, backend=backend)
-    tracker: Tracker | NullTracker = NullTracker()
+    logger: NullLogger | RunLogger = NullLogger()
     if env.is_rank_zero:
-        config_text = (run_dir / ".hydra" / "config.yaml").read_text(encoding="utf-8")
-        tracker = Tracker(run_dir, config_text=config_text)
-        begin_anew(run_dir)
-        note_startup(run_dir)
+        job = session.job
+        logger = RunLogger(run_dir, started_at=job.started_at, title=job.title)
+    logger.step_done(step=0, epoch=0)  # the start-up ends here
 
     rows: list[Row] = []
     status = Status.COMPLETED
     session.log(TABLE_HEAD)
-    with closing(tracker):
+    with logger:
         for variant, num_bytes in _messages(session, refusals):
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
             row = measure(variant, prepared, asked, device=device, stop_requested=stop_requested)
@@ -64,9 +62,18 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
                 break
             rows.append(row)
             session.log(_table_line(row))
-            tracker.log(_metrics(variant, row), step=row.bytes, epoch=0)
-    if env.is_rank_zero:
-        _record_end(session, status, rows, refusals, metrics=tracker.last_metrics)
+            logger.log(_metrics(variant, row), step=row.bytes, epoch=0)
+        logger.finish(
+            status,
+            step=max((row.bytes for row in rows), default=0),
+            epoch=0,
+            collectives=[asdict(row) for row in rows],
+            not_in_backend=[
+                {**asdict(variant), "reason": reason}
+                for variant, reason in refusals.items()
+                if reason is not None
+            ],
+        )
     return status
 
 
@@ -115,23 +122,18 @@ def validate_reduce_ops(
 
 
 def _start_block(session: Session) -> str:
-    config, env, device = session.config, session.env, session.devices[0]
-    asked, code = config.collectives, session.job.code
-    place = str(device)
-    if device.type == "cuda":
-        place += f" ({torch.cuda.get_device_name(device)})"
-    rows = {
-        "run": str(session.run_dir),
-        "collectives": f"backend {config.backend.name} (timeout {config.backend.timeout_s:g} s), "
-        f"rank 0 on {place}",
-        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
-        f"{env.local_world_size} a node, {torch.get_num_threads()} CPU thread(s) a rank",
-        "messages": f"{', '.join(f'{size:,}' for size in message_sizes(config))} bytes, "
-        f"{asked.warmup_steps} warm-up and {asked.steps} timed calls of each",
+    config, code = session.config, session.job.code
+    asked, sizes = config.collectives, message_sizes(config)
+    facts = {
+        "run": "" if session.job.run_dir else str(shown_path(session.run_dir)),
+        "collectives": f"{config.backend.name} (timeout {config.backend.timeout_s:g} s), "
+        f"{ranks_on_nodes(session.env)}",
+        "device": gpu_names(session.devices),
+        "messages": f"{', '.join(f'{size:,}' for size in sizes)} bytes",
+        "calls": f"{asked.steps} timed of each, after {asked.warmup_steps} to warm up",
         "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }
-    warnings = [f"warning: {one}" for one in session.job.warnings]
-    return "\n".join([*warnings, *(f"{name:<12} {text}" for name, text in rows.items())])
+    return fact_lines(facts)
 
 
 def _title(variant: Variant | Row) -> str:
@@ -154,28 +156,3 @@ def _metrics(variant: Variant, row: Row) -> dict[str, float]:
     if row.algbw_gb_per_s is not None and row.busbw_gb_per_s is not None:
         metrics |= {"algbw_gb_per_s": row.algbw_gb_per_s, "busbw_gb_per_s": row.busbw_gb_per_s}
     return {f"collectives/{variant}/{name}": value for name, value in metrics.items()}
-
-
-def _record_end(
-    session: Session,
-    status: str,
-    rows: list[Row],
-    refusals: Mapping[Variant, str | None],
-    *,
-    metrics: Mapping[str, float | None],
-) -> None:
-    end_session(
-        session.run_dir,
-        status=status,
-        epoch=0,
-        step=max((row.bytes for row in rows), default=0),
-        metrics=dict(metrics),
-        collectives=[asdict(row) for row in rows],
-        not_in_backend=[
-            {**asdict(variant), "reason": reason}
-            for variant, reason in refusals.items()
-            if reason is not None
-        ],
-    )
-    wall_s = time.time() - session.job.started_at
-    print(end_summary(status, metrics, wall_s=wall_s, run_dir=session.run_dir), flush=True)

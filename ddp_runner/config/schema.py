@@ -115,6 +115,7 @@ class Config:
     world_size: Any = "auto"  # ranks over all machines; auto: visible GPUs, else min(2, cores)
     seed: int = 0
     name: str | None = None  # the run folder's first part; null: model-dataset-parallelism-wsN
+    verbose: bool = False  # at the start, also what rank, local rank and node rank are; -v
     data_root: str = "data"
     # A run folder: go on exactly where it stopped. last: the newest run. auto: the newest
     # unfinished run of this very config, else a new one: for jobs that are queued again.
@@ -149,7 +150,8 @@ def flatten(config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in leaves(asdict(config))
-        if key not in ("resume", "data_root") and not key.startswith(("launch.", "sweep."))
+        if key not in ("resume", "data_root", "verbose")
+        and not key.startswith(("launch.", "sweep."))
     }
 
 

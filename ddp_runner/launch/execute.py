@@ -5,6 +5,7 @@ from typing import Any
 
 from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import dist_env
+from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch
 from ddp_runner.launch.signals import mark_ended
@@ -52,7 +53,7 @@ def print_error(sentence: str) -> None:
     """Print one line to stderr; of the ranks of a machine, which stumble alike, one speaks."""
     env = dist_env()
     if env is None or env.local_rank == 0:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        print_line(f"error: {sentence}", stream=sys.stderr)
 
 
 def _place(slot: Slot | None) -> dict[str, Any]:

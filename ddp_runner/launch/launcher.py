@@ -9,12 +9,14 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.errors import UserError
+from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import (
     EXIT_COMPLETED,
@@ -29,6 +31,7 @@ from ddp_runner.launch.fork_server import start_fork_server
 from ddp_runner.launch.signals import Interrupts
 from ddp_runner.scratch import STOP
 from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.start_block import starting_lines
 
 FAILURE_FILE = "failure.txt"  # in logs/ of a run: the traceback of what made it fail
 
@@ -36,6 +39,8 @@ FAILURE_FILE = "failure.txt"  # in logs/ of a run: the traceback of what made it
 def launch(job: Job) -> Outcome:
     """Start a worker group on this machine, wait for its end, and return how it ended."""
     start_fork_server()
+    if job.shows_header:
+        print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
     # One shared store for rendezvous and process group would keep the keys of a group that was
     # killed, and the restarted one fails over them now and then.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

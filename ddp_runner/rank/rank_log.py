@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.streams import keep_streams
+from ddp_runner.host.streams import keep_streams, print_line
 
 
 class RankLog:
@@ -58,7 +58,7 @@ class RankLog:
         for line in text.splitlines():
             self._logger.info(line)
         if self._env.is_rank_zero:
-            print(text, flush=True)
+            print_line(text, stream=sys.stdout)
 
     def __exit__(
         self,

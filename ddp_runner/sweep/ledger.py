@@ -179,5 +179,5 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
 
 
 def sweep_command() -> list[str]:
-    """Return by what a sweep is found again: this command, but for how it treats failures."""
-    return [argument for argument in sys.argv[1:] if not argument.startswith("sweep.")]
+    """Return what identifies a sweep: this command without what no job's work depends on."""
+    return [one for one in sys.argv[1:] if not one.startswith(("sweep.", "verbose="))]

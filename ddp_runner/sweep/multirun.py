@@ -19,6 +19,7 @@ from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, detect
+from ddp_runner.host.streams import has_live_line, print_line
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.execute import execute, print_error
 from ddp_runner.launch.fork_server import start_fork_server
@@ -52,6 +53,7 @@ class Multirun:
         self._known_failures: list[str] = []
         self._slots: Slots | None = None
         self._searches = False
+        self._has_header = False  # whether a job of this command has shown it
 
     def __enter__(self) -> "Multirun":
         return self
@@ -194,7 +196,7 @@ class Multirun:
                 jobs,
                 ledger=ledger,
                 settings=settings,
-                execute=_announced,
+                execute=self._execute,
                 known_failures=known_failures,
             )
             if self.outcomes and self.outcomes[-1].status == Status.PREEMPTED:
@@ -217,6 +219,17 @@ class Multirun:
             # All slots are gone, and have said so.
             self.outcomes.append(Outcome(Status.FAILED, EXIT_FAILED))
 
+    def _execute(self, job: Job) -> Outcome:
+        """Run a job; on a terminal rank 0 shows its line, and replaces it by the result."""
+        shows_header, self._has_header = not self._has_header, True
+        is_live = has_live_line(sys.stdout)
+        if shows_header or not is_live:
+            print(f"\n{job.title}" if not is_live else "", flush=True)
+        outcome = execute(replace(job, shows_header=shows_header))
+        if is_live and outcome.status == Status.FAILED:
+            print_line(f"{job.title}  failed", stream=sys.stdout)
+        return outcome
+
     def _objective(self, entry: Entry, folder: Path) -> float | str | None:
         """Return a metric of a completed job."""
         name = self._settings.objective
@@ -238,11 +251,6 @@ def _freeze(job: Job, run_dir: Path) -> None:
     """Freeze a job's config, unless another launcher has the job: then it freezes the very same."""
     with suppress(InUseError), locked(run_dir):
         freeze(job, run_dir)
-
-
-def _announced(job: Job) -> Outcome:
-    print(f"\n{job.title}", flush=True)
-    return execute(job)
 
 
 def opened(job: DictConfig) -> tuple[DictConfig, Any]:

@@ -9,9 +9,10 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -147,6 +148,7 @@ def serve(slot: Slot, link: Connection, stdout: Connection, stderr: Connection) 
         os.dup2(connection.fileno(), stream.fileno())
         connection.close()
     start_fork_server()
+    headers = chain([slot.number == 1], repeat(False))  # one for the whole sweep
     while True:
         try:
             batch: Batch = link.recv()
@@ -157,7 +159,7 @@ def serve(slot: Slot, link: Connection, stdout: Connection, stderr: Connection) 
                 batch.jobs,
                 ledger=batch.ledger,
                 settings=batch.settings,
-                execute=partial(_execute, slot=slot),
+                execute=partial(_execute, slot=slot, headers=headers),
                 known_failures=batch.known_failures,
                 stop_requested=(slot.folder / STOP).exists,
             )
@@ -168,10 +170,10 @@ def serve(slot: Slot, link: Connection, stdout: Connection, stderr: Connection) 
         link.send(None)
 
 
-def _execute(job: Job, *, slot: Slot) -> Outcome:
+def _execute(job: Job, *, slot: Slot, headers: Iterator[bool]) -> Outcome:
     _mark(str(job.number))
     print(job.title, flush=True)
-    return execute(replace(job, slot=slot))
+    return execute(replace(job, slot=slot, shows_header=next(headers)))
 
 
 def _mark(number: str) -> None:

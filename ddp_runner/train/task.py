@@ -2,35 +2,29 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
 
 from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Source
-from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.scratch import READY, ended_ranks
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.start_block import sizes, start_block
 from ddp_runner.train.build import build_trainee
 from ddp_runner.train.export import deliver, validate_monitor
 from ddp_runner.train.first_batch import refuse_mean, try_first_batch, warnings_of
 from ddp_runner.train.loop import Control, Position, train
 from ddp_runner.train.roles import take_part
 from ddp_runner.train.snapshot import restore, snapshot
-from ddp_runner.train.step import Trainee
 from ddp_runner.train.torch_errors import explained
 
 
@@ -81,15 +75,29 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
 
     logger: NullLogger | RunLogger = NullLogger()
     if env.is_rank_zero:
-        write_run_record(run_dir, **sizes(trainee.module))
+        model_sizes = sizes(trainee.module)
+        write_run_record(run_dir, **model_sizes)
         found = [*session.job.warnings, *warnings_of(trial, trainee, config)]
         write_run_record(run_dir, warnings=found)
         warnings = [f"warning: {one}" for one in found]
         block = start_block(
-            config, trainee, env, run_dir, max_steps=max_steps, code=session.job.code
+            config,
+            env,
+            None if session.job.run_dir else run_dir,
+            num_parameters=model_sizes["num_parameters"],
+            dataset=dataset.name,
+            num_train=len(dataset.train.inputs),
+            num_eval=len(dataset.eval.inputs),
+            num_shares=trainee.batches.num_shares,
+            max_steps=max_steps,
+            steps_per_epoch=steps_per_epoch,
+            devices=trainee.devices,
+            versions=session.job.code["versions"],
         )
         keep_files(run_dir, dataset.files)
-        log("\n".join([*warnings, *dataset.notes, block]))
+        lines = [*warnings, *dataset.notes, *([block] if session.job.shows_header else [])]
+        if lines:
+            log("\n".join(lines))
         logger = RunLogger(
             run_dir,
             started_at=session.job.started_at,
@@ -97,6 +105,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             total_epochs=position.epoch
             + math.ceil((max_steps - position.step + position.step_in_epoch) / steps_per_epoch),
             resume_step=resume_step,
+            title=session.job.title,
         )
 
     writer = None
@@ -133,60 +142,3 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> str:
             deliver(trainee, position, config, run_dir, logger=logger, log=log)
         logger.finish(status, step=position.step, epoch=position.epoch)
     return status
-
-
-def start_block(
-    config: Config,
-    trainee: Trainee,
-    env: DistEnv,
-    run_dir: Path,
-    *,
-    max_steps: int,
-    code: Mapping[str, Any],
-) -> str:
-    """Return the facts of a run, a line each, among them what the words mean for this very run."""
-    batch, dataset = config.batch, trainee.dataset
-    place = ", ".join(str(device) for device in trainee.devices)
-    if trainee.devices[0].type == "cuda":
-        place += f" ({torch.cuda.get_device_name(trainee.devices[0])})"
-    num_shares = trainee.batches.num_shares
-    who = "ranks" if num_shares == env.world_size else "trainer(s)"
-    shares = f"{batch.per_rank} a rank x {num_shares} {who}"
-    if config.train.grad_accum_steps > 1:
-        shares += f" x {config.train.grad_accum_steps} micro-steps"
-    num_parameters = sum(parameter.numel() for parameter in trainee.module.parameters())
-    rows = {
-        "run": str(run_dir),
-        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, "
-        f"{config.train.precision}",
-        "dataset": f"{dataset.name}, {len(dataset.train.inputs):,} train, "
-        f"{len(dataset.eval.inputs):,} eval samples",
-        "parallelism": f"{config.parallelism.get('name')}, backend {config.backend.name} "
-        f"(timeout {config.backend.timeout_s:g} s)",
-        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s): "
-        f"{env.num_nodes} x {env.local_world_size} processes, "
-        f"{torch.get_num_threads()} CPU thread(s) each",
-        "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
-        f"{os.getpid()}, which logs and saves",
-        "local rank": f"{_numbers(env.local_world_size)} within a node, where it chooses the "
-        f"device; this is {env.local_rank}, on {place}",
-        "node rank": f"{_numbers(env.num_nodes)}, a number for each machine; this is "
-        f"{env.node_rank}",
-        "batch": f"{batch.global_size} a step = {shares}",
-        "steps": f"{max_steps} in all, {trainee.batches.steps_per_epoch} an epoch",
-        "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
-    }
-    return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
-
-
-def _numbers(count: int) -> str:
-    return "0" if count == 1 else f"0 to {count - 1}"
-
-
-def sizes(module: nn.Module) -> dict[str, int]:
-    """Return how many parameters a model has, and how many bytes its gradients."""
-    parameters = list(module.parameters())
-    return {
-        "num_parameters": sum(one.numel() for one in parameters),
-        "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
-    }
