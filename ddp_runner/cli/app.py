@@ -59,8 +59,8 @@ def main() -> None:
     try:
         sys.exit(Command(started_at, lost).run())
     except Exception as error:
-        if {"-sc", "--shell-completion"} & set(sys.argv):
-            sys.exit(EXIT_USER_ERROR)  # silent: the shell would show it inside a half-typed line
+        if "COMP_LINE" in os.environ:  # the shell completes a line
+            sys.exit(EXIT_USER_ERROR)  # a message would land inside the line that is being typed
         explained = user_error(error)
         if explained is None or wants_traceback:
             raise

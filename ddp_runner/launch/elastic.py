@@ -59,6 +59,15 @@ def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
     )
 
 
+def waiting(config: Config) -> str:
+    """Return what this machine says while it waits for the others."""
+    launch = config.launch
+    return (
+        f"waiting for the other nodes, {launch.nnodes} in all, at {launch.rdzv_endpoint}; "
+        "start the same command on each of them"
+    )
+
+
 def numa_options(config: Config) -> numa.NumaOptions | None:
     """Return how torchrun would bind ranks to the cores beside their GPUs; None: not at all."""
     return LaunchConfig(

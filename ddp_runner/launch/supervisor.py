@@ -31,9 +31,10 @@ from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.host.children import adopt_orphans, children, end_adopted
 from ddp_runner.host.load import oom_kills
+from ddp_runner.host.notice import notice_if_slow
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch.blame import Ends, explain
-from ddp_runner.launch.elastic import numa_bound, numa_options, worker_spec
+from ddp_runner.launch.elastic import numa_bound, numa_options, waiting, worker_spec
 from ddp_runner.launch.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S
 from ddp_runner.scratch import (
@@ -77,7 +78,8 @@ def supervise(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]
         UserError: the machines of the run do not come together.
     """
     adopt_orphans()
-    spec = worker_spec(job.config, work)
+    with notice_if_slow(waiting(job.config), enabled=job.config.launch.nnodes > 1):
+        spec = worker_spec(job.config, work)
     supervisor = Supervisor(spec, job, work)
     try:
         result = supervisor.run()
@@ -112,6 +114,11 @@ class Supervisor(SimpleElasticAgent):
     @property
     def _attempt(self) -> int:
         return self._worker_group.spec.max_restarts - self._remaining_restarts
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        config = self._job.config
+        with notice_if_slow(waiting(config), enabled=config.launch.nnodes > 1):
+            super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._scratch.mkdir(parents=True, exist_ok=True)
