@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.distributed import gather_objects
-from ddp_runner.train.step import DTYPES, Trainee
+from ddp_runner.train.loop import DTYPES
+from ddp_runner.train.state import TrainState
 
 MOST_NAMES = 3  # of differing tensors that are told
 # How far apart results may be that are equal but for rounding, in parts of the largest: a GPU adds
@@ -90,9 +91,9 @@ def listed(names: Sequence[str], *, separator: str = ", ") -> str:
     return separator.join([*names[:MOST_NAMES], *more])
 
 
-def tolerance(trainee: Trainee, dtype: torch.dtype) -> float:
+def tolerance(state: TrainState, dtype: torch.dtype) -> float:
     """Return the tolerance for a parameter's or output's dtype, or for that of autocast."""
-    precision = trainee.config.precision
+    precision = state.setup.config.precision
     return TOLERANCES.get(dtype if precision == "fp32" else DTYPES[precision], 2e-2)
 
 

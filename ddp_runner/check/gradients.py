@@ -15,25 +15,26 @@ from torch import Tensor
 from ddp_runner.check.compare_ranks import Finding, differences, listed, told, tolerance
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
-from ddp_runner.train.step import Trainee, backward, forward
+from ddp_runner.train.loop import backward, forward
+from ddp_runner.train.state import TrainState
 
 DELAY_S = 0.3  # by which one rank begins its backward late
 # Where a gradient is zero but for rounding (a bias before BatchNorm), the model's largest counts.
 SMALLEST_PART = 1e-3
 
 
-def own_gradients(trainee: Trainee, batch: StepBatch) -> dict[str, Tensor]:
+def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     """Return the gradients of this rank's samples alone, by a twin of the model; leaves no trace.
 
     Random numbers are drawn as the next backward will draw them.
     """
-    twin = copy.deepcopy(trainee.module).train()
+    twin = copy.deepcopy(state.module).train()
     total: dict[str, Tensor] = {}
-    cuda = [device for device in trainee.devices if device.type == "cuda"]
+    cuda = [device for device in state.setup.devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
         for piece in batch.micro_batches:
-            loss, _ = forward(trainee, twin, piece)
-            scale = piece.weight / batch.global_count * trainee.batches.num_shares
+            loss, _ = forward(state, twin, piece)
+            scale = piece.weight / batch.global_count * state.setup.batches.num_shares
             # Asked for after the forward, which may have made some.
             parameters = {name: one for name, one in twin.named_parameters() if one.requires_grad}
             found = torch.autograd.grad(loss * scale, list(parameters.values()), allow_unused=True)
@@ -43,14 +44,14 @@ def own_gradients(trainee: Trainee, batch: StepBatch) -> dict[str, Tensor]:
     return total
 
 
-def synced_gradients(trainee: Trainee, batch: StepBatch) -> dict[str, Tensor | None]:
+def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | None]:
     """Return the gradients that the mode leaves on this rank."""
-    trainee.model.train()
-    trainee.module.zero_grad(set_to_none=True)
-    backward(trainee, batch)
+    state.model.train()
+    state.module.zero_grad(set_to_none=True)
+    backward(state, batch)
     return {
         name: parameter.grad
-        for name, parameter in trainee.module.named_parameters()
+        for name, parameter in state.module.named_parameters()
         if parameter.requires_grad
     }
 
@@ -70,7 +71,7 @@ def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
 
 
 def mean_gradients(
-    trainee: Trainee, own: Mapping[str, Tensor], synced: Mapping[str, Tensor | None]
+    state: TrainState, own: Mapping[str, Tensor], synced: Mapping[str, Tensor | None]
 ) -> Finding:
     """Compare the gradients after a backward with the mean of what each rank alone computes."""
     name = "gradients are the mean of the ranks' own, not the sum"
@@ -82,12 +83,12 @@ def mean_gradients(
         found = torch.zeros_like(total) if gradient is None else gradient.to_dense().double()
         figures[0, index] = total.abs().max()
         dist.all_reduce(total)
-        figures[1, index] = (found - total / trainee.batches.num_shares).abs().max()
+        figures[1, index] = (found - total / state.setup.batches.num_shares).abs().max()
         figures[2, index] = (found - total).abs().max()
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     largest, from_mean, from_sum = figures
     scale = largest.clamp(min=SMALLEST_PART * float(largest.max()) or 1.0)
-    allowed = torch.tensor([tolerance(trainee, own[key].dtype) for key in names]) * scale
+    allowed = torch.tensor([tolerance(state, own[key].dtype) for key in names]) * scale
     wrong = [key for key, one in zip(names, from_mean <= allowed, strict=True) if not one]
     index = int((from_mean / scale).argmax())
     detail = (
@@ -97,27 +98,27 @@ def mean_gradients(
     return Finding(name, not wrong, f"not {listed(wrong)}; {detail}" if wrong else detail)
 
 
-def waiting(trainee: Trainee, batch: StepBatch, *, num_nodes: int) -> Finding:
+def waiting(state: TrainState, batch: StepBatch, *, num_nodes: int) -> Finding:
     """Let the last rank begin its backward late, and see when the others can read gradients."""
     name = "no rank reads a gradient before all have computed theirs"
     if num_nodes > 1:
         return Finding(name, True, f"not measured: {num_nodes} machines have no common clock")
-    late = trainee.env.world_size - 1
+    late = state.setup.env.world_size - 1
     began = 0
 
     def late_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         nonlocal began
-        loss = trainee.loss_fn(outputs, targets)
-        _finish_kernels(trainee)
+        loss = state.setup.loss_fn(outputs, targets)
+        _finish_kernels(state)
         gather_objects(None)  # every rank stands before its backward
-        if trainee.env.rank == late:
+        if state.setup.env.rank == late:
             time.sleep(DELAY_S)
         began = time.monotonic_ns()  # the same clock for all processes of a machine
         return loss
 
     last = replace(batch, micro_batches=batch.micro_batches[-1:])  # the one whose backward reduces
-    synced_gradients(replace(trainee, loss_fn=late_loss), last)
-    _finish_kernels(trainee)
+    synced_gradients(replace(state, setup=replace(state.setup, loss_fn=late_loss)), last)
+    _finish_kernels(state)
     times = gather_objects((began, time.monotonic_ns()))
     late_began = times.pop(late)[0]
     waits_ms = [(readable - late_began) / 1e6 for _, readable in times]
@@ -131,7 +132,7 @@ def waiting(trainee: Trainee, batch: StepBatch, *, num_nodes: int) -> Finding:
     return Finding(name, waits_ms[earliest] >= 0, detail)
 
 
-def _finish_kernels(trainee: Trainee) -> None:
-    for device in trainee.devices:
+def _finish_kernels(state: TrainState) -> None:
+    for device in state.setup.devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -13,25 +13,26 @@ from torch import Tensor
 from ddp_runner.check.compare_ranks import Finding, differences, told
 from ddp_runner.data.batches import eval_batches
 from ddp_runner.data.dataset import Split
-from ddp_runner.train.step import Trainee
+from ddp_runner.train.state import TrainState
 
 MOST_BYTES = 16 * 2**20  # of a split that are compared over ranks
 
 
-def same_data(trainee: Trainee) -> Finding:
+def same_data(state: TrainState) -> Finding:
     """Compare the samples that the ranks hold, or evenly spaced ones of many."""
     tensors = dict[str, Tensor | None]()
-    for name, split in (("train", trainee.batches.split), ("eval", trainee.dataset.eval)):
+    for name, split in (("train", state.setup.batches.split), ("eval", state.setup.dataset.eval)):
         every = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
         tensors |= {f"{name} inputs": split.inputs[::every], f"{name} targets": split.targets}
     found = differences(tensors)
-    sizes = f"{len(trainee.batches.split)} train and {len(trainee.dataset.eval)} eval samples"
+    train, evaluation = state.setup.batches.split, state.setup.dataset.eval
+    sizes = f"{len(train)} train and {len(evaluation)} eval samples"
     return Finding("all ranks hold the same data", not found, told(found) or sizes)
 
 
-def train_samples(trainee: Trainee) -> Finding:
+def train_samples(state: TrainState) -> Finding:
     """Count how often an epoch's micro-batches hold each training sample, over all ranks."""
-    batches = replace(trainee.batches, split=_numbered(trainee.batches.split))
+    batches = replace(state.setup.batches, split=_numbered(state.setup.batches.split))
     counts = torch.zeros(len(batches.split), dtype=torch.float64)
     most = 0
     for step in batches.epoch(0):
@@ -43,18 +44,18 @@ def train_samples(trainee: Trainee) -> Finding:
     return _tally("each training sample is used once an epoch", counts, how)
 
 
-def eval_samples(trainee: Trainee) -> Finding:
+def eval_samples(state: TrainState) -> Finding:
     """Count how often an evaluation's batches hold each sample, over all ranks."""
-    numbered = _numbered(trainee.dataset.eval)
+    numbered = _numbered(state.setup.dataset.eval)
     counts = torch.zeros(len(numbered), dtype=torch.int64)
     for batch in eval_batches(
         numbered,
-        batch_size=trainee.eval_batch_size,
-        rank=trainee.env.rank,
-        world_size=trainee.env.world_size,
+        batch_size=state.setup.eval_batch_size,
+        rank=state.setup.env.rank,
+        world_size=state.setup.env.world_size,
     ):
         counts.index_add_(0, batch.targets, torch.ones_like(batch.targets))
-    how = f"in batches of up to {trainee.eval_batch_size} on {trainee.env.world_size} ranks"
+    how = f"in batches of up to {state.setup.eval_batch_size} on {state.setup.env.world_size} ranks"
     return _tally("each evaluation sample counts once", counts, how)
 
 

@@ -1,13 +1,8 @@
-"""``task=check``: asserts on the user's own model and data what data parallelism guarantees.
-
-Called by ``worker``. How it is checked is in ``check_samples``, ``check_gradients`` and
-``check_state``.
-"""
+"""``task=check``: asserts on the user's own model and data what data parallelism guarantees."""
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
@@ -21,11 +16,7 @@ from ddp_runner.check.gradients import (
 )
 from ddp_runner.check.samples import eval_samples, same_data, train_samples
 from ddp_runner.check.state import equal_buffers, equal_outputs, equal_parameters, equal_start
-from ddp_runner.checkpoint.weights import starting_weights
-from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
-from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Source
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
@@ -33,9 +24,9 @@ from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.times import begin_anew, end_session
-from ddp_runner.train.build import build_trainee
+from ddp_runner.train.build import build_session_state
 from ddp_runner.train.first_batch import try_first_batch
-from ddp_runner.train.step import Trainee
+from ddp_runner.train.state import TrainState
 
 
 def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
@@ -48,16 +39,16 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     note_restart(session, step=0)
     if env.is_rank_zero:
         begin_anew(session.run_dir)
-    trainee = _build(session)
+    state = _build(session)
     for warning in session.job.warnings:
         log(f"warning: {warning}")
     log(
         f"model={config.model.get('name')} dataset={config.dataset.get('name')} "
         f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "
-        f"{trainee.devices[0].type}, run {session.run_dir}"
+        f"{state.setup.devices[0].type}, run {session.run_dir}"
     )
     status, findings = Status.COMPLETED, list[Finding]()
-    for finding in findings_of(trainee, config, env):
+    for finding in findings_of(state, config, env):
         findings.append(finding)
         log(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
         if any(gather_objects(stop_requested())):
@@ -79,7 +70,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     return status
 
 
-def findings_of(trainee: Trainee, config: Config, env: DistEnv) -> Iterator[Finding]:
+def findings_of(state: TrainState, config: Config, env: DistEnv) -> Iterator[Finding]:
     """Yield what each check finds, in an order in which a fault is named by what it breaks first.
 
     Collective: every rank must call, and exhaust it.
@@ -87,42 +78,35 @@ def findings_of(trainee: Trainee, config: Config, env: DistEnv) -> Iterator[Find
     Raises:
         UserError: model, loss and data do not fit together.
     """
-    yield train_samples(trainee)
-    yield eval_samples(trainee)
-    trials = gather_objects(try_first_batch(trainee, config))
+    yield train_samples(state)
+    yield eval_samples(state)
+    trials = gather_objects(try_first_batch(state, config))
     trial = next((one for one in trials if one.kind != "sum"), trials[0])
     yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
     if env.world_size == 1:
         yield Finding("what ranks have in common", True, "nothing to compare: one rank")
         return
-    yield same_data(trainee)
-    yield equal_start(trainee)
-    batch = next(trainee.batches.epoch(0))
-    own = own_gradients(trainee, batch)
-    synced = synced_gradients(trainee, batch)
-    of_gradients = equal_gradients(synced), mean_gradients(trainee, own, synced)
+    yield same_data(state)
+    yield equal_start(state)
+    batch = next(state.setup.batches.epoch(0))
+    own = own_gradients(state, batch)
+    synced = synced_gradients(state, batch)
+    of_gradients = equal_gradients(synced), mean_gradients(state, own, synced)
     yield from of_gradients
     if not all(finding.ok for finding in of_gradients):
         return  # DDP refuses to go on after a backward that it could not finish
     del own, synced
-    yield waiting(trainee, batch, num_nodes=env.num_nodes)
-    yield equal_parameters(trainee)
-    yield equal_buffers(trainee, config)
-    yield equal_outputs(trainee)
+    yield waiting(state, batch, num_nodes=env.num_nodes)
+    yield equal_parameters(state)
+    yield equal_buffers(state, config)
+    yield equal_outputs(state)
 
 
-def _build(session: Session) -> Trainee:
-    config, env, run_dir, log = session.config, session.env, session.run_dir, session.log
+def _build(session: Session) -> TrainState:
+    config = session.config
     if config.train.compile:
-        log("train.compile=true is left out: its random numbers are not the bare model's")
+        session.log("train.compile=true is left out: its random numbers are not the bare model's")
         config = replace(config, train=replace(config.train, compile=False))
-    source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
-    dataset = load_dataset(source, data_root=Path(config.data_root), log=log)
-    weights = None
-    if env.is_rank_zero:
-        weights = starting_weights(config, run_dir / "checkpoints", log=log)
-    trainee = build_trainee(
-        config, env, mode=session.mode, devices=session.devices, dataset=dataset, weights=weights
-    )
+    state = build_session_state(session, config)
     # A scaled loss may overflow at first; what is checked does not depend on its scale.
-    return replace(trainee, scaler=torch.amp.GradScaler("cuda", enabled=False))
+    return replace(state, scaler=torch.amp.GradScaler("cuda", enabled=False))

@@ -31,10 +31,9 @@ from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.host.children import adopt_orphans, children, end_adopted
 from ddp_runner.host.load import oom_kills
-from ddp_runner.host.notice import notice_if_slow
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch.blame import Ends, explain
-from ddp_runner.launch.elastic import numa_bound, numa_options, waiting, worker_spec
+from ddp_runner.launch.elastic import noticed_wait, numa_bound, numa_options, worker_spec
 from ddp_runner.launch.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S
 from ddp_runner.scratch import (
@@ -78,8 +77,7 @@ def supervise(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]
         UserError: the machines of the run do not come together.
     """
     adopt_orphans()
-    with notice_if_slow(waiting(job.config), enabled=job.config.launch.nnodes > 1):
-        spec = worker_spec(job.config, work)
+    spec = worker_spec(job.config, work)
     supervisor = Supervisor(spec, job, work)
     try:
         result = supervisor.run()
@@ -116,8 +114,7 @@ class Supervisor(SimpleElasticAgent):
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        config = self._job.config
-        with notice_if_slow(waiting(config), enabled=config.launch.nnodes > 1):
+        with noticed_wait(self._job.config):
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:

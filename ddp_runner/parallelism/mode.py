@@ -4,86 +4,71 @@ A mode is a frozen dataclass whose fields are the keys of its YAML and whose met
 ``Mode``. The training loop is the same for all of them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.job import Status
+from ddp_runner.metric_names import StepPart
+
+
+class GradientSource(Protocol):
+    """Where a step's gradients come from: this rank's own backward, or ranks that serve it."""
+
+    @property
+    def lost(self) -> Collection[int]:
+        """Ranks that died while the run went on."""
+
+    def compute(self, state: Any, batch: Any) -> Tensor:
+        """Leave a step's gradients in the module; return this rank's part of the mean loss.
+
+        Args:
+            state: the loop's TrainState, which this package does not import.
+            batch: this rank's part of the step, with its ``number``.
+        """
+
+    def outstanding(self, state: Any) -> tuple[int, ...]:
+        """Return the batches before the state's position whose gradients were never applied."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return metrics of the steps since the last call."""
+
+    def close(self, status: Status) -> None:
+        """Tell the ranks that serve the loop how the run ended."""
+
+
+@dataclass(frozen=True)
+class Duties:
+    """What the loop needs from a mode in which some ranks serve it."""
+
+    module: nn.Module
+    first_step: int  # number of the batch with which this session begins
+    num_steps: int  # that the loop will take
+    outstanding: Sequence[int]  # batches to compute before any new one
+    compute: Callable[[int], Tensor]  # leaves the gradients of a batch, by its number; its loss
+    seed: int
+    timeout_s: float  # a rank that is silent for so long counts as lost
+    ended: Callable[[], Collection[int]]  # ranks whose processes are known to have ended
+    mark: Callable[[StepPart], None]  # counts the time of a step up to now for a part
+    log: Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Role:
-    """What one rank does in the gang."""
+    """What one rank does in a run."""
 
     share: int  # which part of each global batch it computes ...
     num_shares: int  # ... of so many, whose gradients are averaged
     loop: DistEnv | None  # its place among the ranks of the training loop; None: it serves them
-    serving: "Serving | None" = None  # how, in a mode where some ranks serve the loop
-
-
-class Gradients(Protocol):
-    """The loop's side of ranks that compute gradients for it."""
-
-    @property
-    def lost(self) -> list[int]:
-        """Ranks that died while the run went on."""
-
-    def collect(self, *, step: int) -> Tensor:
-        """Leave the gradients of a step in the module; return the mean loss over its samples."""
-
-    def outstanding(self) -> tuple[int, ...]:
-        """Return the batches before the newest one whose gradients have not been collected."""
-
-    def figures(self) -> dict[str, float]:
-        """Return metrics of the steps since the last call."""
-
-    def close(self, status: str) -> None:
-        """Tell those ranks how the run ended."""
-
-
-class Serving(Protocol):
-    """Both sides of a mode in which some ranks serve the loop."""
-
-    def connect(self, env: DistEnv, *, timeout_s: float) -> Sequence[ProcessGroup]:
-        """Return this rank's links between the two sides. Collective: every rank must call."""
-
-    def serve(
-        self,
-        module: nn.Module,
-        links: Sequence[ProcessGroup],
-        *,
-        num_steps: int,
-        outstanding: Sequence[int],
-        timeout_s: float,
-        ended: Callable[[], Collection[int]],
-        log: Callable[[str], None],
-    ) -> Gradients:
-        """Return the loop's side.
-
-        Args:
-            module: whose gradients are collected.
-            links: from `connect`.
-            num_steps: how many steps will be taken.
-            outstanding: batches to compute before any new one.
-            timeout_s: after so long without a message a rank counts as lost.
-            ended: tells which ranks' processes are known to have ended.
-            log: takes a line for the user.
-        """
-
-    def follow(
-        self,
-        module: nn.Module,
-        links: Sequence[ProcessGroup],
-        *,
-        seed: int,
-        compute: Callable[[int], Tensor],
-    ) -> str:
-        """Serve the loop to its end; return the run's status."""
+    # Where some ranks serve the loop: how it gets their gradients, and how they serve it to its
+    # end. Collective: every rank calls one of the two.
+    gradients: Callable[[Duties], GradientSource] | None = None
+    serve: Callable[[Duties], Status] | None = None
 
 
 def alike(env: DistEnv) -> Role:

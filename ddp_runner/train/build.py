@@ -1,4 +1,4 @@
-"""Turns a resolved config's groups into objects; called by ``worker`` on each rank."""
+"""From a resolved config's groups to the state of a rank."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,21 +9,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_runner.checkpoint.weights import load_weights
+from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.batch import validate_num_samples
 from ddp_runner.config.instantiate import complete, keywords, make
 from ddp_runner.config.schema import Config
 from ddp_runner.config.targets import find
 from ddp_runner.data.batches import GlobalBatches
-from ddp_runner.data.dataset import Dataset, Split
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.parallelism.mode import Mode
+from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
+from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.schedules import Schedule, Scheduler, follow
-from ddp_runner.train.step import Trainee
+from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step_timer import StepTimer
 
 # Keys of `model` that are not the constructor's; `make` drops the name itself.
@@ -31,7 +34,32 @@ MODEL_KEYS = ("name", "loss", "num_stages", "channels_last", "weights")
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
-def build_trainee(
+def build_session_state(session: Session, config: Config) -> TrainState:
+    """Load the data and build the state of one rank. Collective: every rank must call.
+
+    Args:
+        session: of this rank.
+        config: the session's, or one with other settings.
+
+    Raises:
+        UserError: see ``load_dataset``, ``starting_weights`` and ``build_state``.
+    """
+    source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
+    dataset = load_dataset(source, data_root=Path(config.data_root), log=session.log)
+    weights = None
+    if session.env.is_rank_zero:
+        weights = starting_weights(config, session.run_dir / "checkpoints", log=session.log)
+    return build_state(
+        config,
+        session.env,
+        mode=session.mode,
+        devices=session.devices,
+        dataset=dataset,
+        weights=weights,
+    )
+
+
+def build_state(
     config: Config,
     env: DistEnv,
     *,
@@ -39,8 +67,8 @@ def build_trainee(
     devices: tuple[torch.device, ...],
     dataset: Dataset,
     weights: Path | None = None,
-) -> Trainee:
-    """Return the model, optimizer and batches of one rank. Collective: every rank must call.
+) -> TrainState:
+    """Build model, optimizer and batches of one rank. Collective: every rank must call.
 
     Args:
         config: resolved.
@@ -102,22 +130,26 @@ def build_trainee(
         total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
     )
-    return Trainee(
-        module=module,
-        model=model,
+    setup = Setup(
         mode=mode,
         loss_fn=find(config.model.get("loss"), key="model.loss", allowed=allowed),
-        optimizer=optimizer,
-        scheduler=schedule,
-        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
         batches=batches,
         eval_batch_size=int(config.batch.eval_per_rank or config.batch.per_rank or 0),
         devices=devices,
         config=config.train,
         env=role.loop or env,
-        pace=StepTimer(devices[0]),
+        timer=StepTimer(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
+    )
+    return TrainState(
+        module=module,
+        model=model,
+        optimizer=optimizer,
+        scheduler=schedule,
+        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
+        setup=setup,
+        gradients=OwnGradients(),
     )
 
 

@@ -1,7 +1,4 @@
-"""What a completed run leaves besides its checkpoints: its best model, evaluated and exported.
-
-Called by ``worker``.
-"""
+"""What a completed run leaves besides its checkpoints: its best model, evaluated and exported."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +15,8 @@ from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.train.loop import Position, evaluate
-from ddp_runner.train.step import Trainee
+from ddp_runner.train.loop import evaluate
+from ddp_runner.train.state import Position, TrainState
 
 
 def validate_monitor(config: Config, dataset: Dataset) -> None:
@@ -36,9 +33,8 @@ def validate_monitor(config: Config, dataset: Dataset) -> None:
         )
 
 
-def deliver(
-    trainee: Trainee,
-    position: Position,
+def export_best(
+    state: TrainState,
     config: Config,
     run_dir: Path,
     *,
@@ -53,17 +49,17 @@ def deliver(
     Raises:
         UserError: the model could not be written.
     """
-    folder, settings = run_dir / "checkpoints", config.checkpoint
-    is_rank_zero = trainee.env.rank == 0
+    folder, settings, position = run_dir / "checkpoints", config.checkpoint, state.position
+    is_rank_zero = state.setup.env.rank == 0
     best = None
     if is_rank_zero:
-        last = _Model(trainee.module.state_dict(), position.step, _metrics_of(folder, position))
+        last = _Model(state.module.state_dict(), position.step, _metrics_of(folder, position))
         best = _best(folder, last, config, log=log) if settings.monitor else last
     if settings.load_best:
         if best is not None:
-            trainee.module.load_state_dict(dict(best.state))
-        broadcast_state(trainee.module, group=trainee.group)
-        results, _ = evaluate(trainee)
+            state.module.load_state_dict(dict(best.state))
+        broadcast_state(state.module, group=state.setup.group)
+        results, _ = evaluate(state)
         logger.log(
             {name.replace("eval/", "best/"): value for name, value in results.items()},
             step=position.step,

@@ -15,7 +15,8 @@ from torch import Tensor
 from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import MicroBatch
 from ddp_runner.errors import UserError
-from ddp_runner.train.step import Trainee, forward
+from ddp_runner.train.loop import forward
+from ddp_runner.train.state import TrainState
 
 NUM_SAMPLES = 2
 # Far above rounding and far below the factor of 2 that tells a sum from a mean.
@@ -39,30 +40,30 @@ class Trial:
         return f"{NUM_SAMPLES} samples give {self.once:.4g}, the same twice over {self.twice:.4g}"
 
 
-def try_first_batch(trainee: Trainee, config: Config) -> Trial:
+def try_first_batch(state: TrainState, config: Config) -> Trial:
     """Evaluate two training samples and their loss on this rank; no collective, leaves no trace.
 
     Raises:
         UserError: the model cannot take the samples, or the loss the outputs; the sentence has the
             exception's type and text, and the log its traceback.
     """
-    split, found = trainee.batches.split, list[Trial]()
+    split, found = state.setup.batches.split, list[Trial]()
     few = torch.arange(NUM_SAMPLES, device=split.inputs.device).clamp(max=len(split) - 1)
     batch = MicroBatch(split.inputs.index_select(0, few), split.targets.index_select(0, few))
 
     def probe(outputs: Tensor, targets: Tensor) -> Tensor:
-        _validate_outputs(outputs, targets, trainee, config)
-        found.append(_measured(outputs, targets, trainee, config))
+        _validate_outputs(outputs, targets, state, config)
+        found.append(_measured(outputs, targets, state, config))
         return targets.new_zeros(())
 
     try:
-        with _leaving_no_trace(trainee), torch.no_grad():
-            forward(replace(trainee, loss_fn=probe), trainee.module, batch)
+        with _leaving_no_trace(state), torch.no_grad():
+            forward(replace(state, setup=replace(state.setup, loss_fn=probe)), state.module, batch)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UserError(
-            f"{_model(config)} cannot take dataset={trainee.dataset.name}, whose samples are "
+            f"{_model(config)} cannot take dataset={state.setup.dataset.name}, whose samples are "
             f"{_shape(batch.inputs)}: {_told(error)}; choose a dataset or a model that fits"
         ) from error
     return found[0]
@@ -81,28 +82,29 @@ def refuse_mean(trial: Trial, config: Config) -> None:
         )
 
 
-def warnings_of(trial: Trial, trainee: Trainee, config: Config) -> list[str]:
+def warnings_of(trial: Trial, state: TrainState, config: Config) -> list[str]:
     """Return what a user should know before the first step."""
-    found, num_samples = [], len(trainee.batches.split)
+    found, num_samples = [], len(state.setup.batches.split)
     if trial.kind == "neither":
         found.append(
             f"{_loss(config)} is not a sum over the samples ({trial.detail}), so that the steps "
             "depend on how a batch is cut into ranks and micro-batches"
         )
-    if trainee.batches.global_size > num_samples:
+    global_size = state.setup.batches.global_size
+    if global_size > num_samples:
         found.append(
-            f"batch.global_size ({trainee.batches.global_size}) is larger than the training set: "
+            f"batch.global_size ({global_size}) is larger than the training set: "
             f"1 step an epoch of {num_samples:,} samples"
         )
     return found
 
 
 @contextmanager
-def _leaving_no_trace(trainee: Trainee) -> Iterator[None]:
+def _leaving_no_trace(state: TrainState) -> Iterator[None]:
     """Evaluate in the block: random numbers, buffers and the model's mode are then as before."""
-    module = trainee.module
+    module = state.module
     was_training, buffers = module.training, [(one, one.clone()) for one in module.buffers()]
-    cuda = [device for device in trainee.devices if device.type == "cuda"]
+    cuda = [device for device in state.setup.devices if device.type == "cuda"]
     module.eval()
     try:
         with torch.random.fork_rng(devices=cuda):
@@ -113,8 +115,8 @@ def _leaving_no_trace(trainee: Trainee) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def _validate_outputs(outputs: object, targets: Tensor, trainee: Trainee, config: Config) -> None:
-    dataset = trainee.dataset
+def _validate_outputs(outputs: object, targets: Tensor, state: TrainState, config: Config) -> None:
+    dataset = state.setup.dataset
     if not isinstance(outputs, Tensor):
         what = type(outputs).__name__
         if isinstance(outputs, dict):
@@ -130,15 +132,15 @@ def _validate_outputs(outputs: object, targets: Tensor, trainee: Trainee, config
 
 
 @torch.enable_grad()
-def _measured(outputs: Tensor, targets: Tensor, trainee: Trainee, config: Config) -> Trial:
+def _measured(outputs: Tensor, targets: Tensor, state: TrainState, config: Config) -> Trial:
     """Compare the loss, and its gradient by the outputs, with those of the samples twice over."""
-    once, slope = _loss_and_slope(outputs, targets, trainee, config)
+    once, slope = _loss_and_slope(outputs, targets, state, config)
     if len(outputs) != len(targets):  # no batch comes first, and the loss alone knows which
         return Trial(once, 2 * once, "sum")
     twice, other_slope = _loss_and_slope(
-        torch.cat([outputs, outputs]), torch.cat([targets, targets]), trainee, config
+        torch.cat([outputs, outputs]), torch.cat([targets, targets]), state, config
     )
-    is_low = trainee.config.precision != "fp32"
+    is_low = state.setup.config.precision != "fp32"
     tolerance = TOLERANCES.get(outputs.dtype, LOW_PRECISION_TOLERANCE)
     tolerance = max(tolerance, LOW_PRECISION_TOLERANCE * is_low)
 
@@ -159,18 +161,18 @@ def _measured(outputs: Tensor, targets: Tensor, trainee: Trainee, config: Config
 
 
 def _loss_and_slope(
-    outputs: Tensor, targets: Tensor, trainee: Trainee, config: Config
+    outputs: Tensor, targets: Tensor, state: TrainState, config: Config
 ) -> tuple[float, Tensor]:
     """Return the loss and its gradient by the outputs, of their shape."""
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point())
     try:
-        loss = trainee.loss_fn(outputs, targets)
+        loss = state.setup.loss_fn(outputs, targets)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UserError(
             f"{_loss(config)} cannot take the outputs of {_model(config)}, {_shape(outputs)}, with "
-            f"the targets of dataset={trainee.dataset.name}, {_shape(targets)}: {_told(error)}"
+            f"the targets of dataset={state.setup.dataset.name}, {_shape(targets)}: {_told(error)}"
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = _shape(loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

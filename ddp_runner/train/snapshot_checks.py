@@ -1,7 +1,4 @@
-"""Whether a loaded state is one that this program saved, and of the data that this run has.
-
-Used by ``state``.
-"""
+"""Whether a loaded checkpoint was saved by this program, from the data that this run has."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +7,7 @@ from typing import Any
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
-from ddp_runner.train.loop import Position
+from ddp_runner.train.state import Position
 
 
 def data_facts(dataset: Dataset) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ddp_runner.check.compare_ranks import Finding, differences
 from ddp_runner.check.gradients import waiting
 from ddp_runner.check.task import findings_of
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.step import Trainee
+from ddp_runner.train.state import TrainState
 
 WORLD_SIZE = 3
 SMALL = ("batch.global_size=6", "dataset.num_samples=27")
@@ -43,7 +43,7 @@ def of_class(name: str) -> tuple[str, ...]:
     return (*TOY, f"model._target_=broken_models.{name}", "allowed_targets=[broken_models]")
 
 
-Break = Callable[[Trainee, DistEnv], Trainee]
+Break = Callable[[TrainState, DistEnv], TrainState]
 # what is broken, the check that fails first, what it says
 BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
     "share": (
@@ -123,7 +123,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
 
 
 def check_all(env: DistEnv) -> dict[str, list[Finding]]:
-    """Check each good and each broken trainee in turn, on ranks that stay."""
+    """Check each good and each broken state in turn, on ranks that stay."""
     found = {}
     cases = {name: (keys, untouched) for name, keys in GOOD.items()}
     cases |= {name: (keys, broken) for name, (keys, broken, *_) in BROKEN.items()}
@@ -190,9 +190,9 @@ def test_tensors_of_another_kind_or_size_differ_whatever_they_hold() -> None:
 
 def unsynced_wait(env: DistEnv) -> Finding:
     """Measure how a rank that waits for nobody reads its gradients."""
-    trainee = build(env, compose_config(*TOY, world_size=WORLD_SIZE))
-    batch = next(trainee.batches.epoch(0))
-    return waiting(no_sync(trainee, env), batch, num_nodes=1)
+    state = build(env, compose_config(*TOY, world_size=WORLD_SIZE))
+    batch = next(state.setup.batches.epoch(0))
+    return waiting(no_sync(state, env), batch, num_nodes=1)
 
 
 def test_ranks_that_do_not_wait_are_found_out() -> None:

@@ -27,7 +27,7 @@ from ddp_runner.metric_names import MONITORS
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.toy import ToyModel
 from ddp_runner.tracking.run_dir import freeze_config
-from ddp_runner.train.build import build_trainee
+from ddp_runner.train.build import build_state
 
 CPU = torch.device("cpu")
 
@@ -41,15 +41,15 @@ def toy(value: float = 1.0) -> ToyModel:
     return model
 
 
-def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def prefixed(prefix: str, content: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a state_dict as a wrapper saves it."""
-    return {prefix + name: tensor for name, tensor in state.items()}
+    return {prefix + name: tensor for name, tensor in content.items()}
 
 
-def as_checkpoint(path: Path, state: dict[str, Tensor]) -> Path:
+def as_checkpoint(path: Path, content: dict[str, Tensor]) -> Path:
     """Save a state_dict as a checkpoint of ours."""
     return save_checkpoint(
-        path, {"model": state}, step=3, metrics={}, keep=1, monitor=None, mode="max", log=print
+        path, {"model": content}, step=3, metrics={}, keep=1, monitor=None, mode="max", log=print
     )
 
 
@@ -59,20 +59,22 @@ def saved(path: Path, value: Any) -> Path:
     return path
 
 
-def as_safetensors(path: Path, state: dict[str, Tensor]) -> Path:
+def as_safetensors(path: Path, content: dict[str, Tensor]) -> Path:
     """Save as safetensors."""
-    save_file(state, path)
+    save_file(content, path)
     return path
 
 
 FORMS: dict[str, Callable[[Path, dict[str, Tensor]], Path]] = {
     "checkpoint": as_checkpoint,
-    "safetensors": lambda folder, state: as_safetensors(folder / "a.safetensors", state),
-    "state_dict": lambda folder, state: saved(folder / "a.pt", state),
-    "under_model": lambda folder, state: saved(folder / "a.pth", {"model": state, "step": 3}),
-    "under_state_dict": lambda folder, state: saved(folder / "a.pt", {"state_dict": state}),
-    "compiled": lambda folder, state: saved(folder / "a.pt", prefixed("_orig_mod.", state)),
-    "of_ddp": lambda folder, state: saved(folder / "a.pt", prefixed("module._orig_mod.", state)),
+    "safetensors": lambda folder, content: as_safetensors(folder / "a.safetensors", content),
+    "state_dict": lambda folder, content: saved(folder / "a.pt", content),
+    "under_model": lambda folder, content: saved(folder / "a.pth", {"model": content, "step": 3}),
+    "under_state_dict": lambda folder, content: saved(folder / "a.pt", {"state_dict": content}),
+    "compiled": lambda folder, content: saved(folder / "a.pt", prefixed("_orig_mod.", content)),
+    "of_ddp": lambda folder, content: saved(
+        folder / "a.pt", prefixed("module._orig_mod.", content)
+    ),
 }
 
 
@@ -118,11 +120,11 @@ def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_are_refused_with_what_differs(tmp_path: Path) -> None:
     """One line has the first keys that are missing or too many, or the shapes that differ."""
-    state = dict(toy().state_dict())
+    content = dict(toy().state_dict())
     cases: dict[str, dict[str, Tensor]] = {
         "it lacks net1.weight, net1.bias, net2.weight and 1 more": {},
-        "it has net3, which the model has not": state | {"net3": torch.zeros(1)},
-        "net1.weight is (3, 3) there and (10, 10) in the model": state
+        "it has net3, which the model has not": content | {"net3": torch.zeros(1)},
+        "net1.weight is (3, 3) there and (10, 10) in the model": content
         | {"net1.weight": torch.zeros(3, 3)},
     }
     for told, found in cases.items():
@@ -204,10 +206,8 @@ def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:
     """Build on ranks of which only the first reads the weights."""
     dataset = load_dataset(make("dataset", config.dataset), data_root=Path("data"), log=print)
     mode, weights = make("parallelism", config.parallelism), path if env.is_rank_zero else None
-    trainee = build_trainee(
-        config, env, mode=mode, devices=(CPU,), dataset=dataset, weights=weights
-    )
-    return dict(trainee.module.state_dict())
+    state = build_state(config, env, mode=mode, devices=(CPU,), dataset=dataset, weights=weights)
+    return dict(state.module.state_dict())
 
 
 @pytest.mark.parametrize("mode", ["ddp", "ps"])

@@ -229,7 +229,11 @@ def test_the_parts_that_may_be_named_are_parts() -> None:
             assert found[name].__module__.startswith(("torch.nn.", "torch.optim"))
     for name in TORCH_LOSS_NAMES:
         assert callable(find(f"torch.nn.functional.{name}", key="model.loss"))
-    for name in ("models.mnist_net.Net", "models.vision.classifier", "data.digits.Digits"):
+    for name in (
+        "models.mnist_net.Net",
+        "models.torchvision_models.classifier",
+        "data.sources.digits.Digits",
+    ):
         assert f"ddp_runner.{name}".startswith(tuple(OWN))
         assert callable(find(f"ddp_runner.{name}", key="model._target_"))
 
@@ -245,7 +249,7 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
     """The user's own packages hold parts of any kind; their neighbours by name are foreign."""
     assert find("os.getcwd", key="model._target_", allowed=["os"])() == str(Path.cwd())
     assert callable(find("os.path.join", key="model._target_", allowed=["os.path"]))
-    assert find("test_hostile.Touch", key="model._target_", allowed=["test_hostile."]) is not None
+    assert find(f"{__name__}.Touch", key="model._target_", allowed=[f"{__name__}."]) is not None
     for allowed in (["os.path"], ["o"], [""], ["os.getcw"]):
         with pytest.raises(UserError, match="may name"):
             find("os.getcwd", key="model._target_", allowed=allowed)
@@ -260,7 +264,7 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a dotted name"):  # nobody's part is named so
         find("os.environ.__class__", key="model._target_", allowed=["os"])
     with pytest.raises(UserError, match="is a class; name a function"):
-        find("test_hostile.Touch", key="model.loss", allowed=["test_hostile"])
+        find(f"{__name__}.Touch", key="model.loss", allowed=[__name__])
 
 
 def test_what_is_allowed_may_be_nested_as_well() -> None:

@@ -72,8 +72,8 @@ INVALID = [
      "scheduler.warmup_steps (51) must be from 0 to the run's total steps (50); shorten the "
      "warm-up or train longer"),
     ("scheduler=plateau scheduler.monitor=train/loss",
-     "scheduler.monitor (train/loss) must be one of eval/loss, eval/accuracy, eval/precision, "
-     "eval/recall, eval/f1"),
+     "scheduler.monitor (train/loss) must be one of eval/accuracy, eval/loss, eval/f1, "
+     "eval/precision, eval/recall"),
     ("scheduler=plateau scheduler.monitor=eval/f1",
      "scheduler.monitor=eval/f1 with scheduler.mode=min would lower the rate while it improves; "
      "write scheduler.mode=max"),

@@ -163,7 +163,7 @@ class Noted(RandomRegression):
 
 NOTED = (
     *("model=toy", "dataset.num_samples=8", "batch.per_rank=2", "train.epochs=1"),
-    *("dataset._target_=test_secrets.Noted", "allowed_targets=[test_secrets]"),
+    *(f"dataset._target_={__name__}.Noted", f"allowed_targets=[{__name__}]"),
     *("+dataset.token=${oc.env:MY_SECRET}", "+dataset.headers=[{auth:'Bearer ${dataset.token}'}]"),
     *("dataset.name='${oc.decode:${oc.env:MY_SECRET}}'", "model.name=toy-${dataset.name}"),
 )
@@ -219,7 +219,7 @@ def test_no_file_of_a_run_holds_a_secret_and_it_resumes(tmp_path: Path) -> None:
     assert "dataset.num_samples" in state["made_of"]
     assert "dataset.token" not in state["made_of"]
 
-    again = resolved(f"resume={run_dir}", "allowed_targets=[test_secrets]")[0]
+    again = resolved(f"resume={run_dir}", f"allowed_targets=[{__name__}]")[0]
     assert again.dataset == job.config.dataset
     more = planned(run_dir, store(tmp_path), "train.epochs=2", f"resume={run_dir}")
     assert run_ranks(whole_run, 2, more, backend=None) == ["completed"] * 2

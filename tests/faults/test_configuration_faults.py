@@ -21,9 +21,9 @@ from commands import (
     wait_for,
 )
 from properties import WATCHED
-from trainings import TOY, free_port, only_sentence
+from trainings import QUICK, free_port, only_sentence
 
-FEW = (*TOY, "train.max_steps=2")
+FEW = (*QUICK, "train.max_steps=2")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that a machine with GPUs answers alike
 OWN_GROUP = "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\n"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 from commands import background, last_step, run_command, session_pids, wait_for
-from trainings import TOY, free_port, only_sentence
+from trainings import QUICK, free_port, only_sentence
 
 import ddp_runner
 
@@ -33,7 +33,7 @@ def test_ranks_of_another_launcher_on_one_machine_listen_on_loopback_only(tmp_pa
         ranks = [
             stack.enter_context(
                 background(
-                    *(*TOY, "train.epochs=100000"),
+                    *(*QUICK, "train.epochs=100000"),
                     folder=tmp_path / rank,
                     environ={**where, "RANK": rank, "LOCAL_RANK": rank},
                 )
@@ -54,7 +54,7 @@ def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         where = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        end = run_command(*TOY, folder=tmp_path, environ=where)
+        end = run_command(*QUICK, folder=tmp_path, environ=where)
     sentence = f"rank 0 cannot listen on port {port} (Address already in use)"
     assert only_sentence(end).startswith(sentence)
     assert end.run_dirs == []

@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from trainees import with_setup
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.train.step import Trainee
+from ddp_runner.train.state import TrainState
 
 
 class Wandering(ToyModel):
@@ -161,38 +162,38 @@ def a_float(outputs: Tensor, targets: Tensor) -> float:
     return 3.0
 
 
-def same_share(trainee: Trainee, env: DistEnv) -> Trainee:
+def same_share(state: TrainState, env: DistEnv) -> TrainState:
     """All ranks train on the first one's part."""
-    return replace(trainee, batches=replace(trainee.batches, share=0))
+    return with_setup(state, batches=replace(state.setup.batches, share=0))
 
 
-def same_eval_share(trainee: Trainee, env: DistEnv) -> Trainee:
+def same_eval_share(state: TrainState, env: DistEnv) -> TrainState:
     """All ranks evaluate the first one's part."""
-    return replace(trainee, env=replace(env, rank=0))
+    return with_setup(state, env=replace(env, rank=0))
 
 
-def other_data(trainee: Trainee, env: DistEnv) -> Trainee:
+def other_data(state: TrainState, env: DistEnv) -> TrainState:
     """The last rank has other targets."""
-    split = trainee.dataset.eval
+    split = state.setup.dataset.eval
     if env.rank == 2:
         split = replace(split, targets=split.targets + 0.25)
-    return replace(trainee, dataset=replace(trainee.dataset, eval=split))
+    return with_setup(state, dataset=replace(state.setup.dataset, eval=split))
 
 
-def other_start(trainee: Trainee, env: DistEnv) -> Trainee:
+def other_start(state: TrainState, env: DistEnv) -> TrainState:
     """The last rank begins with another parameter."""
     if env.rank == 2:
         with torch.no_grad():
-            next(trainee.module.parameters())[0, 0] += 0.5
-    return trainee
+            next(state.module.parameters())[0, 0] += 0.5
+    return state
 
 
-def no_sync(trainee: Trainee, env: DistEnv) -> Trainee:
+def no_sync(state: TrainState, env: DistEnv) -> TrainState:
     """The bare model trains."""
-    return replace(trainee, model=trainee.module)
+    return replace(state, model=state.module)
 
 
-def summed(trainee: Trainee, env: DistEnv) -> Trainee:
+def summed(state: TrainState, env: DistEnv) -> TrainState:
     """Gradients are added and not divided."""
 
     def add(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -200,11 +201,11 @@ def summed(trainee: Trainee, env: DistEnv) -> Trainee:
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
-    assert isinstance(trainee.model, DistributedDataParallel)
-    trainee.model.register_comm_hook(None, add)
-    return trainee
+    assert isinstance(state.model, DistributedDataParallel)
+    state.model.register_comm_hook(None, add)
+    return state
 
 
-def untouched(trainee: Trainee, env: DistEnv) -> Trainee:
+def untouched(state: TrainState, env: DistEnv) -> TrainState:
     """The model itself is broken."""
-    return trainee
+    return state

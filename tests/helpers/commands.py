@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from warm import MODULES, WarmCommand
 
 from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resolvers import CONFIG_DIR, register
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
@@ -274,7 +275,8 @@ def resolved(
 def refusal(*overrides: str, hardware: Hardware = LAPTOP, env: DistEnv | None = None) -> str:
     """Return the one line with which a command line is refused, in this process."""
     try:
-        resolved(*overrides, hardware=hardware, env=env)
+        config, _ = resolved(*overrides, hardware=hardware, env=env)
+        validate_files(config, env=env)
     except Exception as error:
         explained = user_error(error)
         if explained is None:

@@ -27,7 +27,7 @@ CALLS = (
 FOR_EVER_S = 10_000.0
 COUNTED = {  # the functions whose calls are places; the first one's are a rank's steps
     # What a rank of the loop calls for each step, and a trainer of a parameter server.
-    "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.roles.backward"),
+    "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.gradients.backward"),
     "evaluation": ("ddp_runner.train.loop.evaluate",),
     "log": ("ddp_runner.tracking.tracker.Tracker._add",),
 }

@@ -1,6 +1,6 @@
-"""What the ranks of a test train: a composed config, its trainee, and two ways to step it."""
+"""What the ranks of a test train: a composed config, its state, and two ways to step it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Split
+from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.train.build import build_trainee
-from ddp_runner.train.loop import Control, Position, train
-from ddp_runner.train.roles import take_part
+from ddp_runner.job import Status
+from ddp_runner.parallelism.mode import Mode
+from ddp_runner.train.build import build_state
+from ddp_runner.train.gradients import duties_of
+from ddp_runner.train.loop import Control, train, train_step
 from ddp_runner.train.snapshot import restore, snapshot
-from ddp_runner.train.step import Trainee, global_loss, train_step
+from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.step_metrics import global_loss
 
 MACHINE = Hardware(num_gpus=0, num_cores=4)  # the same on every machine that runs the tests
 # 27 samples: with 8 a step an epoch has three whole batches and one of three samples.
@@ -77,21 +80,21 @@ def compose_config(*overrides: str, world_size: int = 1) -> Config:
     return resolve(to_config(raw), hardware=MACHINE, chosen=chosen_keys(keys))[0]
 
 
-def build(env: DistEnv, config: Config) -> Trainee:
-    """Build one rank's trainee as a run does. Collective: every rank must call.
+def build(env: DistEnv, config: Config) -> TrainState:
+    """Build one rank's state as a run does. Collective: every rank must call.
 
     Its samples have torch's default dtype, as its parameters do.
     """
-    source = make("dataset", config.dataset)
+    source = make("dataset", config.dataset, kind=Source)
     data_root = Path(config.data_root)
     dataset = load_dataset(source, data_root=data_root, log=lambda _: None)
     if torch.get_default_dtype() != torch.float32:
         dataset = replace(
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)
         )
-    mode = make("parallelism", config.parallelism)
+    mode = make("parallelism", config.parallelism, kind=Mode)
     devices = mode.devices(env, kind=config.backend.device)
-    return build_trainee(config, env, mode=mode, devices=devices, dataset=dataset)
+    return build_state(config, env, mode=mode, devices=devices, dataset=dataset)
 
 
 def _cast(dataset: Dataset, split: Split) -> Split:
@@ -106,6 +109,16 @@ def flat_weights(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
+def at(state: TrainState, **position: Any) -> TrainState:
+    """Return the state at a position of its own."""
+    return replace(state, position=Position(**position))
+
+
+def with_setup(state: TrainState, **changes: Any) -> TrainState:
+    """Return the state with another setup."""
+    return replace(state, setup=replace(state.setup, **changes))
+
+
 def equal(one: Any, other: Any) -> bool:
     """Compare two states, tensors bit for bit."""
     if isinstance(one, Tensor):
@@ -117,34 +130,35 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def serve(
+    env: DistEnv, config: Config, state: TrainState, *, max_steps: int, log: Callable[[str], None]
+) -> str | None:
+    """Take this rank's role; return the run's status where it has served the loop to its end."""
+    role = state.setup.mode.role(env)
+    duties = duties_of(
+        state, max_steps=max_steps, seed=config.seed, timeout_s=240, ended=set, log=log
+    )
+    if role.serve is not None:
+        return role.serve(duties)
+    if role.gradients is not None:
+        state.gradients = role.gradients(duties)
+    return None
+
+
 def take_steps(
-    env: DistEnv, config: Config, num_steps: int, *, trainee: Trainee | None = None
+    env: DistEnv, config: Config, num_steps: int, *, state: TrainState | None = None
 ) -> Trace:
     """Take steps from the first epoch on. Collective: every rank must call."""
-    trainee, trace = trainee or build(env, config), Trace()
-    part = take_part(
-        trainee,
-        env,
-        seed=config.seed,
-        position=Position(),
-        num_steps=num_steps,
-        timeout_s=240,
-        ended=set,
-        log=trace.said.append,
-    )
-    if isinstance(part, str):
-        trace.weights = flat_weights(trainee.module)
-        return trace
-    trainee = part
-    while len(trace.losses) < num_steps:
-        for batch in trainee.batches.epoch(len(trace.losses) // trainee.batches.steps_per_epoch):
-            step = len(trace.losses) + 1
-            trace.losses.append(global_loss(trainee, train_step(trainee, batch), step=step))
-            if step == num_steps:
-                break
-    if trainee.gradients is not None:
-        trainee.gradients.close("completed")
-    trace.weights = flat_weights(trainee.module)
+    state, trace = state or build(env, config), Trace()
+    batches = state.setup.batches
+    if serve(env, config, state, max_steps=num_steps, log=trace.said.append) is None:
+        while len(trace.losses) < num_steps:
+            for batch in batches.epoch(len(trace.losses) // batches.steps_per_epoch):
+                trace.losses.append(global_loss(state, train_step(state, batch)))
+                if len(trace.losses) == num_steps:
+                    break
+        state.gradients.close(Status.COMPLETED)
+    trace.weights = flat_weights(state.module)
     return trace
 
 
@@ -155,7 +169,7 @@ def run_loop(
     max_steps: int | None,
     folder: Path | None = None,
     stop_after: int | None = None,
-    trainee: Trainee | None = None,
+    state: TrainState | None = None,
 ) -> Trace:
     """Run the training loop, from the newest checkpoint on if there is one. Collective.
 
@@ -165,23 +179,24 @@ def run_loop(
         max_steps: where the loop ends; None: where the config says.
         folder: of the checkpoints; None: they are counted, not written.
         stop_after: the step from which the last rank, and only it, wants to stop.
-        trainee: one that is built already.
+        state: one that is built already.
 
     Returns:
         The trace; an error of the loop is its `error`.
     """
-    trainee, trace, position = trainee or build(env, config), Trace(), Position()
+    state, trace = state or build(env, config), Trace()
     if folder is not None:
-        restore(trainee, position, config, folder, log=trace.said.append)
+        restore(state, config, folder, log=trace.said.append)
+    position = state.position
 
-    def save(position: Position, metrics: dict[str, float]) -> None:
-        state = snapshot(trainee, position, config)
+    def save(state: TrainState) -> None:
+        content, metrics = snapshot(state, config), dict(state.position.metrics)
         trace.saved_steps.append(position.step)
         trace.saved[position.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
         if folder is not None and env.is_rank_zero:
             save_checkpoint(
                 folder,
-                state,
+                content,
                 step=position.step,
                 metrics=metrics,
                 keep=config.checkpoint.keep,
@@ -195,22 +210,12 @@ def run_loop(
         return stop_after is not None and is_last and position.step >= stop_after
 
     if max_steps is None:
-        steps_per_epoch = trainee.batches.steps_per_epoch
+        steps_per_epoch = state.setup.batches.steps_per_epoch
         max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
-    part = take_part(
-        trainee,
-        env,
-        seed=config.seed,
-        position=position,
-        num_steps=max(0, max_steps - position.step),
-        timeout_s=240,
-        ended=set,
-        log=trace.said.append,
-    )
-    if isinstance(part, str):  # this rank has served the loop
-        trace.status, trace.weights = part, flat_weights(trainee.module)
+    served = serve(env, config, state, max_steps=max_steps, log=trace.said.append)
+    if served is not None:
+        trace.status, trace.weights = served, flat_weights(state.module)
         return trace
-    trainee = part
     control = Control(
         max_steps=max_steps,
         save_every_steps=config.checkpoint.every_steps,
@@ -219,11 +224,11 @@ def run_loop(
         stop_requested=stop_requested,
     )
     try:
-        trace.status = train(trainee, position=position, control=control, logger=trace)
+        trace.status = train(state, control=control, logger=trace)
     except ValueError as error:
         trace.error = f"{type(error).__name__}: {error}"
-    if trainee.gradients is not None and trace.status:
-        trainee.gradients.close(trace.status)
+    if trace.status:
+        state.gradients.close(Status(trace.status))
     trace.losses = [line["train/loss"] for line in trace.lines if "train/loss" in line]
-    trace.weights, trace.position = flat_weights(trainee.module), position
+    trace.weights, trace.position = flat_weights(state.module), position
     return trace

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from ddp_runner.checkpoint.manifest import verify
 from ddp_runner.checkpoint.store import newest_first
 
-TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
+QUICK = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 
 MOTHER = '''
 import os, subprocess

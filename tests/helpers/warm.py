@@ -142,9 +142,11 @@ def _run(
     if prepare is not None:
         prepare()
     _make_twins(twins)
-    for name in (module, f"{module}.__main__"):
+    # runpy warns of a module that was imported before; and what `prepare` has changed, the
+    # command is to import.
+    for name in (module, f"{module}.__main__", "ddp_runner.cli.app"):
         if "." in name:
-            sys.modules.pop(name, None)  # runpy warns of a module that was imported before
+            sys.modules.pop(name, None)
     sys.argv = ["-m", *args]  # runpy puts the module's path in the first place
     _live(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
 

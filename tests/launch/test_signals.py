@@ -39,9 +39,8 @@ import fcntl, os, signal, subprocess, sys, time
 from pathlib import Path
 from ddp_runner.launch import signals as module
 from ddp_runner.launch.signals import Interrupts
-from ddp_runner.job import STOP
+from ddp_runner.scratch import SAVING, STOP
 from ddp_runner.tracking.run_record import write_run_record
-from ddp_runner.rank.saving import SAVING
 
 run, folder = Path("run"), Path("scratch")
 write_run_record(run, status="running")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import resolved
 from fake_cuda import FakeGpus, fake_gpus
-from trainees import Trace
+from trainees import Trace, at
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
@@ -24,11 +24,11 @@ from ddp_runner.host.hardware import Hardware
 from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
 from ddp_runner.train import build as building
-from ddp_runner.train.build import build_trainee
-from ddp_runner.train.export import deliver
-from ddp_runner.train.loop import Position, evaluate
+from ddp_runner.train.build import build_state
+from ddp_runner.train.export import export_best
+from ddp_runner.train.loop import evaluate, train_step
 from ddp_runner.train.snapshot import restore, snapshot
-from ddp_runner.train.step import Trainee, train_step
+from ddp_runner.train.state import TrainState
 from ddp_runner.train.step_timer import MOST_EVENTS, StepTimer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,8 +88,8 @@ def real_dataset() -> Dataset:
     return dataset
 
 
-def build(case: Case, config: Config, real: Dataset) -> Trainee:
-    """Build a trainee as a rank does; inside `fake_gpus`."""
+def build(case: Case, config: Config, real: Dataset) -> TrainState:
+    """Build a state as a rank does; inside `fake_gpus`."""
 
     def without_numbers(split: Split) -> Split:
         inputs, targets = split.inputs, split.targets
@@ -102,22 +102,22 @@ def build(case: Case, config: Config, real: Dataset) -> Trainee:
     mode = make("parallelism", config.parallelism)
     devices = mode.devices(case.env, kind=config.backend.device)
     assert devices == tuple(torch.device("cuda", index) for index in case.devices)
-    return build_trainee(config, case.env, mode=mode, devices=devices, dataset=dataset)
+    return build_state(config, case.env, mode=mode, devices=devices, dataset=dataset)
 
 
-def take_epoch(trainee: Trainee, epoch: int = 0) -> None:
+def take_epoch(state: TrainState, epoch: int = 0) -> None:
     """Take an epoch's first step and its last, of three samples; losses are where targets are."""
-    for batch in (*trainee.batches.epoch(epoch),)[:: trainee.batches.steps_per_epoch - 1]:
-        assert train_step(trainee, batch).device == trainee.devices[-1]
+    for batch in (*state.setup.batches.epoch(epoch),)[:: state.setup.batches.steps_per_epoch - 1]:
+        assert train_step(state, batch).device == state.setup.devices[-1]
 
 
-def save(trainee: Trainee, config: Config, folder: Path, *, step: int, epoch: int) -> None:
+def save(state: TrainState, config: Config, folder: Path, *, step: int, epoch: int) -> None:
     """Write a checkpoint as a rank does, without the numbers of its tensors."""
-    state = snapshot(trainee, Position(epoch=epoch, step=step), config)
+    content = snapshot(at(state, epoch=epoch, step=step), config)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         save_checkpoint(
             folder,
-            state,
+            content,
             step=step,
             metrics={"eval/loss": float(step)},
             keep=3,
@@ -150,12 +150,12 @@ def test_a_step_computes_where_and_in_what_it_should(case: Case, precision: str)
         seen.add((output.device.index, output.dtype))
 
     with fake_gpus(case.gpus, ranks=case.ranks):
-        trainee = build(case, config, real)
-        for layer in (trainee.module.conv1, trainee.module.fc2):
+        state = build(case, config, real)
+        for layer in (state.module.conv1, state.module.fc2):
             layer.register_forward_hook(note)
-        trainee.model.train()
-        take_epoch(trainee)
-        for parameter in trainee.module.parameters():
+        state.model.train()
+        take_epoch(state)
+        for parameter in state.module.parameters():
             assert parameter.device.index in case.devices
             assert parameter.grad is not None
             assert parameter.grad.device == parameter.device
@@ -169,15 +169,15 @@ def test_the_bare_model_is_evaluated_and_saved(case: Case, tmp_path: Path) -> No
     config = case.config("optimizer=adamw")
     real = real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks):
-        trainee = build(case, config, real)
-        results, confusion = evaluate(trainee)
-        state = snapshot(trainee, Position(), config)
+        state = build(case, config, real)
+        results, confusion = evaluate(state)
+        content = snapshot(state, config)
     assert "eval/loss" in results
     assert confusion is not None
     single = CASES["single"]
     with fake_gpus(single.gpus):
         expected = build(single, single.config("optimizer=adamw"), real).module.state_dict()
-    assert list(state["model"]) == list(expected)
+    assert list(content["model"]) == list(expected)
 
 
 @of(*MODES)
@@ -193,18 +193,18 @@ def test_a_resumed_run_steps_as_before(
     keys = ("optimizer=adamw", "+optimizer.foreach=true", "train.precision=fp16")
     config, real, loaded_onto = case.config(*keys), real_dataset(), spy_on_loads(monkeypatch)
     with fake_gpus(case.gpus, ranks=case.ranks) as gpus:
-        trainee = build(case, config, real)
-        take_epoch(trainee)
-        sizes = {index: state.numel() for index, state in gpus.rng.items()}
-        save(trainee, config, tmp_path, step=4, epoch=1)
-        trainee = build(case, config, real)
+        state = build(case, config, real)
+        take_epoch(state)
+        sizes = {index: content.numel() for index, content in gpus.rng.items()}
+        save(state, config, tmp_path, step=4, epoch=1)
+        state = build(case, config, real)
         gpus.rng.clear()
-        assert restore(trainee, Position(), config, tmp_path, log=print) == 4
-        assert {index: state.numel() for index, state in gpus.rng.items()} == sizes
-        take_epoch(trainee, 1)
-        for parameter, state in trainee.optimizer.state.items():
-            assert state["step"].device.type == "cpu"
-            assert state["exp_avg"].device == parameter.device
+        assert restore(state, config, tmp_path, log=print) == 4
+        assert {index: content.numel() for index, content in gpus.rng.items()} == sizes
+        take_epoch(state, 1)
+        for parameter, content in state.optimizer.state.items():
+            assert content["step"].device.type == "cpu"
+            assert content["exp_avg"].device == parameter.device
     assert loaded_onto == ["cpu"]
 
 
@@ -225,11 +225,11 @@ def test_checkpoints_with_one_state_of_random_numbers_still_load(tmp_path: Path)
     case = CASES["ddp_mp"]
     config, real = case.config(), real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks) as gpus, pytest.MonkeyPatch.context() as patch:
-        trainee = build(case, config, real)
+        state = build(case, config, real)
         patch.setattr("ddp_runner.train.snapshot.rng_states", lambda first: torch.zeros(5).byte())
-        save(trainee, config, tmp_path, step=4, epoch=1)
-        restore(trainee, Position(), config, tmp_path, log=print)
-        assert {index: state.numel() for index, state in gpus.rng.items()} == {
+        save(state, config, tmp_path, step=4, epoch=1)
+        restore(state, config, tmp_path, log=print)
+        assert {index: content.numel() for index, content in gpus.rng.items()} == {
             **{0: 16, 1: 17, 2: 5, 3: 19}
         }
 
@@ -240,7 +240,7 @@ def test_random_numbers_follow_a_rank_to_other_gpus() -> None:
         states = rng_states(torch.device("cuda", 2))
     with fake_gpus(2) as gpus:
         set_rng_states(states, torch.device("cuda", 0))
-        assert {index: state.numel() for index, state in gpus.rng.items()} == {0: 18, 1: 19}
+        assert {index: content.numel() for index, content in gpus.rng.items()} == {0: 18, 1: 19}
 
 
 @of("dp", "ddp_mp")
@@ -253,11 +253,11 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
     monkeypatch.setattr("ddp_runner.train.export.export_weights", lambda *_, **__: None)  # numbers
     trace = Trace()
     with fake_gpus(case.gpus, ranks=case.ranks):
-        trainee = build(case, config, real)
+        state = build(case, config, real)
         for step in (2, 4):
-            save(trainee, config, tmp_path / "checkpoints", step=step, epoch=1)
-        deliver(trainee, Position(step=4), config, tmp_path, logger=trace, log=trace.said.append)
-        devices = {parameter.device.index for parameter in trainee.module.parameters()}
+            save(state, config, tmp_path / "checkpoints", step=step, epoch=1)
+        export_best(at(state, step=4), config, tmp_path, logger=trace, log=trace.said.append)
+        devices = {parameter.device.index for parameter in state.module.parameters()}
     assert devices == set(case.devices)
     assert loaded_onto == ["cpu"]
     assert "best/loss" in trace.lines[0]
@@ -274,22 +274,22 @@ def test_data_may_lie_on_the_gpu_or_in_memory(
     config = case.config("dataset.augmentation.horizontal_flip=true")
     real = real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks):
-        trainee = build(case, config, real)
-        split = trainee.batches.split
+        state = build(case, config, real)
+        split = state.setup.batches.split
         assert split.inputs.device.type == split.targets.device.type
-        assert split.inputs.device == (trainee.devices[0] if is_near else torch.device("cpu"))
-        take_epoch(trainee)
-        evaluate(trainee)
+        assert split.inputs.device == (state.setup.devices[0] if is_near else torch.device("cpu"))
+        take_epoch(state)
+        evaluate(state)
 
 
 def timed_step(case: Case) -> FakeGpus:
     """Take one step of a case; return what was marked."""
     config, real = case.config(), real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks) as gpus:
-        trainee = build(case, config, real)
+        state = build(case, config, real)
         gpus.marks.clear()
-        trainee.pace.restart()
-        train_step(trainee, next(trainee.batches.epoch(0)))
+        state.setup.timer.restart()
+        train_step(state, next(state.setup.batches.epoch(0)))
     return gpus
 
 

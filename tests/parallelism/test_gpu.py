@@ -22,9 +22,9 @@ from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.build import build_trainee
-from ddp_runner.train.loop import evaluate
-from ddp_runner.train.step import global_loss, train_step
+from ddp_runner.train.build import build_state
+from ddp_runner.train.loop import evaluate, train_step
+from ddp_runner.train.step_metrics import global_loss
 
 NUM_GPUS = torch.cuda.device_count()
 NUM_STEPS = 6
@@ -108,9 +108,9 @@ def resumed_equals_undisturbed(folder: Path, *keys: str) -> None:
     first = run(folder / "parts", *keys, "train.max_steps=4")
     assert run_command(f"resume={first}", "train.max_steps=8", folder=folder).exit_code == 0
     assert losses(first) == pytest.approx(losses(whole), rel=1e-6)
-    state = "checkpoints/step-00000008/state.pt"
+    content = "checkpoints/step-00000008/state.pt"
     one, other = (
-        dict(tensors_in(torch.load(path / state, map_location="cpu", weights_only=True)))
+        dict(tensors_in(torch.load(path / content, map_location="cpu", weights_only=True)))
         for path in (first, whole)
     )
     assert one.keys() == other.keys()
@@ -188,15 +188,15 @@ def losses_on(env: DistEnv, config: Config, devices_by_rank: list[list[str]]) ->
     source = make("dataset", config.dataset)
     dataset = load_dataset(source, data_root=Path(config.data_root), log=lambda _: None)
     mode = make("parallelism", config.parallelism)
-    trainee = build_trainee(config, env, mode=mode, devices=devices, dataset=dataset)
+    state = build_state(config, env, mode=mode, devices=devices, dataset=dataset)
     found = list[float]()
     for epoch in range(NUM_STEPS):
-        for batch in trainee.batches.epoch(epoch):
+        for batch in state.setup.batches.epoch(epoch):
             if len(found) == NUM_STEPS:
                 break
-            loss = train_step(trainee, batch)
-            found.append(global_loss(trainee, loss, step=len(found) + 1))
-    evaluate(trainee)
+            loss = train_step(state, batch)
+            found.append(global_loss(state, loss))
+    evaluate(state)
     return found
 
 

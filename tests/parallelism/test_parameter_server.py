@@ -5,8 +5,9 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -25,11 +26,11 @@ from commands import (
 )
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from trainees import TOY, build, compose_config, take_steps
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.mode import Duties
 from ddp_runner.parallelism.parameter_server.messages import copy_parts, packed
 from ddp_runner.parallelism.parameter_server.mode import ParameterServer
 from ddp_runner.parallelism.parameter_server.server import Server
@@ -156,32 +157,39 @@ def _server(folder: Path) -> int:
     return int(match[1])
 
 
-def serving(
-    mode: ParameterServer,
+def duties(
     module: nn.Module,
-    links: Sequence[ProcessGroup],
+    compute: Callable[[int], Tensor] = lambda number: torch.zeros(()),
     *,
-    num_steps: int,
+    num_steps: int = 0,
+    first_step: int = 0,
     outstanding: tuple[int, ...] = (),
-    timeout_s: float = 30,
-) -> Server:
-    """Return the server's side of a test that needs no launcher."""
-    return mode.serve(
-        module,
-        links,
+    timeout_s: float = 240,
+) -> Duties:
+    """Return what a test without a launcher asks of server and trainers."""
+    return Duties(
+        module=module,
+        first_step=first_step,
         num_steps=num_steps,
         outstanding=outstanding,
+        compute=compute,
+        seed=0,
         timeout_s=timeout_s,
         ended=set,
+        mark=lambda part: None,
         log=print,
     )
+
+
+def collected(server: Server, number: int) -> Tensor:
+    """Let the server collect the gradients of a batch; return the loss."""
+    return server.compute(None, SimpleNamespace(number=number))
 
 
 def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
     """Return the batches that this trainer computed; rank 2 falls silent after its third."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="async")
     module, steps = nn.Linear(3, 1), list[int]()
-    links = mode.connect(env, timeout_s=240)
 
     def compute(step: int) -> Tensor:
         steps.append(step)
@@ -191,15 +199,17 @@ def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
         return torch.tensor(float(step))
 
     if env.rank == 0:
-        server = serving(mode, module, links, num_steps=num_steps)
-        losses = [int(server.collect(step=step)) for step in range(100, 100 + num_steps)]
+        server = mode.hand_out(duties(module, num_steps=num_steps, first_step=100))
+        losses = [int(collected(server, step)) for step in range(100, 100 + num_steps)]
         server.close("completed")
         assert server.lost == [2]
         return losses
     try:
-        assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+        assert mode.compute(duties(module, compute)) == "completed"
     except InterruptedError:
-        torch.distributed.distributed_c10d._abort_process_group(links[0])
+        groups = torch.distributed.distributed_c10d._world.pg_map
+        (link,) = (group for group in groups if group is not torch.distributed.group.WORLD)
+        torch.distributed.distributed_c10d._abort_process_group(link)
         return steps[:-1]
     return steps
 
@@ -216,27 +226,19 @@ def test_each_batch_is_computed_once_even_if_a_trainer_is_lost() -> None:
 def partly_trained(env: DistEnv, config: Config) -> dict[str, Tensor]:
     """Return the parameters of a model with a frozen and an unused one after some steps."""
     torch.set_default_dtype(torch.float64)
-    trainee = build(env, config)
-    trainee.module.net1.weight.requires_grad_(False)
-    trainee.module.unused = nn.Parameter(torch.ones(3))
-    trainee.optimizer.param_groups[0]["params"].append(trainee.module.unused)
-    take_steps(env, config, 6, trainee=trainee)
-    return {name: one.detach() for name, one in trainee.module.named_parameters()}
+    state = build(env, config)
+    state.module.net1.weight.requires_grad_(False)
+    state.module.unused = nn.Parameter(torch.ones(3))
+    state.optimizer.param_groups[0]["params"].append(state.module.unused)
+    take_steps(env, config, 6, state=state)
+    return {name: one.detach() for name, one in state.module.named_parameters()}
 
 
 def test_batches_that_wait_for_a_trainer_are_outstanding() -> None:
     """A run that is stopped before it has handed out what was left over leaves it once more."""
-    server = Server(
-        nn.Linear(1, 1),
-        links=[],
-        waits=False,
-        num_steps=4,
-        outstanding=[7, 3],
-        timeout_s=60,
-        ended=set,
-        log=pytest.fail,
-    )
-    assert server.outstanding() == (3, 7)
+    asked = duties(nn.Linear(1, 1), num_steps=4, outstanding=(7, 3))
+    server = Server(asked, links=[], waits=False)
+    assert server.outstanding(None) == (3, 7)
 
 
 def test_parameters_without_a_gradient_stay_as_they_are() -> None:
@@ -255,12 +257,19 @@ def applied_steps(env: DistEnv, folder: Path) -> list[int]:
     module, stopped = nn.Linear(3, 1), folder / "stopped"
     outstanding, applied = (), list[int]()
     for num_steps in (10, 20):  # of 30
-        links = mode.connect(env, timeout_s=30)
         if env.rank == 0:
             place = len(applied)
-            server = serving(mode, module, links, num_steps=30 - place, outstanding=outstanding)
-            applied += [int(server.collect(step=place + i)) for i in range(num_steps)]
-            outstanding = server.outstanding()
+            server = mode.hand_out(
+                duties(
+                    module,
+                    num_steps=30 - place,
+                    first_step=place,
+                    outstanding=outstanding,
+                    timeout_s=30,
+                )
+            )
+            applied += [int(collected(server, place + i)) for i in range(num_steps)]
+            outstanding = server.outstanding(None)
             assert (len(outstanding) > 0) == (len(applied) < 30)
             stopped.touch()
             server.close("preempted")
@@ -272,7 +281,7 @@ def applied_steps(env: DistEnv, folder: Path) -> list[int]:
             module(torch.ones(1, 3)).sum().backward()
             return torch.tensor(float(step))
 
-        assert mode.follow(module, links, seed=0, compute=compute) == "preempted"
+        assert mode.compute(duties(module, compute, timeout_s=30)) == "preempted"
     return applied
 
 
@@ -287,14 +296,13 @@ def patient_steps(env: DistEnv, how: str) -> list[int]:
     """Return the batches collected by a server that is busy for longer than the timeout."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode=how)
     module = nn.Linear(3, 1)
-    links = mode.connect(env, timeout_s=2)
     if env.rank == 0:
-        server = serving(mode, module, links, num_steps=4, timeout_s=2)
+        server = mode.hand_out(duties(module, num_steps=4, timeout_s=2))
         applied = []
         for step in range(4):
             if step == 2:
                 time.sleep(4.5)  # an evaluation, a slow disk
-            applied.append(int(server.collect(step=step)))
+            applied.append(int(collected(server, step)))
         server.close("completed")
         assert server.lost == []
         return applied
@@ -303,7 +311,7 @@ def patient_steps(env: DistEnv, how: str) -> list[int]:
         module(torch.ones(1, 3)).sum().backward()
         return torch.tensor(step / (2 if how == "sync" else 1))
 
-    assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+    assert mode.compute(duties(module, compute, timeout_s=2)) == "completed"
     return []
 
 
@@ -322,13 +330,12 @@ def silent_server(env: DistEnv) -> str:
     if env.rank == 0:
         pids = [os.getpid()]
     torch.distributed.broadcast_object_list(pids, src=0)
-    links = mode.connect(env, timeout_s=2)
     if env.rank == 0:
-        serving(mode, module, links, num_steps=1, timeout_s=2)
+        mode.hand_out(duties(module, num_steps=1, timeout_s=2))
         os.kill(os.getpid(), signal.SIGSTOP)
         return ""
     try:
-        mode.follow(module, links, seed=0, compute=lambda step: torch.zeros(()))
+        mode.compute(duties(module, timeout_s=2))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -346,11 +353,10 @@ def drawn_numbers(env: DistEnv) -> list[float]:
     """Return what each step of a trainer draws, as its dropout would."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
     module, drawn = nn.Linear(3, 1), list[float]()
-    links = mode.connect(env, timeout_s=240)
     if env.rank == 0:
-        server = serving(mode, module, links, num_steps=2)
+        server = mode.hand_out(duties(module, num_steps=2))
         for step in range(2):
-            server.collect(step=step)
+            collected(server, step)
         server.close("completed")
         return drawn
 
@@ -359,7 +365,7 @@ def drawn_numbers(env: DistEnv) -> list[float]:
         module(torch.ones(1, 3)).sum().backward()
         return torch.zeros(())
 
-    assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+    assert mode.compute(duties(module, compute)) == "completed"
     return drawn
 
 
@@ -373,7 +379,6 @@ def served_buffers(env: DistEnv) -> list[float]:
     """Return the statistics of a BatchNorm that each trainer sets to its rank."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
     norm = nn.BatchNorm1d(2)
-    links = mode.connect(env, timeout_s=240)
 
     def compute(step: int) -> Tensor:
         norm(torch.tensor([[1.0, 2.0], [3.0, 5.0]])).sum().backward()
@@ -381,11 +386,11 @@ def served_buffers(env: DistEnv) -> list[float]:
         return torch.zeros(())
 
     if env.rank == 0:
-        server = serving(mode, norm, links, num_steps=1)
-        server.collect(step=0)
+        server = mode.hand_out(duties(norm, num_steps=1))
+        collected(server, 0)
         server.close("completed")
     else:
-        assert mode.follow(norm, links, seed=0, compute=compute) == "completed"
+        assert mode.compute(duties(norm, compute)) == "completed"
     return [*norm.running_mean.tolist(), int(norm.num_batches_tracked)]
 
 
@@ -429,18 +434,17 @@ def wide_loss(env: DistEnv) -> float:
     """Return the loss of a third that a trainer of a model in float64 pushes."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
     module, loss = nn.Linear(3, 1).double(), torch.zeros(())
-    links = mode.connect(env, timeout_s=240)
 
     def compute(step: int) -> Tensor:
         module(torch.ones(1, 3).double()).sum().backward()
         return torch.tensor(1 / 3, dtype=torch.float64)
 
     if env.rank == 0:
-        server = serving(mode, module, links, num_steps=1)
-        loss = server.collect(step=0)
+        server = mode.hand_out(duties(module, num_steps=1))
+        loss = collected(server, 0)
         server.close("completed")
     else:
-        assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+        assert mode.compute(duties(module, compute)) == "completed"
     return float(loss)
 
 
@@ -453,7 +457,6 @@ def clocked(env: DistEnv) -> list[dict[str, float]]:
     """Return the server's figures of a step, and of one after an evaluation; clocks are set."""
     mode = ParameterServer("ps", devices_per_rank=1, num_servers=1, mode="sync")
     module, now, figures = nn.Linear(3, 1), [0.0], list[dict[str, float]]()
-    links = mode.connect(env, timeout_s=240)
 
     def passing() -> float:
         now[0] += 1  # each look at a trainer's clock takes a second
@@ -466,14 +469,14 @@ def clocked(env: DistEnv) -> list[dict[str, float]]:
 
     with patch.object(time, "perf_counter", passing if env.rank else lambda: now[0]):
         if env.rank:
-            assert mode.follow(module, links, seed=0, compute=compute) == "completed"
+            assert mode.compute(duties(module, compute)) == "completed"
             return figures
-        server = serving(mode, module, links, num_steps=2)
+        server = mode.hand_out(duties(module, num_steps=2))
         for step, (begins, ends) in enumerate([(10, 12), (50, 54)]):
             now[0] = begins
-            server.collect(step=step)
+            collected(server, step)
             now[0] = ends
-            figures.append(server.figures())
+            figures.append(server.metrics())
         server.close("completed")
     return figures
 

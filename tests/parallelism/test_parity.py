@@ -29,7 +29,7 @@ from ddp_runner.cli.resolvers import CONFIG_DIR
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import DDP
-from ddp_runner.train.step import forward
+from ddp_runner.train.loop import forward
 
 MODES = {
     path.stem: DictConfig(OmegaConf.load(path))
@@ -88,10 +88,10 @@ def test_steps_equal_those_of_one_process(
 def plain_steps(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
     """Take the reference's steps in a loop as anyone writes it; return losses and weights."""
     torch.set_default_dtype(torch.float64)
-    trainee, losses = build(env, config), list[float]()
-    model, split = trainee.module, trainee.batches.split
+    state, losses = build(env, config), list[float]()
+    model, split = state.module, state.setup.batches.split
     optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer["lr"], momentum=0.9)
-    epochs = [trainee.batches.order(epoch).split(8) for epoch in range(3)]
+    epochs = [state.setup.batches.order(epoch).split(8) for epoch in range(3)]
     chosen = [indices for epoch in epochs for indices in epoch]
     for indices in chosen[:NUM_STEPS]:
         optimizer.zero_grad()
@@ -163,22 +163,22 @@ def test_batchnorm_is_converted_where_its_statistics_are_synchronized() -> None:
 
 def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
     """Return this rank's own gradient, that of a skipped sync, and that of a sync after it."""
-    trainee = build(env, config)
-    batch = next(trainee.batches.epoch(0)).micro_batches[0]
-    parameters = list(trainee.module.parameters())
+    state = build(env, config)
+    batch = next(state.setup.batches.epoch(0)).micro_batches[0]
+    parameters = list(state.module.parameters())
 
     def gradient() -> Tensor:
         return torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
 
-    loss, _ = forward(trainee, trainee.module, batch)
+    loss, _ = forward(state, state.module, batch)
     own = torch.autograd.grad(loss, parameters)  # leaves no trace in .grad, and calls no hook
-    with trainee.mode.no_sync(trainee.model):
-        forward(trainee, trainee.model, batch)[0].backward()
+    with state.setup.mode.no_sync(state.model):
+        forward(state, state.model, batch)[0].backward()
     skipped = gradient().clone()
-    forward(trainee, trainee.model, batch)[0].backward()
+    forward(state, state.model, batch)[0].backward()
     accumulated = gradient().clone()
-    trainee.optimizer.zero_grad(set_to_none=True)
-    forward(trainee, trainee.model, batch)[0].backward()
+    state.optimizer.zero_grad(set_to_none=True)
+    forward(state, state.model, batch)[0].backward()
     return {
         "own": torch.cat([one.flatten() for one in own]),
         "skipped": skipped,

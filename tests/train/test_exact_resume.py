@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop
+from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop, with_setup
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
 from ddp_runner.cli.resolvers import CONFIG_DIR
@@ -40,7 +40,8 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import GlobalBatches, StepBatch
 from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.step import Trainee, rehearse
+from ddp_runner.train.rehearsal import rehearse
+from ddp_runner.train.state import TrainState
 
 
 class Tiny(nn.Module):
@@ -94,8 +95,8 @@ BASE = (
     *("dataset=fake_images", "dataset.height=8", "dataset.width=8", "dataset.eval_samples=9"),
     *("dataset.num_samples=13", "batch.global_size=12", "train.epochs=3", "optimizer=momentum"),
     *("optimizer.lr=0.05", "train.log_every_steps=1", "checkpoint.every_steps=1"),
-    *("checkpoint.keep=99", "model._target_=test_exact_resume.Tiny"),
-    *("allowed_targets=[test_exact_resume]", "model.dropout1=0.0", "model.dropout2=0.0"),
+    *("checkpoint.keep=99", f"model._target_={__name__}.Tiny"),
+    *(f"allowed_targets=[{__name__}]", "model.dropout1=0.0", "model.dropout2=0.0"),
 )
 NUM_STEPS = 6
 LARGE = 2.0**20  # times the loss: its scale makes it overflow
@@ -112,7 +113,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "augmentation": AUGMENTED,
     "bf16": ("train.precision=bf16",),
     "adam": ("optimizer=adam",),
-    "an optimizer that counts": ("optimizer._target_=test_exact_resume.Counting",),
+    "an optimizer that counts": (f"optimizer._target_={__name__}.Counting",),
     "warm-up": WARM_UP,
     "step": ("scheduler=step",),
     "plateau": (
@@ -171,11 +172,13 @@ def sample_numbers(split: Split) -> dict[bytes, int]:
     return numbers
 
 
-def watched(trainee: Trainee) -> tuple[Trainee, list[tuple[int, dict[int, float]]]]:
-    """Return a trainee that notes which samples it takes, and the notes."""
-    given = {one.name: getattr(trainee.batches, one.name) for one in fields(trainee.batches)}
+def watched(state: TrainState) -> tuple[TrainState, list[tuple[int, dict[int, float]]]]:
+    """Return a state that notes which samples it takes, and the notes."""
+    given = {
+        one.name: getattr(state.setup.batches, one.name) for one in fields(state.setup.batches)
+    }
     batches = Watched(**given)
-    return replace(trainee, batches=batches), batches.drawn
+    return with_setup(state, batches=batches), batches.drawn
 
 
 @dataclass
@@ -197,16 +200,17 @@ def config_of(gang: str, *overrides: str) -> Config:
 
 def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = False) -> Life:
     """Go on from what the folder holds, with a checkpoint at each step. Collective."""
-    trainee, drawn = watched(build(env, config))
+    state, drawn = watched(build(env, config))
     if with_scaler:  # its scale goes up and down, and some steps are not taken
-        large = trainee.loss_fn
+        large = state.setup.loss_fn
         scaler = torch.amp.GradScaler(
             *("cpu", 2.0**120), growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
         )
-        trainee = replace(trainee, scaler=scaler, loss_fn=lambda *both: LARGE * large(*both))
-    trace = run_loop(env, config, max_steps=None, folder=folder, trainee=trainee)
+        state = with_setup(state, loss_fn=lambda *both: LARGE * large(*both))
+        state.scaler = scaler
+    trace = run_loop(env, config, max_steps=None, folder=folder, state=state)
     dist.barrier()
-    is_server = trainee.mode.role(env).serving is not None and env.is_rank_zero
+    is_server = state.setup.mode.role(env).serving is not None and env.is_rank_zero
     return Life(trace, [] if is_server else drawn)
 
 
@@ -294,22 +298,22 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one(gang: str, case: str
             assert life.drawn == whole.drawn[step:], step
             assert torch.equal(life.trace.weights, whole.trace.weights), step
             assert life.trace.position == whole.trace.position, step
-    for step, state in enumerate(found.states):
+    for step, content in enumerate(found.states):
         whole_state = found.states[0]
-        assert state.keys() == whole_state.keys()
-        assert [key for key in state if not equal(state[key], whole_state[key])] == [], step
+        assert content.keys() == whole_state.keys()
+        assert [key for key in content if not equal(content[key], whole_state[key])] == [], step
     if case == "scaled loss":
         assert 0 < found.states[0]["scheduler"]["last_epoch"] < NUM_STEPS, "all steps were taken"
 
 
 def rehearsed(env: DistEnv, config: Config) -> list[tuple[int, bool]]:
     """Rehearse a model that was built for evaluation; return its forwards' samples and mode."""
-    trainee, found = build(env, config), list[tuple[int, bool]]()
-    trainee.module.eval()
-    trainee.module.register_forward_hook(
+    state, found = build(env, config), list[tuple[int, bool]]()
+    state.module.eval()
+    state.module.register_forward_hook(
         lambda module, inputs, _: found.append((len(inputs[0]), module.training))
     )
-    rehearse(trainee)
+    rehearse(state)
     return found
 
 
@@ -340,11 +344,11 @@ def elsewhere(
 
 def held(env: DistEnv, config: Config, folder: Path) -> Life:
     """Live, with the last trainer holding its first batch past both places. Collective."""
-    trainee, drawn = watched(build(env, config))
+    state, drawn = watched(build(env, config))
     if env.rank == env.world_size - 1:
         until = folder / f"step-{max(PLACES.values()):08d}"
-        trainee = replace(trainee, batches=replace(trainee.batches, held_until=until))
-    return Life(run_loop(env, config, max_steps=None, folder=folder, trainee=trainee), drawn)
+        state = with_setup(state, batches=replace(state.setup.batches, held_until=until))
+    return Life(run_loop(env, config, max_steps=None, folder=folder, state=state), drawn)
 
 
 def left_by(gangs: list[str], folder: Path, *overrides: str) -> dict[str, list[Life]]:
@@ -407,8 +411,10 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
     ordered = sorted(expected)
     assert min(b - a for a, b in pairwise(ordered)) > 1e-3
     for step in PLACES.values():
-        state = load_checkpoint(tmp_path / "asynchronous" / f"step-{step:08d}", map_location="cpu")
-        assert state["position"]["outstanding"] == (1,), "later ones were not taken before it"
+        content = load_checkpoint(
+            tmp_path / "asynchronous" / f"step-{step:08d}", map_location="cpu"
+        )
+        assert content["position"]["outstanding"] == (1,), "later ones were not taken before it"
     ways = {
         "asynchronous": list(sources),
         "single": ["asynchronous"],

@@ -9,14 +9,13 @@ from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from trainees import TOY, Trace, build, compose_config, flat_weights
+from trainees import TOY, Trace, at, build, compose_config, flat_weights
 
 from ddp_runner.checkpoint.manifest import STATE
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.export import deliver
-from ddp_runner.train.loop import Position
+from ddp_runner.train.export import export_best
 from ddp_runner.train.snapshot import snapshot
 
 LOSSES = {1: 0.2, 2: 0.1, 3: 0.3, 4: 0.4}  # of each checkpoint: step 2 is the best, 4 the last
@@ -33,22 +32,21 @@ def delivered(
     env: DistEnv, config: Config, run_dir: Path, damaged: tuple[int, ...]
 ) -> tuple[Tensor, list[str]]:
     """Save four checkpoints, damage some, deliver; return this rank's weights and what it said."""
-    trainee, trace = build(env, config), Trace()
+    state, trace = build(env, config), Trace()
     for step, loss in LOSSES.items():
-        fill(trainee.module, step)
-        state: dict[str, Any] = snapshot(trainee, Position(step=step), config)
+        fill(state.module, step)
+        content: dict[str, Any] = snapshot(at(state, step=step), config)
         if env.is_rank_zero:
             save_checkpoint(
-                run_dir / "checkpoints", state, step=step, metrics={"eval/loss": loss}, keep=9,
+                run_dir / "checkpoints", content, step=step, metrics={"eval/loss": loss}, keep=9,
                 monitor="eval/loss", mode="min", log=print,
             )  # fmt: skip
     if env.is_rank_zero:
         for step in damaged:
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
-    position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, logger=trace, log=trace.said.append)
-    return flat_weights(trainee.module), trace.said
+    export_best(at(state, epoch=1, step=4), config, run_dir, logger=trace, log=trace.said.append)
+    return flat_weights(state.module), trace.said
 
 
 def run(folder: Path, *damaged: int, load_best: bool = True) -> tuple[list[Tensor], list[str]]:
@@ -102,9 +100,8 @@ def test_a_finished_training_never_fails_for_a_manifest(tmp_path: Path) -> None:
 
 def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     """Deliver from a folder whose checkpoint has lost its manifest."""
-    trainee, trace = build(env, config), Trace()
-    fill(trainee.module, 3.0)
+    state, trace = build(env, config), Trace()
+    fill(state.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
-    position = Position(epoch=1, step=4)
-    deliver(trainee, position, config, run_dir, logger=trace, log=trace.said.append)
+    export_best(at(state, epoch=1, step=4), config, run_dir, logger=trace, log=trace.said.append)
     return trace.said

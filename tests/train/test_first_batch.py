@@ -119,10 +119,10 @@ def attempts(env: DistEnv) -> dict[str, str]:
     for name, keys in rows.items():
         config = compose_config(*keys)
         try:
-            trainee = build(env, config)
-            trial = try_first_batch(trainee, config)
+            state = build(env, config)
+            trial = try_first_batch(state, config)
             refuse_mean(trial, config)
-            warned = any("not a sum" in one for one in warnings_of(trial, trainee, config))
+            warned = any("not a sum" in one for one in warnings_of(trial, state, config))
             assert warned == (trial.kind == "neither")
             found[name] = trial.kind
         except UserError as error:
@@ -157,17 +157,17 @@ def traces(env: DistEnv) -> dict[str, bool]:
     found = {}
     for keys in (CONVNET, MNIST_NET, of("Counting"), of("Dropping"), of("Averaging")):
         config = compose_config(*keys)
-        trainee = build(env, config)
-        trainee.module.train()
-        before = {name: one.clone() for name, one in trainee.module.state_dict().items()}
+        state = build(env, config)
+        state.module.train()
+        before = {name: one.clone() for name, one in state.module.state_dict().items()}
         random_state = torch.get_rng_state()
-        try_first_batch(trainee, config)
-        after = trainee.module.state_dict()
+        try_first_batch(state, config)
+        after = state.module.state_dict()
         found[" ".join(keys)] = (
             torch.equal(random_state, torch.get_rng_state())
             and all(torch.equal(before[name], after[name]) for name in before)
-            and all(one.grad is None for one in trainee.module.parameters())
-            and all(part.training for part in trainee.module.modules())
+            and all(one.grad is None for one in state.module.parameters())
+            and all(part.training for part in state.module.modules())
         )
     return found
 

@@ -23,6 +23,7 @@ from trainees import (
     flat_weights,
     run_loop,
     take_steps,
+    with_setup,
 )
 
 from ddp_runner.config.schema import Config
@@ -30,16 +31,15 @@ from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_record import versions
-from ddp_runner.train.loop import evaluate
+from ddp_runner.train.loop import evaluate, forward, train_step
 from ddp_runner.train.schedules import cosine
-from ddp_runner.train.step import forward, train_step
 from ddp_runner.worker import run
 
 EACH_STEP = "train.log_every_steps=1"
 
 
 def loop(env: DistEnv, config: Config, max_steps: int) -> Trace:
-    """Run the training loop of a fresh trainee."""
+    """Run the training loop of a fresh state."""
     return run_loop(env, config, max_steps=max_steps)
 
 
@@ -73,10 +73,10 @@ def test_accumulating_one_of_eight_equals_two_of_four() -> None:
 
 def skipped_syncs(env: DistEnv, config: Config) -> int:
     """Take a step; return how often its mode was asked not to reduce the gradients."""
-    trainee = build(env, config)
-    no_sync = create_autospec(type(trainee.mode).no_sync, side_effect=lambda *_: nullcontext())
-    with patch.object(type(trainee.mode), "no_sync", no_sync):
-        train_step(trainee, next(trainee.batches.epoch(0)))
+    state = build(env, config)
+    no_sync = create_autospec(type(state.setup.mode).no_sync, side_effect=lambda *_: nullcontext())
+    with patch.object(type(state.setup.mode), "no_sync", no_sync):
+        train_step(state, next(state.setup.batches.epoch(0)))
     return int(no_sync.call_count)
 
 
@@ -89,12 +89,12 @@ def test_only_the_last_micro_batch_is_reduced(parts: int) -> None:
 
 def first_update(env: DistEnv, config: Config, scale: float | None = None) -> Tensor:
     """Return by how much the first step changes the weights; `scale` is that of the loss."""
-    trainee = build(env, config)
+    state = build(env, config)
     if scale is not None:
-        trainee = replace(trainee, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
-    before = flat_weights(trainee.module)
-    train_step(trainee, next(trainee.batches.epoch(0)))
-    return flat_weights(trainee.module) - before
+        state = replace(state, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+    before = flat_weights(state.module)
+    train_step(state, next(state.setup.batches.epoch(0)))
+    return flat_weights(state.module) - before
 
 
 def test_clipping_scales_the_whole_gradient_to_the_norm() -> None:
@@ -136,15 +136,15 @@ def test_bf16_stays_near_fp32() -> None:
 
 def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return what evaluate says, and the same figures of the whole set as one batch."""
-    trainee = build(env, config)
-    found, confusion = evaluate(trainee)
-    classes = trainee.dataset.num_classes
+    state = build(env, config)
+    found, confusion = evaluate(state)
+    classes = state.setup.dataset.num_classes
     assert (confusion is None) if classes is None else confusion.shape == (classes, classes)
-    trainee.module.eval()
+    state.module.eval()
     with torch.no_grad():
-        data = trainee.dataset.eval
-        outputs = trainee.module(trainee.dataset.normalize(data.inputs))
-        expected = {"eval/loss": float(trainee.loss_fn(outputs, data.targets)) / len(data)}
+        data = state.setup.dataset.eval
+        outputs = state.module(state.setup.dataset.normalize(data.inputs))
+        expected = {"eval/loss": float(state.setup.loss_fn(outputs, data.targets)) / len(data)}
         if classes is not None:
             from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 
@@ -180,10 +180,10 @@ def test_evaluation_counts_each_sample_once(keys: tuple[str, ...], world_size: i
 
 def multiplied(env: DistEnv, config: Config) -> torch.dtype:
     """Return the dtype of a loss that multiplies the outputs by a matrix in float32."""
-    trainee = build(env, config)
-    trainee = replace(trainee, loss_fn=lambda outputs, _: (outputs @ torch.eye(5)).diagonal())
-    batch = next(trainee.batches.epoch(0)).micro_batches[0]
-    loss: Tensor = forward(trainee, trainee.model, batch)[0]
+    state = build(env, config)
+    state = with_setup(state, loss_fn=lambda outputs, _: (outputs @ torch.eye(5)).diagonal())
+    batch = next(state.setup.batches.epoch(0)).micro_batches[0]
+    loss: Tensor = forward(state, state.model, batch)[0]
     return loss.dtype
 
 
@@ -195,9 +195,9 @@ def test_a_loss_may_compute_as_the_model_does() -> None:
 
 def evaluated_loss(env: DistEnv, config: Config, losses: list[float]) -> float:
     """Return the mean loss of an evaluation whose batches have these losses."""
-    trainee, of_batches = build(env, config), iter(losses)
-    trainee = replace(trainee, loss_fn=lambda *_: torch.tensor(next(of_batches)))
-    return evaluate(trainee)[0]["eval/loss"]
+    state, of_batches = build(env, config), iter(losses)
+    state = with_setup(state, loss_fn=lambda *_: torch.tensor(next(of_batches)))
+    return evaluate(state)[0]["eval/loss"]
 
 
 def test_the_losses_of_an_evaluation_are_added_in_float64() -> None:
@@ -225,16 +225,16 @@ def test_batchnorm_trains_on_what_an_epoch_leaves_over(
 
 def overflowing(env: DistEnv, config: Config) -> tuple[int, int]:
     """Take steps whose scaled gradients overflow at first; return updates and schedule steps."""
-    trainee = build(env, config)
-    large = trainee.loss_fn
-    trainee = replace(trainee, loss_fn=lambda *both: 2.0**20 * large(*both))
+    state = build(env, config)
+    large = state.setup.loss_fn
+    state = with_setup(state, loss_fn=lambda *both: 2.0**20 * large(*both))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=2.0**-30)
-    trainee, updates = replace(trainee, scaler=scaler), 0
-    for batch in trainee.batches.epoch(0):
-        before = flat_weights(trainee.module)
-        train_step(trainee, batch)
-        updates += not torch.equal(before, flat_weights(trainee.module))
-    return updates, trainee.scheduler.scheduler.last_epoch
+    state, updates = replace(state, scaler=scaler), 0
+    for batch in state.setup.batches.epoch(0):
+        before = flat_weights(state.module)
+        train_step(state, batch)
+        updates += not torch.equal(before, flat_weights(state.module))
+    return updates, state.scheduler.scheduler.last_epoch
 
 
 def test_the_schedule_waits_for_steps_that_the_scaler_skipped() -> None:
@@ -254,13 +254,13 @@ def test_a_large_seed_draws_augmentation() -> None:
 
 def diverge(env: DistEnv, config: Config, broken_sample: int | None) -> Trace:
     """Train on a sample that is no number, which one rank alone meets."""
-    trainee = build(env, config)
+    state = build(env, config)
     if broken_sample is not None:
-        inputs = trainee.dataset.train.inputs.clone()
+        inputs = state.setup.dataset.train.inputs.clone()
         inputs[broken_sample] = torch.nan
-        split = Split(inputs, trainee.dataset.train.targets)
-        trainee = replace(trainee, batches=replace(trainee.batches, split=split))
-    return run_loop(env, config, max_steps=4 * STEPS_PER_EPOCH, trainee=trainee)
+        split = Split(inputs, state.setup.dataset.train.targets)
+        state = with_setup(state, batches=replace(state.setup.batches, split=split))
+    return run_loop(env, config, max_steps=4 * STEPS_PER_EPOCH, state=state)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_logged_rate_is_the_one_the_step_was_taken_with() -> None:
 
 def first_losses(env: DistEnv, config: Config) -> tuple[list[float], list[float]]:
     """Return what a run of two epochs said that it began with, and each step's loss."""
-    with patch.object(Trace, "began", autospec=True) as began:
+    with patch.object(Trace, "first_loss", autospec=True) as began:
         trace = run_loop(env, config, max_steps=2 * STEPS_PER_EPOCH)
     return [call.args[1] for call in began.call_args_list], trace.losses
 

@@ -21,10 +21,13 @@ from trainees import (
     TOLERANCES,
     TOY,
     Trace,
+    at,
     build,
     compose_config,
     equal,
     run_loop,
+    serve,
+    with_setup,
 )
 
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
@@ -32,10 +35,8 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.loop import Position
-from ddp_runner.train.roles import take_part
 from ddp_runner.train.snapshot import restore, snapshot
-from ddp_runner.train.step import Trainee
+from ddp_runner.train.state import Position, TrainState
 
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 MID_EPOCH, EPOCH_END = STEPS_PER_EPOCH + 2, STEPS_PER_EPOCH
@@ -115,14 +116,14 @@ def last_step(env: DistEnv, config: Config, folder: Path, num_steps: int) -> lis
 
 def unevaluated(env: DistEnv, config: Config, folder: Path) -> Trace:
     """Resume a run that was saved after its last step and before the evaluation."""
-    trainee = build(env, config)
-    position = Position(epoch=0, step=EPOCH_END, step_in_epoch=STEPS_PER_EPOCH)
-    state = snapshot(trainee, position, config)
+    state = build(env, config)
+    state = at(state, epoch=0, step=EPOCH_END, step_in_epoch=STEPS_PER_EPOCH)
+    content = snapshot(state, config)
     if env.is_rank_zero:
         save_checkpoint(
-            folder, state, step=EPOCH_END, metrics={}, keep=1, monitor=None, mode="max", log=print
+            folder, content, step=EPOCH_END, metrics={}, keep=1, monitor=None, mode="max", log=print
         )
-    return run_loop(env, config, max_steps=EPOCH_END, folder=folder, trainee=trainee)
+    return run_loop(env, config, max_steps=EPOCH_END, folder=folder, state=state)
 
 
 def test_an_evaluation_that_is_missing_is_made_by_the_resume(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def attempts(
     answers = []
     for other in others:
         try:
-            step = restore(build(env, other), Position(), other, folder, log=lambda _: None)
+            step = restore(build(env, other), other, folder, log=lambda _: None)
             answers.append(f"resumed at step {step}")
         except UserError as error:
             answers.append(str(error))
@@ -259,9 +260,9 @@ def test_a_resume_with_another_batch_size_trains_the_epochs_that_are_left(
 def schedule_step(env: DistEnv, config: Config, other: Config, folder: Path) -> int:
     """Train, resume under another config, and return the step of the schedule."""
     run_loop(env, config, max_steps=None, folder=folder)
-    trainee = build(env, other)
-    restore(trainee, Position(), other, folder, log=print)
-    return int(trainee.scheduler.scheduler.last_epoch)
+    state = build(env, other)
+    restore(state, other, folder, log=print)
+    return int(state.scheduler.scheduler.last_epoch)
 
 
 def test_a_schedule_with_a_memory_keeps_its_step_at_another_batch_size(tmp_path: Path) -> None:
@@ -284,9 +285,9 @@ def keys_of_the_group(
 ) -> dict[str, object]:
     """Train, resume under another config, and return what is in the optimizer's group."""
     run_loop(env, config, max_steps=2, folder=folder)
-    trainee = build(env, other)
-    restore(trainee, Position(), other, folder, log=print)
-    return dict(trainee.optimizer.param_groups[0])
+    state = build(env, other)
+    restore(state, other, folder, log=print)
+    return dict(state.optimizer.param_groups[0])
 
 
 def test_a_resumed_run_takes_the_optimizers_keys_that_it_is_given(tmp_path: Path) -> None:
@@ -303,8 +304,7 @@ def made_of_another_model(
     """Resume a run with other keys of its model; return the steps that it goes on from."""
     run_loop(env, config, max_steps=2, folder=folder)
     return [
-        restore(build(env, config), Position(), replace(config, model=one), folder, log=print)
-        for one in models
+        restore(build(env, config), replace(config, model=one), folder, log=print) for one in models
     ]
 
 
@@ -320,9 +320,9 @@ def scaler_states(env: DistEnv, config: Config, folder: Path) -> list[dict[str, 
     """Return how a run leaves its scaler, and how it takes it up again."""
     first, second = build(env, config), build(env, config)
     first = replace(first, scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
-    run_loop(env, config, max_steps=2, folder=folder, trainee=first)
+    run_loop(env, config, max_steps=2, folder=folder, state=first)
     second = replace(second, scaler=torch.amp.GradScaler("cpu"))
-    restore(second, Position(), config, folder, log=print)
+    restore(second, config, folder, log=print)
     return [first.scaler.state_dict(), second.scaler.state_dict()]
 
 
@@ -336,9 +336,9 @@ def test_a_resumed_run_keeps_the_scale_that_it_had_found(tmp_path: Path) -> None
 def with_a_scaler(env: DistEnv, config: Config, folder: Path) -> int | None:
     """Resume a run that scaled no loss as one that does."""
     run_loop(env, config, max_steps=2, folder=folder)
-    trainee = build(env, config)
-    trainee = replace(trainee, scaler=torch.amp.GradScaler("cpu", enabled=True))
-    return restore(trainee, Position(), config, folder, log=print)
+    state = build(env, config)
+    state = replace(state, scaler=torch.amp.GradScaler("cpu", enabled=True))
+    return restore(state, config, folder, log=print)
 
 
 def test_a_run_may_go_on_in_fp16(tmp_path: Path) -> None:
@@ -348,13 +348,13 @@ def test_a_run_may_go_on_in_fp16(tmp_path: Path) -> None:
 
 def of_the_old_order(env: DistEnv, config: Config, folder: Path, step_in_epoch: int) -> str:
     """Resume a checkpoint as versions wrote it that had another order of samples."""
-    trainee = build(env, config)
-    position = Position(epoch=1, step=4 + step_in_epoch, step_in_epoch=step_in_epoch)
-    state = snapshot(trainee, position, config)
-    del state["order_version"]
-    save_whatever(folder, state, step=position.step)
+    state = build(env, config)
+    state = at(state, epoch=1, step=4 + step_in_epoch, step_in_epoch=step_in_epoch)
+    content = snapshot(state, config)
+    del content["order_version"]
+    save_whatever(folder, content, step=state.position.step)
     try:
-        return f"resumed at {restore(trainee, Position(), config, folder, log=print)}"
+        return f"resumed at {restore(state, config, folder, log=print)}"
     except UserError as error:
         return str(error)
 
@@ -372,12 +372,14 @@ def test_an_epoch_of_another_order_cannot_be_finished(
 
 def misfit(env: DistEnv, config: Config, folder: Path) -> str:
     """Resume a checkpoint that claims to be of this model and has another shape."""
-    trainee, position = build(env, config), Position(step=1)
-    state = snapshot(trainee, position, config)
-    state["model"]["net1.weight"] = torch.zeros(3, 3)
-    save_checkpoint(folder, state, step=1, metrics={}, keep=1, monitor=None, mode="max", log=print)
+    state = at(build(env, config), step=1)
+    content = snapshot(state, config)
+    content["model"]["net1.weight"] = torch.zeros(3, 3)
+    save_checkpoint(
+        folder, content, step=1, metrics={}, keep=1, monitor=None, mode="max", log=print
+    )
     with pytest.raises(UserError) as error:
-        restore(trainee, position, config, folder, log=print)
+        restore(state, config, folder, log=print)
     return str(error.value)
 
 
@@ -402,61 +404,60 @@ def test_resumed_run_takes_the_rate_that_it_is_given(tmp_path: Path, scheduler: 
     assert found == expected[MID_EPOCH:]
 
 
-def save_whatever(folder: Path, state: Any, *, step: int = 1) -> None:
+def save_whatever(folder: Path, content: Any, *, step: int = 1) -> None:
     """Save whatever it is as a checkpoint whose checksums are right."""
     save_checkpoint(
-        folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", log=print
+        folder, content, step=step, metrics={}, keep=1, monitor=None, mode="max", log=print
     )
 
 
-def refusal_of(trainee: Trainee, config: Config, folder: Path) -> str:
+def refusal_of(state: TrainState, config: Config, folder: Path) -> str:
     """Return the sentence with which the folder's checkpoint is refused. Collective."""
-    position = Position()
     with pytest.raises(UserError) as error:
-        restore(trainee, position, config, folder, log=lambda _: None)
-    assert position == Position()
+        restore(state, config, folder, log=lambda _: None)
+    assert state.position == Position()
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def without(key: str) -> Callable[[dict[str, Any]], Any]:
     """Return what drops a part of a state."""
-    return lambda state: {name: part for name, part in state.items() if name != key}
+    return lambda content: {name: part for name, part in content.items() if name != key}
 
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of")
 STANDS = {"epoch": 0, "step": 1, "step_in_epoch": 1}
 FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a list": lambda state: [state],
-    "nothing": lambda state: {},
-    "extra key": lambda state: state | {"position": STANDS | {"more": 1}},
-    "word": lambda state: state | {"position": STANDS | {"step": "abc"}},
-    "negative": lambda state: state | {"position": STANDS | {"step_in_epoch": -1}},
-    "another step": lambda state: state | {"position": STANDS | {"step": 7}},
-    "beyond the epoch": lambda state: state | {"position": STANDS | {"step_in_epoch": 99}},
-    "odd batches": lambda state: state | {"position": STANDS | {"outstanding": ("a",)}},
-    "position": lambda state: state | {"position": [1]},
-    "made of": lambda state: state | {"made_of": [1]},
-    "rng": lambda state: state | {"rng": [{"cpu": torch.zeros(3)}]},
-    "rng's key": lambda state: state | {"rng": [{}]},
-    "rng's type": lambda state: state | {"rng": 7},
-    "optimizer": lambda state: state | {"optimizer": []},
-    "schedule": lambda state: state | {"scheduler": {}},
-    "parameters": lambda state: state | {"model": {"a": 1}},
+    "a list": lambda content: [content],
+    "nothing": lambda content: {},
+    "extra key": lambda content: content | {"position": STANDS | {"more": 1}},
+    "word": lambda content: content | {"position": STANDS | {"step": "abc"}},
+    "negative": lambda content: content | {"position": STANDS | {"step_in_epoch": -1}},
+    "another step": lambda content: content | {"position": STANDS | {"step": 7}},
+    "beyond the epoch": lambda content: content | {"position": STANDS | {"step_in_epoch": 99}},
+    "odd batches": lambda content: content | {"position": STANDS | {"outstanding": ("a",)}},
+    "position": lambda content: content | {"position": [1]},
+    "made of": lambda content: content | {"made_of": [1]},
+    "rng": lambda content: content | {"rng": [{"cpu": torch.zeros(3)}]},
+    "rng's key": lambda content: content | {"rng": [{}]},
+    "rng's type": lambda content: content | {"rng": 7},
+    "optimizer": lambda content: content | {"optimizer": []},
+    "schedule": lambda content: content | {"scheduler": {}},
+    "parameters": lambda content: content | {"model": {"a": 1}},
     **{f"no {part}": without(part) for part in PARTS},
 }
 
 
 def refusals(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     """Return the sentence for each forged state, by its name."""
-    trainee = build(env, config)
-    state = snapshot(trainee, Position(**STANDS), config)
+    state = build(env, config)
+    content = snapshot(at(state, **STANDS), config)
     answers = {}
     for number, (name, forge) in enumerate(FORGED.items()):
-        save_whatever(folder / str(number), forge(dict(state)))
-        answers[name] = refusal_of(trainee, config, folder / str(number))
-    save_whatever(folder / "whole", state)
-    assert restore(trainee, Position(), config, folder / "whole", log=print) == 1
+        save_whatever(folder / str(number), forge(dict(content)))
+        answers[name] = refusal_of(state, config, folder / str(number))
+    save_whatever(folder / "whole", content)
+    assert restore(state, config, folder / "whole", log=print) == 1
     return answers
 
 
@@ -471,7 +472,7 @@ def all_damaged(env: DistEnv, config: Config, folder: Path) -> tuple[str, list[s
     """Return how a rank answers to a folder where nothing is whole, and what it says of none."""
     said: list[str] = []
     asked = replace(config, resume="a run")
-    assert restore(build(env, asked), Position(), asked, folder / "none", log=said.append) is None
+    assert restore(build(env, asked), asked, folder / "none", log=said.append) is None
     return refusal_of(build(env, config), config, folder), said
 
 
@@ -488,18 +489,18 @@ def test_where_nothing_is_whole_every_rank_refuses(tmp_path: Path) -> None:
 
 def sharded(env: DistEnv, config: Config) -> list[str]:
     """Return how a rank refuses to save a part of a parameter, and of a moment."""
-    trainee = build(env, config)
+    state = build(env, config)
     mesh = init_device_mesh("cpu", (env.world_size,))
-    whole = trainee.module.net1.weight
+    whole = state.module.net1.weight
     part = distribute_tensor(whole.detach(), mesh, [Shard(0)])
     answers = []
-    trainee.optimizer.state[whole]["momentum_buffer"] = part
+    state.optimizer.state[whole]["momentum_buffer"] = part
     with pytest.raises(UserError) as error:
-        snapshot(trainee, Position(), config)
+        snapshot(state, config)
     answers.append(str(error.value))
-    trainee.module.net1.weight = nn.Parameter(part)
+    state.module.net1.weight = nn.Parameter(part)
     with pytest.raises(UserError) as error:
-        snapshot(trainee, Position(), config)
+        snapshot(state, config)
     return [*answers, str(error.value)]
 
 
@@ -512,12 +513,12 @@ def test_a_sharded_state_is_never_saved(tmp_path: Path) -> None:
 
 def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     """Return how a checkpoint answers to other samples than those it was saved with."""
-    trainee = build(env, config)
-    data = replace(trainee.dataset, digest="a")
-    trainee = replace(trainee, dataset=data)
-    state = snapshot(trainee, Position(step=1), config)
-    save_whatever(folder / "new", state)
-    save_whatever(folder / "old", without("data")(state))
+    state = build(env, config)
+    data = replace(state.setup.dataset, digest="a")
+    state = with_setup(state, dataset=data)
+    content = snapshot(at(state, step=1), config)
+    save_whatever(folder / "new", content)
+    save_whatever(folder / "old", without("data")(content))
     more = Split(data.train.inputs[:20], data.train.targets[:20])
     fewer = Split(data.eval.inputs[:5], data.eval.targets[:5])
     others = {
@@ -527,11 +528,11 @@ def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     }
     answers = {}
     for name, dataset in others.items():
-        other = replace(trainee, dataset=dataset)
+        other = with_setup(state, dataset=dataset)
         answers[name] = refusal_of(other, config, folder / "new")
-        assert restore(other, Position(), config, folder / "old", log=print) == 1
-    drawn = replace(trainee, dataset=replace(data, digest=None))
-    assert restore(drawn, Position(), config, folder / "new", log=print) == 1
+        assert restore(other, config, folder / "old", log=print) == 1
+    drawn = with_setup(state, dataset=replace(data, digest=None))
+    assert restore(drawn, config, folder / "new", log=print) == 1
     return answers
 
 
@@ -562,21 +563,17 @@ def test_the_last_checkpoint_of_a_resumed_run_is_that_of_an_undisturbed_one(
 
 def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], list[list[int]]]:
     """Go on from where an asynchronous run stood with batches 1 and 3 of six outstanding."""
-    trainee = build(env, config)
+    state = build(env, config)
     stands = {"epoch": 1, "step": 4, "step_in_epoch": 0, "outstanding": (1, 3)}
-    state = snapshot(trainee, Position(epoch=1, step=4), config)
-    save_whatever(folder, state | {"position": stands}, step=4)
-    position = Position()
-    assert restore(trainee, position, config, folder, log=print) == 4
-    part = take_part(
-        trainee, env, seed=0, position=position, num_steps=4, timeout_s=30, ended=set, log=print
-    )
-    assert not isinstance(part, str)
+    content = snapshot(at(state, epoch=1, step=4), config)
+    save_whatever(folder, content | {"position": stands}, step=4)
+    assert restore(state, config, folder, log=print) == 4
+    assert serve(env, config, state, max_steps=8, log=print) is None
     numbers, left = [], []
-    for batch in part.batches.epoch(position.epoch):
+    for batch in state.setup.batches.epoch(state.position.epoch):
         numbers.append(batch.number)
-        position.step_in_epoch += 1
-        left.append(list(snapshot(part, position, config)["position"]["outstanding"]))
+        state.position.step_in_epoch += 1
+        left.append(list(snapshot(state, config)["position"]["outstanding"]))
     return numbers, left
 
 

@@ -10,7 +10,7 @@ from trainees import TOY, Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
-from ddp_runner.train.step_timer import StepTimer, part_figures
+from ddp_runner.train.step_timer import StepTimer, part_metrics
 
 NAP_S = 0.1
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}
@@ -20,10 +20,10 @@ WHOLE = {"perf/step_time_ms", "perf/samples_per_s", "perf/peak_memory_gib"}
 
 def loop_with_a_slow_rank(env: DistEnv, config: Config, slow_rank: int | None) -> Trace:
     """Run five steps; one rank sleeps before each forward."""
-    trainee = build(env, config)
+    state = build(env, config)
     if env.rank == slow_rank:
-        trainee.module.register_forward_pre_hook(lambda *_: time.sleep(NAP_S))
-    return run_loop(env, config, max_steps=5, trainee=trainee)
+        state.module.register_forward_pre_hook(lambda *_: time.sleep(NAP_S))
+    return run_loop(env, config, max_steps=5, state=state)
 
 
 def lines_of(trace: Trace) -> list[dict[str, float]]:
@@ -85,7 +85,7 @@ def test_parts_are_those_of_the_mean_step() -> None:
 
 def test_the_rank_that_waits_least_tells_the_exchange() -> None:
     """Ranks spend 5, 9 and 4 ms after their backward: 4 of them exchange, the rest is waiting."""
-    figures = part_figures(
+    figures = part_metrics(
         {StepPart.FORWARD: 2.0, StepPart.COMM: 6.0},
         comm_by_rank=[5.0, 9.0, 4.0],
         step_time_ms=16.0,

@@ -14,7 +14,7 @@ Networks (2012).
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.mode import Role, count_devices, rank_devices
+from ddp_runner.job import Status
+from ddp_runner.parallelism.mode import Duties, Role, count_devices, rank_devices
 from ddp_runner.parallelism.parameter_server.messages import ALIVE, STATUS_OF, copy_parts, packed
 from ddp_runner.parallelism.parameter_server.server import Server
 from ddp_runner.seeds import derive
@@ -52,7 +53,8 @@ class ParameterServer:
             loop=DistEnv(SERVER, env.local_rank, 1, 1, env.node_rank, env.restart_count)
             if is_server
             else None,
-            serving=self,
+            gradients=self.hand_out if is_server else None,
+            serve=None if is_server else self.compute,
         )
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
@@ -77,70 +79,28 @@ class ParameterServer:
         """Return an empty context: a push comes after the last micro-batch."""
         return nullcontext()
 
-    def connect(self, env: DistEnv, *, timeout_s: float) -> Sequence[dist.ProcessGroup]:
-        """Return a group of two for each trainer: gloo closes the whole group that a rank leaves.
+    def hand_out(self, duties: Duties) -> Server:
+        """Return the source of gradients of the loop. Rank 0 only, while the others compute."""
+        links = _connect(duties.timeout_s)
+        return Server(duties, links=links, waits=self.mode == "sync")
 
-        Collective: every rank must call. The server gets all of them, a trainer its own.
-        """
-        timeout = timedelta(seconds=timeout_s)
-        groups = [
-            dist.new_group([SERVER, trainer], backend="gloo", timeout=timeout)
-            for trainer in range(1, env.world_size)
-        ]
-        return [group for group in groups if isinstance(group, dist.ProcessGroup)]
-
-    def serve(
-        self,
-        module: nn.Module,
-        links: Sequence[dist.ProcessGroup],
-        *,
-        num_steps: int,
-        outstanding: Sequence[int],
-        timeout_s: float,
-        ended: Callable[[], Collection[int]],
-        log: Callable[[str], None],
-    ) -> Server:
-        """Return the server's side. Rank 0 only."""
-        return Server(
-            module,
-            links=links,
-            waits=self.mode == "sync",
-            num_steps=num_steps,
-            outstanding=outstanding,
-            timeout_s=timeout_s,
-            ended=ended,
-            log=log,
-        )
-
-    def follow(
-        self,
-        module: nn.Module,
-        links: Sequence[dist.ProcessGroup],
-        *,
-        seed: int,
-        compute: Callable[[int], Tensor],
-    ) -> str:
+    def compute(self, duties: Duties) -> Status:
         """Compute gradients until the server ends; return the run's status. Trainers only.
-
-        Args:
-            module: whose parameters are pulled and whose gradients are pushed.
-            links: the one to the server.
-            seed: of the run.
-            compute: given a step, leaves that batch's gradients and returns its loss.
 
         Raises:
             UserError: no parameter has a gradient.
         """
-        (link,) = links
+        (link,) = _connect(duties.timeout_s)
+        module = duties.module
         order, values, pushed_at = torch.zeros(1).long(), packed(module), time.perf_counter()
         while (step := _received(order, link)) >= 0:
             dist.recv(values, src=SERVER, group=link)
             copy_parts(values, list(module.parameters()))
             waited_s = time.perf_counter() - pushed_at
-            # Dropout as a function of the step alone: a resumed run draws what this one would.
-            torch.manual_seed(derive(seed, "trainer", step, dist.get_rank()))
+            # Dropout depends on the step alone, so a resumed run draws what this one would draw.
+            torch.manual_seed(derive(duties.seed, "trainer", step, dist.get_rank()))
             module.zero_grad(set_to_none=True)
-            loss = compute(step)
+            loss = duties.compute(step)
             if all(parameter.grad is None for parameter in module.parameters()):
                 raise UserError(
                     "no parameter of the model has a gradient; there is nothing to push"
@@ -149,6 +109,18 @@ class ParameterServer:
             dist.send(packed(module, gradients=True, facts=facts), dst=SERVER, group=link)
             pushed_at = time.perf_counter()
         return STATUS_OF[step]
+
+
+def _connect(timeout_s: float) -> list[dist.ProcessGroup]:
+    """Return a group of two for each trainer: gloo closes the whole group that a rank leaves.
+
+    Collective: every rank must call. The server gets all of them, a trainer its own.
+    """
+    groups = [
+        dist.new_group([SERVER, trainer], backend="gloo", timeout=timedelta(seconds=timeout_s))
+        for trainer in range(1, dist.get_world_size())
+    ]
+    return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
 def _received(box: Tensor, link: dist.ProcessGroup) -> int:

@@ -4,15 +4,19 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from ddp_runner.job import Status
+from ddp_runner.metric_names import StepPart
+from ddp_runner.parallelism.mode import Duties
 from ddp_runner.parallelism.parameter_server.messages import (
     ALIVE,
     ALIVE_PER_TIMEOUT,
@@ -48,31 +52,27 @@ class _Task:
 
 
 class Server:
-    """Hands out batches with the parameters, and collects gradients; the loop's `Gradients`."""
+    """Hands out batches with the parameters and collects gradients: see ``GradientSource``."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        links: Sequence[dist.ProcessGroup],
-        waits: bool,
-        num_steps: int,
-        outstanding: Sequence[int],
-        timeout_s: float,
-        ended: Callable[[], Collection[int]],
-        log: Callable[[str], None],
-    ) -> None:
-        self._module, self._waits, self._ended, self._log = module, waits, ended, log
+    def __init__(self, duties: Duties, *, links: Sequence[dist.ProcessGroup], waits: bool) -> None:
+        """Begin to serve.
+
+        Args:
+            duties: what the loop needs.
+            links: a group with each trainer, by rank.
+            waits: each step waits for all trainers; else for any one.
+        """
+        self._duties, self._module, self._waits = duties, duties.module, waits
         self._links = dict(enumerate(links, start=1))  # by trainer
         self._idle, self._tasks = list(self._links), dict[int, _Task]()
         self._version = 0  # updates taken
-        self._todo = deque(outstanding)  # batches to hand out before any new one
-        self._left = max(0, num_steps - len(outstanding))  # new batches not handed out yet
-        self._next: int | None = None
-        self._size = packed(module, gradients=True, facts=torch.zeros(2)).numel()
-        self._dtype = message_dtype(module)
+        self._todo = deque(duties.outstanding)  # batches to hand out before any new one
+        self._next = duties.first_step + len(self._todo)
+        self._left = max(0, duties.num_steps - len(self._todo))  # new batches not handed out yet
+        self._size = packed(self._module, gradients=True, facts=torch.zeros(2)).numel()
+        self._dtype = message_dtype(self._module)
         self._lap, self.lost = _Lap(), list[int]()
-        self._alive_s = timeout_s / ALIVE_PER_TIMEOUT
+        self._alive_s = duties.timeout_s / ALIVE_PER_TIMEOUT
         # A thread for each trainer, so that none waits for the messages of another. It tells its
         # trainer that the server lives while the main thread evaluates or saves for long.
         self._inboxes = {rank: queue.SimpleQueue[_Task | int | None]() for rank in self._links}
@@ -83,15 +83,19 @@ class Server:
         for thread in self._threads.values():
             thread.start()
 
-    def collect(self, *, step: int) -> Tensor:
-        """Leave the gradients of a step in the module; return the mean loss over its samples.
+    def compute(self, state: Any, batch: Any) -> Tensor:
+        """Leave a step's gradients in the module; return the mean loss over its samples.
+
+        Args:
+            state: of the loop; not needed.
+            batch: of the loop; a step that waits for all trainers takes its number.
 
         Raises:
             RuntimeError: one trainer is lost, or all of an asynchronous run.
         """
         if not self._lap.pushes:
             self._lap.started = time.perf_counter()
-        pushes = self._from_all(step) if self._waits else [self._from_any(step)]
+        pushes = self._from_all(batch.number) if self._waits else [self._from_any()]
         parameters = list(self._module.parameters())
         total = sum(pushes[1:], start=pushes[0])
         sizes = [one.numel() for one in parameters]
@@ -106,13 +110,14 @@ class Server:
         self._version += 1
         self._lap.pushes += len(pushes)
         self._lap.trainer_wait_s += sum(float(push[-1]) for push in pushes)
+        self._duties.mark(StepPart.COLLECT)
         return sum((push[-2] for push in pushes), start=torch.zeros(()))
 
-    def outstanding(self) -> tuple[int, ...]:
+    def outstanding(self, state: Any) -> tuple[int, ...]:
         """Return the batches that were handed out and whose gradients have not been taken."""
         return tuple(sorted([*self._todo, *(task.step for task in self._tasks.values())]))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return staleness (updates), waiting times and pushes since the last call."""
         lap, self._lap = self._lap, _Lap()
         steps = len(lap.staleness)
@@ -125,7 +130,7 @@ class Server:
             "ps/num_trainers": len(self._idle) + len(self._tasks),
         }
 
-    def close(self, status: str) -> None:
+    def close(self, status: Status) -> None:
         """Tell the trainers how the run ended; what they still compute is dropped."""
         while self._tasks:
             rank, push = self._first_answer()
@@ -140,7 +145,6 @@ class Server:
 
     def _from_all(self, step: int) -> list[Tensor]:
         values = packed(self._module)
-        step = self._todo.popleft() if self._todo else step
         trainers, self._idle = self._idle, []
         for rank in trainers:
             self._give(rank, step, values)
@@ -151,9 +155,7 @@ class Server:
         self._idle, self._tasks = trainers, {}
         return pushes
 
-    def _from_any(self, step: int) -> Tensor:
-        if self._next is None:
-            self._next = step + len(self._todo)
+    def _from_any(self) -> Tensor:
         while True:
             self._give_all_idle()
             if not self._tasks:
@@ -172,7 +174,7 @@ class Server:
         """Wait for any trainer; return its rank and push, None if it is lost."""
         while not (answered := [rank for rank, task in self._tasks.items() if task.push.done()]):
             # A message to a process that has just ended may never fail: gloo does not always see.
-            if answered := [rank for rank in self._tasks if rank in self._ended()]:
+            if answered := [rank for rank in self._tasks if rank in self._duties.ended()]:
                 break
             pushes = [task.push for task in self._tasks.values()]
             wait(pushes, timeout=POLL_S, return_when=FIRST_COMPLETED)
@@ -181,7 +183,7 @@ class Server:
         if not task.push.done() or task.push.exception():
             self._todo.append(task.step)
             reason = str(task.push.exception()) if task.push.done() else ""
-            self._lose(rank, was_silent="imed out" in reason and rank not in self._ended())
+            self._lose(rank, was_silent="imed out" in reason and rank not in self._duties.ended())
             return rank, None
         self._lap.staleness.append(self._version - task.version)
         return rank, task.push.result()
@@ -193,7 +195,6 @@ class Server:
             if self._todo:
                 step = self._todo.popleft()
             else:
-                assert self._next is not None
                 step, self._next, self._left = self._next, self._next + 1, self._left - 1
             self._give(rank, step, values)
 
@@ -236,4 +237,4 @@ class Server:
         self._inboxes[rank].put(None)
         left = len(self._idle) + len(self._tasks)
         reason = "no answer within backend.timeout_s" if was_silent else "its process ended"
-        self._log(f"rank {rank} is lost ({reason}); the run goes on with {left} trainer(s)")
+        self._duties.log(f"rank {rank} is lost ({reason}); the run goes on with {left} trainer(s)")

@@ -1,0 +1,75 @@
+"""Where the gradients of a step come from: this rank's own backward, or ranks that serve it."""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+
+from torch import Tensor
+
+from ddp_runner.data.batches import StepBatch
+from ddp_runner.job import Status
+from ddp_runner.parallelism.mode import Duties
+from ddp_runner.train.loop import backward
+from ddp_runner.train.state import TrainState
+
+
+class OwnGradients:
+    """Computes each step's gradients on this rank; see ``GradientSource``."""
+
+    lost: Collection[int] = ()
+
+    def compute(self, state: TrainState, batch: StepBatch) -> Tensor:
+        """Accumulate, skip the reduction but for the last micro-batch, and run backward."""
+        return backward(state, batch)
+
+    def outstanding(self, state: TrainState) -> tuple[int, ...]:
+        """Return the batches that an asynchronous run left out and this one has yet to compute."""
+        position, batches = state.position, state.setup.batches
+        here = position.epoch * batches.steps_per_epoch + position.step_in_epoch
+        return tuple(batch for place, batch in batches.instead.items() if place >= here)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return no metrics of its own."""
+        return {}
+
+    def close(self, status: Status) -> None:
+        """Do nothing: nobody else waits for the end of the run."""
+
+
+def duties_of(
+    state: TrainState,
+    *,
+    max_steps: int,
+    seed: int,
+    timeout_s: float,
+    ended: Callable[[], Collection[int]],
+    log: Callable[[str], None],
+) -> Duties:
+    """Return what a mode needs in which some ranks compute gradients for the loop.
+
+    Args:
+        state: of this rank, at the position where the run goes on.
+        max_steps: the step at which the run ends.
+        seed: of the run.
+        timeout_s: a rank that is silent for so long counts as lost.
+        ended: returns the ranks whose processes are known to have ended.
+        log: takes a line for the user.
+    """
+    position, batches = state.position, state.setup.batches
+    order = lru_cache(maxsize=2)(batches.order)
+
+    def compute(number: int) -> Tensor:
+        epoch, index = divmod(number, batches.steps_per_epoch)
+        return backward(state, batches.step(epoch, index, order=order(epoch)))
+
+    return Duties(
+        module=state.module,
+        first_step=position.epoch * batches.steps_per_epoch + position.step_in_epoch,
+        num_steps=max(0, max_steps - position.step),
+        outstanding=position.outstanding,
+        compute=compute,
+        seed=seed,
+        timeout_s=timeout_s,
+        ended=ended,
+        mark=state.setup.timer.mark,
+        log=log,
+    )
