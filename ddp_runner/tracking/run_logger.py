@@ -167,7 +167,7 @@ def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
     """Write a dataset's files into the run folder, so that its model can be used without the data.
 
     Raises:
-        UserError: the run that is resumed has others, as its model was trained on other data.
+        UserError: the run folder has other files, so the model was trained on other data.
     """
     for name, content in files.items():
         path = run_dir / name
