@@ -5,6 +5,7 @@ killed leaves nothing to repair.
 """
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -133,7 +134,10 @@ class LiveLine:
             room = width - len(epoch) - len(rest)
         line = Text()
         if self._title:
-            title = _shortened(self._title, max(MIN_TITLE, room - 2))
+            title = self._title
+            if len(title) > room - 2:  # the job's name says more than the words before it
+                title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
+            title = _shortened(title, max(MIN_TITLE, room - 2))
             line.append(f"{title}  ", style="bold")
             room -= len(title) + 2
         line.append(epoch)

@@ -49,7 +49,7 @@ def test_a_sweep_shows_its_header_once_and_a_line_for_each_job(tmp_path: Path) -
     names = [f"world_size={size},seed={seed}" for size in (1, 2) for seed in (1, 2)]
     assert [re.split(r": |  ", line)[1] for line in results] == names
     assert all("  completed in " in line for line in results)
-    assert re.search(r"job 4 of 4: .*epoch \d/2  .*step \d+/10", text)
+    assert re.search(r"(job 4 of 4: |4/4 )world_size=2,seed=2 .*epoch \d/2  .*step \d+/10", text)
     assert "\x1b[?25l" not in text, "a killed rank would leave the cursor hidden"
     first = lines.index(results[0])
     assert lines[first : first + 4] == results

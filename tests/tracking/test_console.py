@@ -71,7 +71,7 @@ def test_a_sweeps_job_has_its_title_in_the_line_and_leaves_none(columns: int) ->
     """Its result takes the place of the line."""
     *_, last, nothing = drawn(columns=columns, title=TITLE)
     assert len(last) < columns
-    assert last.startswith("job 12 of 60")
+    assert last.startswith("12/60 world_size=2,")
     assert "epoch 5/10" in last
     assert "step 300/600  loss 0.1234" in last
     assert last.endswith("samples/s") or last.endswith("left")
