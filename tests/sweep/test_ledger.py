@@ -192,7 +192,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     end = run_command(*command, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert the_sweep(tmp_path) == sweep
-    assert set(statuses(sweep).values()) == {"done"}
+    assert set(statuses(sweep).values()) == {"completed"}
     assert [path.name for path in run_dirs(sweep)] == [f"seed={seed}" for seed in range(5)]
     assert {path: (path / "run.json").stat().st_mtime_ns for path in done} == done
     assert "resumed from" in (sweep / "seed=2" / "logs" / "rank-0.log").read_text()

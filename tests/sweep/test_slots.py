@@ -200,7 +200,7 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     slow.let_go()
     assert run_command(*command, folder=tmp_path, environ=slow.environ).exit_code == 0
     assert the_sweep(tmp_path) == sweep
-    assert set(statuses(sweep).values()) == {"done"}
+    assert set(statuses(sweep).values()) == {"completed"}
     assert [record(run_dir).get("packed") for run_dir in run_dirs(sweep)] == [True, True, None]
     for run_dir in run_dirs(sweep)[:2]:
         assert (run_dir / "logs" / "rank-0.log").read_text().count("resumed from") == 2
