@@ -1,5 +1,5 @@
-"""Runs against runs: read (``runs``), worked out (``analysis``), shown (``tables``, ``plots``).
+"""Compare runs: read them (``runs``), compute (``analysis``), show the result (``render``).
 
-Torch-free. ``python -m ddp_runner.compare`` is the command; other code calls ``runs.read_runs``
-and ``analysis.compare``.
+The package never imports torch. The command is ``python -m ddp_runner.compare``; other code uses
+``runs.read_runs`` and ``analysis.compare``.
 """

@@ -1,9 +1,8 @@
-"""What a step should take at more ranks: the fewest ranks' computing and a measured all-reduce.
+"""Predicted step times: the computing of the baseline plus a measured all-reduce.
 
-A prediction takes the step of the baseline apart. What it computes grows with the samples of a
-rank, the optimizer and the rest stay, and DDP adds the all-reduce of its gradients, bucket by
-bucket, none of it hidden behind the backward. How long an all-reduce of so many bytes takes, the
-collectives benchmark (``task=collectives``) has measured for the same backend and world size.
+The time for computing grows with the samples per rank, the optimizer and the rest stay the same,
+and DDP adds the all-reduce of its gradients, bucket by bucket, with no overlap with the backward.
+``task=collectives`` has measured the all-reduce with the same backend and world size.
 """
 
 import math
@@ -14,28 +13,41 @@ from ddp_runner.compare.run import Run
 from ddp_runner.metric_names import StepPart
 
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
-REST = "rest"  # of a step's time: what no part accounts for
+REST = "rest"  # the time of a step outside of its measured parts
 
 
 @dataclass(frozen=True)
-class Link:
-    """A backend between so many ranks: an all-reduce of S bytes takes latency + S / bandwidth."""
+class AllReduceFit:
+    """The time of an all-reduce of S bytes as latency + S / bandwidth."""
 
     backend: str
     world_size: int
     latency_us: float
-    gb_per_s: float  # 1e9 bytes of the message a second: nccl-tests' algbw
-    num_sizes: int  # messages that it is fitted to
-    error: float  # of the fit: the median over those, as a part of the time
+    gb_per_s: float  # 1e9 bytes of the message per second, the algbw of nccl-tests
+    num_sizes: int  # message sizes in the fit
+    error: float  # median relative error of the fit
 
     def time_ms(self, num_bytes: int, num_messages: int) -> float:
-        """Return how long an all-reduce in so many messages takes."""
+        """Return the time for so many bytes in so many messages."""
         return num_messages * self.latency_us / 1e3 + num_bytes / self.gb_per_s / 1e6
+
+
+AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The mean step of a setting."""
+
+    run: Run  # any run of the setting
+    samples_per_s: float
+    step_time_ms: float
+    parts_ms: Mapping[str, float]  # those that were measured
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row's step as it should be, and what it is."""
+    """The predicted step of a row, beside the measured step."""
 
     samples_per_s: float
     speedup: float  # over the baseline
@@ -43,87 +55,75 @@ class Prediction:
     measured_ms: Mapping[str, float]  # the same parts
 
 
-def links_of(runs: Sequence[Run]) -> dict[tuple[str, int], Link]:
-    """Return the links that ``task=collectives`` runs have measured, by backend and world size."""
+def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
+    """Return what ``task=collectives`` runs have measured."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for run in runs:
-        place = (str(run.config.get("backend.name")), run.world_size)
-        for one in run.record.get("collectives", ()):
-            if (one.get("op"), one.get("reduce_op"), one.get("dtype")) == (
-                *("all_reduce", "sum"),
-                "float32",
-            ):
-                points.setdefault(place, []).append((one["bytes"], one["latency_us"]["median"]))
-    found = {place: _fit(place, measured) for place, measured in points.items()}
-    return {place: link for place, link in found.items() if link is not None}
+        key = (str(run.config.get("backend.name")), run.world_size)
+        for call in run.record.get("collectives", ()):
+            kind = (call.get("op"), call.get("reduce_op"), call.get("dtype"))
+            if kind == ("all_reduce", "sum", "float32"):
+                points.setdefault(key, []).append((call["bytes"], call["latency_us"]["median"]))
+    fits = [_fit(backend, ranks, measured) for (backend, ranks), measured in points.items()]
+    return {(fit.backend, fit.world_size): fit for fit in fits if fit is not None}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The mean step of one setting's runs, of which the first stands for what they share."""
+def predict(step: MeasuredStep, base: MeasuredStep, fits: AllReduceFits) -> Prediction | None:
+    """Predict the step of a setting from the baseline's; None if a measurement is missing.
 
-    run: Run
-    samples_per_s: float
-    step_time_ms: float
-    parts_ms: Mapping[str, float]  # as far as they were measured
-
-
-def predict(
-    row: Measured, base: Measured, links: Mapping[tuple[str, int], Link]
-) -> Prediction | None:
-    """Return what the base's step and a link say of a row; None where something was not measured.
-
-    Only a mode that all-reduces its gradients in buckets, as DDP does, can be predicted.
+    Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction.
     """
-    run, first = row.run, base.run
+    run = step.run
     num_bytes = run.record.get("gradient_bytes")
     cap_mb = run.config.get("parallelism.bucket_cap_mb")
-    link = links.get((str(run.config.get("backend.name")), run.world_size))
-    own, basic = _parts(row), _parts(base)
-    if not (own and basic and link and num_bytes and cap_mb):
+    fit = fits.get((str(run.config.get("backend.name")), run.world_size))
+    measured_ms, base_ms = _all_parts_ms(step), _all_parts_ms(base)
+    if not (measured_ms and base_ms and fit and num_bytes and cap_mb):
         return None
-    samples, of_base = (int(one.config["batch.global_size"]) for one in (run, first))
-    growth = (samples / run.world_size) / (of_base / first.world_size)
-    parts: dict[str, float] = {part: basic[part] * growth for part in PER_SAMPLE}
-    parts |= {part: basic[part] for part in (StepPart.OPTIMIZER, REST)}
-    exchange_ms = link.time_ms(num_bytes, num_buckets(num_bytes, cap_mb))
-    parts |= {StepPart.COMM: exchange_ms, StepPart.WAIT: 0.0}
-    samples_per_s = 1000 * samples / sum(parts.values())
-    return Prediction(samples_per_s, samples_per_s / base.samples_per_s, parts, own)
+    samples = int(run.config["batch.global_size"])
+    base_samples = int(base.run.config["batch.global_size"])
+    growth = (samples / run.world_size) / (base_samples / base.run.world_size)
+    parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
+    parts_ms |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}
+    parts_ms[StepPart.COMM] = fit.time_ms(num_bytes, num_buckets(num_bytes, cap_mb))
+    parts_ms[StepPart.WAIT] = 0.0
+    samples_per_s = 1000 * samples / sum(parts_ms.values())
+    return Prediction(samples_per_s, samples_per_s / base.samples_per_s, parts_ms, measured_ms)
 
 
 def num_buckets(num_bytes: int, cap_mb: float) -> int:
-    """Return in how many messages DDP sends gradients of so many bytes.
+    """Return the number of messages in which DDP sends gradients of so many bytes.
 
-    Its first bucket is no smaller than the others: that is so only where no cap is given.
+    DDP makes its first bucket smaller only if no cap is given, and ``bucket_cap_mb`` is one.
     """
     return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
 
 
-def _parts(row: Measured) -> dict[str, float] | None:
-    """Return all parts of a step, which add up to it; None: they were not measured."""
+def _all_parts_ms(step: MeasuredStep) -> dict[str, float] | None:
+    """Return all parts of a step, which add up to its time; None if one was not measured."""
     needed = (*PER_SAMPLE, StepPart.OPTIMIZER)
-    if not set(needed).issubset(row.parts_ms):
+    if not set(needed).issubset(step.parts_ms):
         return None
     names = (*needed, StepPart.COMM, StepPart.WAIT)
-    parts: dict[str, float] = {part: row.parts_ms.get(part, 0.0) for part in names}
-    return {**parts, REST: row.step_time_ms - sum(parts.values())}
+    parts: dict[str, float] = {part: step.parts_ms.get(part, 0.0) for part in names}
+    return {**parts, REST: step.step_time_ms - sum(parts.values())}
 
 
-def _fit(place: tuple[str, int], points: Sequence[tuple[int, float]]) -> Link | None:
-    """Fit time = latency + bytes / bandwidth, each size weighing the same by its relative error."""
-    import numpy as np  # a tenth of a second that most comparisons need not spend
+def _fit(backend: str, world_size: int, points: Sequence[tuple[int, float]]) -> AllReduceFit | None:
+    """Fit time = latency + bytes / bandwidth with equal weights for the relative errors."""
+    import numpy as np  # takes 0.1 s, and most comparisons have nothing to fit
 
     sizes, times_us = (np.array(values, dtype=float) for values in zip(*points, strict=True))
     if len(set(sizes)) < 2:
         return None
     slope, intercept = np.polyfit(sizes, times_us, 1, w=1 / times_us)
     if slope <= 0:
-        return None  # larger messages were not slower: nothing but noise was measured
+        return None  # larger messages were not slower: the measurement is noise
     latency_us = max(0.0, float(intercept))
     errors = abs(latency_us + slope * sizes - times_us) / times_us
-    return Link(
-        *place,
+    return AllReduceFit(
+        backend=backend,
+        world_size=world_size,
         latency_us=latency_us,
         gb_per_s=float(1 / (slope * 1e3)),
         num_sizes=len(set(sizes)),

@@ -1,4 +1,4 @@
-"""One run as it was left: run.json, its config and its metrics, and what follows from them."""
+"""One run folder as data: run.json, the config, the metrics, and what follows from them."""
 
 import sys
 from collections.abc import Mapping
@@ -11,23 +11,23 @@ from typing import Any, TypeGuard
 class Run:
     """One run folder."""
 
-    folder: Path  # below the path that was given
-    reason: str | None = None  # why it cannot be compared; None: it can
-    notes: tuple[str, ...] = ()  # what to know about one that can
+    folder: Path  # the path that the user gave, or a folder below it
+    reason: str | None = None  # why it cannot be compared; None if it can
+    notes: tuple[str, ...] = ()  # what a reader must know about it
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json
     config: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and values
-    lines: tuple[Mapping[str, float | None], ...] = ()  # metrics.jsonl; None: was not finite
+    lines: tuple[Mapping[str, float | None], ...] = ()  # metrics.jsonl; None: not finite
 
     @property
     def world_size(self) -> int:
-        """Ranks over all machines."""
+        """Number of ranks on all machines."""
         return int(self.record["world_size"])
 
     @property
     def num_devices(self) -> int:
-        """Devices over all machines; on the CPU a rank counts as one.
+        """Number of devices on all machines; on the CPU a rank counts as one.
 
-        An older run.json names rank 0's devices alone: its different GPUs, times the ranks.
+        Earlier versions recorded only the devices of rank 0: its distinct GPUs, times the ranks.
         """
         count = self.record.get("num_devices")
         if isinstance(count, int) and count > 0:
@@ -38,15 +38,16 @@ class Run:
 
     @property
     def sessions(self) -> list[Mapping[str, Any]]:
-        """From each start, or resume, to its end; an older run.json says nothing of them."""
-        found = self.record.get("sessions")
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        """One entry for the start and one for each resume; empty for earlier versions."""
+        sessions = self.record.get("sessions")
+        listed = sessions if isinstance(sessions, list) else []
+        return [session for session in listed if isinstance(session, dict)]
 
     @property
     def busy_share(self) -> float | None:
-        """The part of the cores' time that others took, other machines of a hypervisor included.
+        """Share of the cores' time that other work used, other virtual machines included.
 
-        Of rank 0's machine, since the last start; None: not known.
+        Measured on the machine of rank 0 since the last start; None if unknown.
         """
         load = self.record.get("load")
         end = load.get("end") if isinstance(load, dict) else None
@@ -58,31 +59,32 @@ class Run:
 
     @property
     def seed(self) -> Any:
-        """The seed of the weights, the order of the samples and their augmentation."""
+        """Seed of the weights, the order of the samples and their augmentation."""
         return self.config.get("seed")
 
     @property
-    def is_packed(self) -> bool:
-        """Whether it ran beside others on the same machine, so that its times say little."""
-        return self.record.get("packed") is True
+    def is_parallel_job(self) -> bool:
+        """Whether other jobs of its sweep ran on the machine meanwhile and slowed it down."""
+        # Earlier versions wrote `packed`.
+        return self.record.get("parallel_jobs", self.record.get("packed")) is True
 
     @property
     def final(self) -> dict[str, float]:
-        """The last value of each metric that is a finite number."""
+        """Last value of each metric, if it is finite."""
         metrics = self.record["metrics"].items()
         return {key: float(value) for key, value in metrics if is_finite(value)}
 
     def number(self, name: str) -> float | None:
-        """Return a field of run.json, None where it is no finite number."""
+        """Return a field of run.json; None if it is not a finite number."""
         value = self.record.get(name)
         return float(value) if is_finite(value) else None
 
     def values(self, metric: str) -> list[float]:
-        """Return a metric's finite values, in the order of the steps."""
-        found = (line.get(metric) for line in self.lines)
-        return [value for value in found if value is not None]
+        """Return the finite values of a metric in the order of the steps."""
+        values = (line.get(metric) for line in self.lines)
+        return [value for value in values if value is not None]
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a number that a float can hold."""
+    """Return whether a value is a number within the range of a float."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max

@@ -1,10 +1,11 @@
-"""Run folders as they were left: found below paths and read; one that cannot be used says why.
+"""Find run folders below paths and read them: run.json, metrics.jsonl and .hydra/config.yaml.
 
-Reads run.json, metrics.jsonl and .hydra/config.yaml, nothing else.
+A run that cannot be used has a reason instead of data.
 """
 
 import json
 import os
+import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -22,29 +23,27 @@ from ddp_runner.job import Status
 from ddp_runner.tracking.run_record import RUN_RECORD, read_run_record
 
 METRICS_FILE, CONFIG_FILE = "metrics.jsonl", Path(".hydra", "config.yaml")
-INSIDE_A_RUN = (".hydra", "checkpoints", "logs")  # never searched for runs
-NEEDED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": dict}
+INSIDE_A_RUN = (".hydra", "checkpoints", "logs")  # not searched for runs
+REQUIRED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": dict}
 KNOWN_FIELDS = {
-    *NEEDED,
-    *("status", "error", "task", "git_revision", "versions", "host", "num_nodes", "parallelism"),
-    *("backend", "devices", "num_threads", "restarts", "warnings", "started_at", "finished_at"),
-    *("wall_s", "startup_s", "epoch", "step", "confusion_matrix", "lost_ranks", "packed"),
-    *("cores", "cuda_visible_devices", "num_devices", "load", "sessions"),
-    *("launch_id", "launches", "agents", "work_hash"),
-    *("collectives", "not_in_backend", "checks", "num_parameters", "gradient_bytes"),
-}
-# PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
+    *REQUIRED, "status", "error", "task", "git_revision", "versions", "host", "num_nodes",
+    "parallelism", "backend", "devices", "num_threads", "restarts", "warnings", "started_at",
+    "finished_at", "wall_s", "startup_s", "epoch", "step", "confusion_matrix", "lost_ranks",
+    "parallel_jobs", "packed", "cores", "cuda_visible_devices", "num_devices", "load", "sessions",
+    "launch_id", "launches", "agents", "work_hash", "collectives", "not_in_backend", "checks",
+    "num_parameters", "gradient_bytes",
+}  # fmt: skip
+# PyYAML's own parser takes ten times as long as libyaml, which most builds of it contain.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Return the runs in and below folders, each once even where the paths overlap.
+    """Return the runs in and below folders, each once, even if the paths overlap.
 
-    A copy of a run folder, known by its config hash and the instant of its last start, counts once
-    too.
+    A copy of a run, recognised by its config hash and the time of its last start, is left out.
 
     Raises:
-        UserError: there is no run in or below one of the paths.
+        UserError: One of the paths contains no run.
     """
     runs: dict[Path, Run] = {}
     seen: set[tuple[str, float]] = set()
@@ -52,12 +51,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         folders = sorted(_run_folders(path))
         if not folders:
             raise UserError(
-                f"{path} holds no run (a folder with a {RUN_RECORD}); name a run's folder, a "
-                "sweep's, or outputs"
+                f"{path} contains no run (a folder with a {RUN_RECORD}); give the folder of a run, "
+                "of a sweep, or outputs"
             )
         for folder in folders:
-            place = folder.resolve()
-            if place in runs:
+            resolved = folder.resolve()
+            if resolved in runs:
                 continue
             run = read_run(folder)
             started_at = [run.record, *run.sessions][-1].get("started_at")
@@ -66,35 +65,36 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
                 if identity in seen:
                     continue
                 seen.add(identity)
-            runs[place] = run
+            runs[resolved] = run
     return list(runs.values())
 
 
 def read_run(folder: Path) -> Run:
-    """Return one run; one that is damaged, not completed or of another format has a reason."""
+    """Return one run; a run that is damaged, not completed or of another format has a reason."""
     if folder.is_dir() and not (folder / RUN_RECORD).exists():
-        return Run(folder, reason=f"there is no {RUN_RECORD}: it never began, or is a partial copy")
+        reason = f"no {RUN_RECORD}: the run never started, or the copy is incomplete"
+        return Run(folder, reason=reason)
     record: Mapping[str, Any] = {}
     try:
         record = read_run_record(folder)
-        if (reason := _unfinished(folder, record) or _unusable(record)) is not None:
-            return Run(folder, reason=reason, record=record)
-        config = yaml.load((folder / CONFIG_FILE).read_bytes(), Loader=LOADER)  # a safe one
+        if (problem := _unfinished(folder, record) or _unusable(record)) is not None:
+            return Run(folder, reason=problem, record=record)
+        config = yaml.load((folder / CONFIG_FILE).read_bytes(), Loader=LOADER)  # a safe loader
         if not isinstance(config, dict):
-            raise ValueError("it holds no mapping")
+            raise ValueError("it is not a mapping")
         keys = dict(leaves(with_moved_names(config)))
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
-    except Exception as error:  # of any kind, as PyYAML makes of odd tags
+    except Exception as error:  # PyYAML raises errors of any type for odd tags
         return Run(folder, reason=_sentence(folder, error, record), record=record)
-    notes = [_foreign(record)] if _foreign(record) else []
+    notes = list(_version_notes(record))
     if num_damaged:
         num_lines = num_damaged + len(lines)
-        notes.append(f"{num_damaged} of {num_lines} lines of {METRICS_FILE} are damaged, left out")
+        notes.append(f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged")
     return Run(folder, notes=tuple(notes), record=record, config=keys, lines=tuple(lines))
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
-    """Yield the folders that are, or were to be, runs, and those that cannot be looked into."""
+    """Yield the folders that hold at least a part of a run, and those that cannot be read."""
     unreadable: list[Path] = []
     walk = os.walk(path, onerror=lambda error: unreadable.append(Path(error.filename)))
     for name, subfolders, files in walk:
@@ -106,51 +106,50 @@ def _run_folders(path: Path) -> Iterator[Path]:
 
 
 def _unfinished(folder: Path, record: Mapping[str, Any]) -> str | None:
-    """Return why a run that has not been completed is not compared; None: it has been."""
+    """Return why a run is not completed; None if it is."""
     status, error = record.get("status"), record.get("error")
-    sentence = error.get("sentence") if isinstance(error, dict) else None
     if status == Status.COMPLETED:
         return None
     if status == Status.RUNNING:
         lines = folder / METRICS_FILE
         written = (lines if lines.exists() else folder / RUN_RECORD).stat().st_mtime
-        minutes = max(0, int(time.time() - written) // 60)
-        age = "in the last minute" if minutes == 0 else f"{minutes} min ago"
-        return f"still running, or killed without a word; it last wrote {age}"
+        minutes = int(time.time() - written) // 60
+        age = f"{minutes} min ago" if minutes > 0 else "less than a minute ago"
+        return f"still running, or killed; last write {age}"
     if status in (Status.FAILED, Status.PREEMPTED):
+        sentence = error.get("sentence") if isinstance(error, dict) else None
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
-    return f"{RUN_RECORD} is of another format: status is {_brief(status)}"
+    return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
 
 
 def _unusable(record: Mapping[str, Any]) -> str | None:
     if "checks" in record:
-        return "a task=check has no metrics to compare"
-    for name, kind in NEEDED.items():
+        return "a task=check run has no metrics to compare"
+    for name, kind in REQUIRED.items():
         value = record.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
-            found = f"{name} is {_brief(value)}, expected {kind.__name__}"
-            return f"{RUN_RECORD} is of another format: {found}"
+            wrong = f"{name} is {reprlib.repr(value)}, expected {kind.__name__}"
+            return f"{RUN_RECORD} has an unknown format: {wrong}"
     return None
 
 
 def _sentence(folder: Path, error: Exception, record: Mapping[str, Any]) -> str:
     if isinstance(error, UserError):
-        return str(error).replace(f"{folder}{os.sep}", "")  # alike for all runs with this fault
+        return str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
     if isinstance(error, OSError):
         return f"{Path(error.filename).name} cannot be read ({error.strerror})"
     name = CONFIG_FILE if record else RUN_RECORD
     return f"{name} cannot be read ({' '.join(str(error).split())})"
 
 
-def _foreign(record: Mapping[str, Any]) -> str:
-    """Return how the program that wrote a record differs from this one; empty: it does not."""
+def _version_notes(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note if another version of the program wrote the record."""
     versions = record.get("versions")
     theirs = versions.get("ddp_runner") if isinstance(versions, dict) else None
-    if theirs == _version():
-        return ""
-    unknown = ", ".join(sorted(set(record) - KNOWN_FIELDS))
-    fields = f"; unknown here: {unknown}" if unknown else ""
-    return f"written by ddp_runner {theirs or '(not said)'}, this is {_version()}{fields}"
+    if theirs != _version():
+        sentence = f"written by ddp_runner {theirs or '(unknown)'}, this is {_version()}"
+        unknown = ", ".join(sorted(set(record) - KNOWN_FIELDS))
+        yield f"{sentence}; unknown fields: {unknown}" if unknown else sentence
 
 
 @cache
@@ -159,7 +158,7 @@ def _version() -> str:
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
-    """Return the whole lines of a file of metrics, and how many there are that are not."""
+    """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
     num_damaged = 0
     for text in path.read_bytes().splitlines() if path.exists() else ():
@@ -177,8 +176,3 @@ def _number(value: Any) -> float | None:
     if value is None or isinstance(value, int | float):
         return value if is_finite(value) else None
     raise ValueError
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

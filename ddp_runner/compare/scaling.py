@@ -1,98 +1,116 @@
-"""Speedup and efficiency: what more devices make of the speed of the fewest."""
+"""Speedup and efficiency: the speed on more devices relative to the speed on the fewest."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ddp_runner.compare.settings import BATCH, Setting, identity, place
+from ddp_runner.compare.settings import BATCH_SIZES, Setting, counted, identity
+from ddp_runner.compare.stats import Stat
 
-SUPERLINEAR = 1.1  # an efficiency above it asks for an explanation
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast one setting is."""
-
-    setting: Setting
-    samples_per_s: float | None
-    sd: float | None = None  # of samples_per_s, over the setting's runs
+SUPERLINEAR = 1.1  # an efficiency above it needs an explanation
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A setting's speed against that of its baseline."""
+    """The speed of a setting relative to its baseline."""
 
-    batch: int  # the size that is equal: global for strong, per rank for weak scaling
+    batch: int  # the constant size: global for strong scaling, per rank for weak scaling
     base: str  # in words
-    base_index: int  # among the speeds
+    base_index: int  # in the sequence of settings
     base_num_devices: int
-    speedup: float  # samples a second, as a multiple of the baseline's
-    speedup_sd: float | None  # over the setting's runs; the baseline's mean is taken as exact
-    efficiency: float  # the speedup over the ratio of the devices: 1 is ideal
+    speedup: float  # ratio of samples per second
+    speedup_sd: float | None  # over the setting's runs; takes the baseline's mean as exact
+    efficiency: float  # speedup divided by the ratio of devices; 1 is ideal
 
     @property
     def is_superlinear(self) -> bool:
-        """Whether it is more than the devices explain."""
+        """Whether the additional devices alone cannot explain the speedup."""
         return self.efficiency > SUPERLINEAR
 
 
-def scalings(
-    speeds: Sequence[Speed], *, batch_key: str, include_packed: bool
-) -> list[Scaling | None]:
-    """Return each setting's scaling among those that differ by ranks and devices alone.
+@dataclass(frozen=True)
+class _Speed:
+    index: int  # in the sequence of settings
+    setting: Setting
+    samples_per_s: Stat
+    num_devices: int
 
-    The baseline is the same setting on the fewest devices. Where that is more than one device and
-    another mode ran on one with all else equal, it is that run: the fastest, if several did.
+
+def scalings(
+    settings: Sequence[Setting],
+    samples_per_s: Sequence[Stat | None],
+    *,
+    batch_key: str,
+    include_parallel_jobs: bool,
+) -> list[Scaling | None]:
+    """Return the scaling of each setting among those that differ in ranks and devices alone.
 
     Args:
-        speeds: of the settings.
-        batch_key: the batch size that is equal: the global one for strong, that of a rank for weak
-            scaling.
-        include_packed: take packed runs as if they had run alone.
+        settings: One for each row.
+        samples_per_s: Their speeds.
+        batch_key: The constant batch size: global for strong, per rank for weak scaling.
+        include_parallel_jobs: Count runs that shared the machine with parallel jobs.
     """
-    loose = ("world_size", "num_devices", *BATCH, *(("packed",) if include_packed else ()))
+    free = ["world_size", "num_devices", *BATCH_SIZES]
+    free += ["parallel_jobs"] if include_parallel_jobs else []
 
-    def family(setting: Setting, *more: str) -> tuple[str, str]:
-        return identity(setting, without=(*loose, *more)), repr(setting[batch_key])
+    def group_of(setting: Setting, *more: str) -> str:
+        return f"{identity(setting, without=[*free, *more])}\n{setting[batch_key]!r}"
 
-    members: dict[tuple[str, str], list[int]] = {}
-    one_device: dict[tuple[str, str], dict[tuple[str, str], list[int]]] = {}
-    for index, speed in enumerate(speeds):
-        setting = speed.setting
-        is_left_out = setting["packed"] and not include_packed
-        if speed.samples_per_s and setting.get(batch_key) is not None and not is_left_out:
-            members.setdefault(family(setting), []).append(index)
-            if setting["num_devices"] == 1:
-                modes = one_device.setdefault(family(setting, "parallelism."), {})
-                modes.setdefault(family(setting), []).append(index)
+    groups: dict[str, list[_Speed]] = {}
+    # The members on one device, by everything except the mode, then by group.
+    one_device: dict[str, dict[str, list[_Speed]]] = {}
+    for index, (setting, stat) in enumerate(zip(settings, samples_per_s, strict=True)):
+        is_left_out = setting["parallel_jobs"] and not include_parallel_jobs
+        if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
+            speed = _Speed(index, setting, stat, int(setting["num_devices"]))
+            groups.setdefault(group_of(setting), []).append(speed)
+            if speed.num_devices == 1:
+                modes = one_device.setdefault(group_of(setting, "parallelism."), {})
+                modes.setdefault(group_of(setting), []).append(speed)
 
-    def mean(indices: Sequence[int]) -> float:
-        return statistics.fmean(speeds[index].samples_per_s or 0.0 for index in indices)
+    results: list[Scaling | None] = [None] * len(settings)
+    for group in groups.values():
+        modes = one_device.get(group_of(group[0].setting, "parallelism."), {})
+        base, name = _baseline(group, modes.values())
+        if any(speed.num_devices != base[0].num_devices for speed in group):
+            for speed in (*group, *base):
+                scaling = _scaling(speed, base, name, int(speed.setting[batch_key]))
+                results[speed.index] = results[speed.index] or scaling
+    return results
 
-    found: list[Scaling | None] = [None] * len(speeds)
-    for indices in members.values():
-        sizes = {index: int(speeds[index].setting["num_devices"]) for index in indices}
-        base_size = min(sizes.values())
-        base = [index for index in indices if sizes[index] == base_size]
-        mode = ""
-        others = one_device.get(family(speeds[base[0]].setting, "parallelism."), {})
-        if base_size > 1 and others:
-            base, base_size = max(others.values(), key=mean), 1
-            mode = f"{speeds[base[0]].setting.get('parallelism.name')}, "
-        elif len(set(sizes.values())) == 1:
-            continue
-        base_speed, name = mean(base), mode + place(speeds[base[0]].setting)
-        for index in {*indices, *base}:
-            one = speeds[index]
-            speedup = (one.samples_per_s or 0.0) / base_speed
-            scaling = Scaling(
-                batch=int(one.setting[batch_key]),
-                base=name,
-                base_index=base[0],
-                base_num_devices=base_size,
-                speedup=speedup,
-                speedup_sd=None if one.sd is None else one.sd / base_speed,
-                efficiency=speedup * base_size / one.setting["num_devices"],
-            )
-            found[index] = found[index] or scaling
-    return found
+
+def _baseline(
+    group: Sequence[_Speed], on_one_device: Collection[Sequence[_Speed]]
+) -> tuple[Sequence[_Speed], str]:
+    """Return the members of a group on the fewest devices, and their name.
+
+    If these are several devices and other modes ran on one, the fastest of those modes instead.
+    """
+    fewest = min(speed.num_devices for speed in group)
+    base: Sequence[_Speed] = [speed for speed in group if speed.num_devices == fewest]
+    mode = ""
+    if fewest > 1 and on_one_device:
+        base = max(on_one_device, key=_mean)
+        mode = f"{base[0].setting.get('parallelism.name')}, "
+    world_size, num_devices = base[0].setting["world_size"], base[0].num_devices
+    name = mode + counted(world_size, "rank")
+    return base, name if world_size == num_devices else f"{name}, {counted(num_devices, 'device')}"
+
+
+def _scaling(speed: _Speed, base: Sequence[_Speed], name: str, batch: int) -> Scaling:
+    base_speed, base_num_devices = _mean(base), base[0].num_devices
+    sd, speedup = speed.samples_per_s.sd, speed.samples_per_s.mean / base_speed
+    return Scaling(
+        batch=batch,
+        base=name,
+        base_index=base[0].index,
+        base_num_devices=base_num_devices,
+        speedup=speedup,
+        speedup_sd=None if sd is None else sd / base_speed,
+        efficiency=speedup * base_num_devices / speed.num_devices,
+    )
+
+
+def _mean(speeds: Sequence[_Speed]) -> float:
+    return statistics.fmean(speed.samples_per_s.mean for speed in speeds)

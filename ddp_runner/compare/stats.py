@@ -1,34 +1,34 @@
-"""One run's figures out of its lines of metrics, and their mean and spread over several runs."""
+"""Numbers of one run, and their mean and standard deviation over several runs."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.compare.run import Run
 from ddp_runner.metric_names import is_lower_better
 
-PACE, STEP_TIME, COMM_SHARE = "perf/samples_per_s", "perf/step_time_ms", "perf/comm_share"
-PEAK_MEMORY = "perf/peak_memory_gib"
+SAMPLES_PER_S, STEP_TIME_MS = "perf/samples_per_s", "perf/step_time_ms"
+COMM_SHARE, PEAK_MEMORY_GIB = "perf/comm_share", "perf/peak_memory_gib"
 
 
 @dataclass(frozen=True)
 class Stat:
-    """A figure over several runs."""
+    """A number over several runs."""
 
     mean: float
-    sd: float | None  # of the sample (n - 1); None: only one run has the figure
-    count: int  # runs that have it
+    sd: float | None  # sample standard deviation (n - 1); None for a single run
+    count: int  # runs that have the number
 
 
 @dataclass(frozen=True)
 class Target:
-    """A value of a metric that is to be reached: from below, or from above as by a loss."""
+    """A value of a metric to reach: from below, or from above if lower is better."""
 
     metric: str
     value: float
 
     def time_s(self, run: Run) -> float | None:
-        """Return when a run first reached it, without its start-up; None: it never did."""
+        """Return when a run first reached it, without its start-up; None if it never did."""
         sign = -1 if is_lower_better(self.metric) else 1
         for line in run.lines:
             value = line.get(self.metric)
@@ -38,43 +38,42 @@ class Target:
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:
-    """Return mean and standard deviation of the values that are there; None: none is."""
-    found = [value for value in values if value is not None]
-    if not found:
+    """Return mean and standard deviation of the values that are not None; None if all are."""
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    sd = statistics.stdev(found) if len(found) > 1 else None
-    return Stat(statistics.fmean(found), sd, len(found))
+    sd = statistics.stdev(known) if len(known) > 1 else None
+    return Stat(statistics.fmean(known), sd, len(known))
 
 
-def steady(run: Run, metric: str) -> float | None:
-    """Return the median of a metric's lines without the first, which holds the warm-up."""
+def steady_median(run: Run, metric: str) -> float | None:
+    """Return the median of a metric over a run's lines without the first, the warm-up."""
     values = run.values(metric)[1:]
     return statistics.median(values) if values else None
 
 
-def outcome(run: Run, metric: str) -> float | None:
-    """Return what a run came to by a metric: its last value; of what it costs the steady one."""
-    if metric == PEAK_MEMORY:
+def steady_stat(runs: Sequence[Run], metric: str) -> Stat | None:
+    """Return mean and standard deviation of the runs' steady medians."""
+    return stat(steady_median(run, metric) for run in runs)
+
+
+def result_of(run: Run, metric: str) -> float | None:
+    """Return a run's result in a metric: the peak memory, a steady median, or the last value."""
+    if metric == PEAK_MEMORY_GIB:
         return peak_memory_gib(run)
-    return steady(run, metric) if metric.startswith("perf/") else run.final.get(metric)
+    return steady_median(run, metric) if metric.startswith("perf/") else run.final.get(metric)
 
 
 def peak_memory_gib(run: Run) -> float | None:
-    """Return the most memory that rank 0 has held."""
-    return max(run.values(PEAK_MEMORY), default=None)
+    """Return the peak memory of rank 0."""
+    return max(run.values(PEAK_MEMORY_GIB), default=None)
 
 
-def step_parts_ms(runs: Iterable[Run]) -> dict[str, float]:
-    """Return what an optimizer step's time goes into, where the runs have measured it."""
-    runs = list(runs)
-    names = dict.fromkeys(key for run in runs for line in run.lines for key in line)
-    parts = {
-        name: stat(steady(run, name) for run in runs)
-        for name in names
-        if name.startswith("perf/") and name.endswith("_ms") and name != STEP_TIME
-    }
-    return {
-        name.removeprefix("perf/").removesuffix("_ms"): found.mean
-        for name, found in parts.items()
-        if found is not None
-    }
+def step_parts_ms(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the mean time of each part of an optimizer step that the runs have measured."""
+    parts = {}
+    for name in dict.fromkeys(key for run in runs for line in run.lines for key in line):
+        is_part = name.startswith("perf/") and name.endswith("_ms") and name != STEP_TIME_MS
+        if is_part and (part := steady_stat(runs, name)):
+            parts[name.removeprefix("perf/").removesuffix("_ms")] = part.mean
+    return parts

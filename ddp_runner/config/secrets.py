@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.resolvers import oc
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config.schema import Config
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Place = tuple[str | int, ...]  # keys, and positions in lists, from the config's root on
 LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
@@ -73,12 +73,15 @@ class Secrets:
         return argument if (hidden := self.hide(shown)) == shown else hidden
 
 
-def find_secrets(raw: DictConfig) -> Secrets:
+def find_secrets(raw: "DictConfig") -> Secrets:
     """Return what a composed config reads from the environment, by whatever way it does.
 
     Each value is resolved once more while ``oc.env`` is watched: a value may come from it by way
     of other keys, within a longer text, in a list, or through other resolvers.
     """
+    from omegaconf import OmegaConf  # late: a comparison imports this module and needs no config
+    from omegaconf.resolvers import oc
+
     read, values, texts = list[str](), dict[str, str](), dict[Place, str]()
 
     def watched(name: str, *default: Any) -> str | None:

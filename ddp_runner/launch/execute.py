@@ -60,4 +60,4 @@ def _place(slot: Slot | None) -> dict[str, Any]:
     """Return what run.json says of a run beside others; it stays said if the run goes on alone."""
     if slot is None:
         return {}
-    return {"packed": True, "cores": slot.cores, "cuda_visible_devices": slot.gpus}
+    return {"parallel_jobs": True, "cores": slot.cores, "cuda_visible_devices": slot.gpus}

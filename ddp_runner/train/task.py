@@ -43,6 +43,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     steps_per_epoch = state.setup.batches.steps_per_epoch
     max_steps = state.position.last_step(config.train, steps_per_epoch=steps_per_epoch)
 
+    if not session.env.is_rank_zero:  # rank 0 says it among the facts of the run
+        session.log(f"rank {session.env.rank} is process {os.getpid()}")
     role = session.mode.role(session.env)
     duties = duties_of(
         state,
@@ -96,7 +98,6 @@ def _logger(
     """Return what this rank logs to, with the facts of the run logged already."""
     config, env, run_dir, position = session.config, session.env, session.run_dir, state.position
     if not env.is_rank_zero:
-        session.log(f"rank {env.rank} is process {os.getpid()}")
         return NullLogger()
     warnings = [*session.job.warnings, *warnings_of(trial, state, config)]
     model_sizes, setup = sizes(state.module), state.setup

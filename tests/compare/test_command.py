@@ -1,10 +1,12 @@
-"""``python -m ddp_runner.compare``: what it prints and writes, how it ends, what it imports."""
+"""``python -m ddp_runner.compare``: its output, its files, its exit codes and its imports."""
 
 import csv
+import importlib
 import io
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.plots import figures
 from ddp_runner.compare.runs import read_runs
 
+ROOT = Path(__file__).parents[2]
 COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
 PARTS = {"perf__forward_ms": [1.0, 4.0], "perf__backward_ms": [1.0, 8.0]}
 SHARE = {"perf__comm_share": [0.9, 0.25]}
@@ -29,7 +32,7 @@ SHARE = {"perf__comm_share": [0.9, 0.25]}
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
-    """Two seeds of one process and of two ranks, and a run that failed."""
+    """Write two seeds with one process and two with two ranks, and a run that failed."""
     folder = tmp_path / "outputs"
     two = {"world_size": 2, "batch.per_rank": 32}
     for seed in (0, 1):
@@ -37,15 +40,15 @@ def outputs(tmp_path: Path) -> Path:
             "single": (SINGLE, 200.0),
             "ddp": (two, 300.0),
         }
-        for name, (keys, pace) in runs.items():
-            lines = lines_of([1.0, pace + seed], eval__accuracy=[0.5, 0.9 + seed / 100])
+        for name, (keys, speed) in runs.items():
+            lines = lines_of([1.0, speed + seed], eval__accuracy=[0.5, 0.9 + seed / 100])
             write_run(folder / f"{name}-{seed}", config={**keys, "seed": seed}, lines=lines)
     write_run(folder / "lost", record={"status": "failed", "error": {"sentence": "it fell | over"}})
     return folder
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """Return what the command prints, in this process."""
+    """Run the command in this process and return its output."""
     assert run([str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
 
@@ -53,7 +56,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 def test_the_table_has_a_row_for_each_setting(
     outputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With speedup, mean and spread; below it what was left out, and what the columns mean."""
+    """Lists below it have the best run, the skipped runs and the meaning of the columns."""
     monkeypatch.setenv("COLUMNS", "1000")
     text = printed(capsys, outputs, "--target", "eval/accuracy=0.9", "--best", "eval/accuracy")
     header, ddp, single, *_ = [line.split("  ") for line in text.splitlines()[2:]]
@@ -65,67 +68,69 @@ def test_the_table_has_a_row_for_each_setting(
     assert rows[0]["eval/accuracy"] == "0.9050 ± 0.0071"
     assert rows[1]["s to eval/accuracy=0.9"] == "2.000 ± 0.000"
     assert [row["parity"] for row in rows] == ["ok", "reference"]
-    assert "communication" not in rows[0]  # no run has measured it
+    assert "communication" not in rows[0]  # not measured
     assert f"{outputs / 'lost'}: failed: it fell | over" in text
-    assert f"0.9100 by {outputs / 'ddp-1'}, seed 1" in text
+    assert f"best run: 0.9100 ({outputs / 'ddp-1'}, seed 1)" in text
     assert "without its first line, the warm-up" in text
 
 
-def test_a_wide_table_is_cut_into_blocks_that_name_their_rows(
-    outputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_wide_table_is_split_into_blocks_that_repeat_the_settings(
+    outputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """No line of the table is wider than the terminal, and each column stands in one block."""
-    monkeypatch.setenv("COLUMNS", "80")
+    """No line is wider than the terminal, and each column is in one block."""
+    monkeypatch.setenv("COLUMNS", str(width))
     table = printed(capsys, outputs).partition("\n\ncolumns:")[0]
     blocks = [block.splitlines() for block in table.split("\n\n")[1:-1]]
     assert len(blocks) > 1
     titles = [block[0].split("  ") for block in blocks]
     for block in blocks:
-        assert max(map(len, block)) <= 80
+        assert max(map(len, block)) <= width
         assert [line.split()[0] for line in block] == ["parallelism", "ddp", "single"]
     shown = [title.strip() for block in titles for title in block if title.strip()]
     assert shown.count("samples/s") == shown.count("parity") == 1
 
 
 def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every figure is in both, with its spread; a run is its folder."""
+    """Both have every number with its standard deviation; in JSON a run is its folder."""
     ddp, single = csv.DictReader(io.StringIO(printed(capsys, outputs, "--format", "csv")))
     assert float(ddp["samples_per_s"]) == 300.5
     assert float(single["samples_per_s_sd"]) == pytest.approx(0.5**0.5)
     assert (ddp["strong_against"], ddp["world_size"]) == ("single, 1 rank", "2")
-    found = json.loads(printed(capsys, outputs, "--format", "json"))
-    assert found["rows"][0]["samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
-    assert found["rows"][0]["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
-    assert found["left_out"] == [
+    comparison = json.loads(printed(capsys, outputs, "--format", "json"))
+    row = comparison["rows"][0]
+    assert row["samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
+    assert row["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
+    assert comparison["skipped"] == [
         {"folder": str(outputs / "lost"), "sentence": "failed: it fell | over"}
     ]
 
 
 def test_markdown_is_one_table_and_lists(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every line of the table has as many cells as its head."""
+    """Every line of the table has the same number of cells."""
     write_run(outputs / "bar", config={"optimizer.name": "a|b"})
     text = printed(capsys, outputs, "--format", "markdown")
     table = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 5
     assert len({line.count("|") for line in table}) == 1
-    assert "**not compared, 1 run**" in text
+    assert "**skipped, 1 run**" in text
 
 
-def test_one_row_for_each_run_where_asked(
-    outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With its seed and its folder."""
+def test_each_makes_a_row_for_each_run(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row has the seed and the folder of the run."""
     rows = list(csv.DictReader(io.StringIO(printed(capsys, outputs, "--each", "--format", "csv"))))
     assert [(row["seed"], Path(row["run"]).name) for row in rows] == [
-        *(("0", "ddp-0"), ("1", "ddp-1")),
-        *(("0", "single-0"), ("1", "single-1")),
+        ("0", "ddp-0"),
+        ("1", "ddp-1"),
+        ("0", "single-0"),
+        ("1", "single-1"),
     ]
 
 
 def test_everything_is_written_into_a_folder(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All formats and each plot twice; a plot without numbers says what it lacks."""
+    """All formats, and each plot as PNG and SVG; a plot without data has a reason instead."""
     run([str(outputs), "--out", str(tmp_path / "report")])
     assert "no plot step_parts: no run has measured" in capsys.readouterr().err
     plots = ("scaling", "loss_by_step", "loss_by_time")
@@ -141,12 +146,12 @@ def test_everything_is_written_into_a_folder(
 
 
 def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
-    """The speedups by world size with the ideal ones; the parts of a step with the rest."""
+    """Speedups beside the ideal ones, and the parts of a step with the rest of its time."""
     lines = lines_of([1.0, 4000.0], **PARTS, **SHARE)
     write_run(outputs / "parts", config={"optimizer.lr": 0.5}, lines=lines)
     comparison = compare(read_runs([outputs]))
-    found = figures(comparison)
-    scaling, parts = found["scaling"], found["step_parts"]
+    plots = figures(comparison)
+    scaling, parts = plots["scaling"], plots["step_parts"]
     assert not isinstance(scaling, str)
     assert not isinstance(parts, str)
     ideal, ddp, *_ = scaling.axes[0].get_lines()
@@ -154,7 +159,8 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert " ".join(str(ddp.get_label()).split()) == "ddp, optimizer.lr 0.1: 1.50x (75%)"
     assert list(ddp.get_xdata()) == [1, 2]
     assert list(ddp.get_ydata()) == pytest.approx([1, 300.5 / 200.5])
-    (error,) = [one for one in scaling.axes[0].containers if isinstance(one, ErrorbarContainer)]
+    containers = scaling.axes[0].containers
+    (error,) = [bars for bars in containers if isinstance(bars, ErrorbarContainer)]
     (bar_lines,) = error.lines[2]
     ((_, low), (_, high)) = bar_lines.get_segments()[-1]
     assert (high - low) / 2 == pytest.approx(0.5**0.5 / 200.5)  # of two seeds
@@ -163,57 +169,58 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
 
 
-def test_a_speed_in_doubt_is_marked_wherever_it_is_shown(
+def test_a_doubtful_speed_is_marked_wherever_it_is_shown(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More than the devices explain, or measured while others used the machine; packed runs are."""
+    """It is superlinear, or the machine was busy with more than parallel jobs of the sweep."""
     two = {"world_size": 2, "batch.per_rank": 32, "optimizer.lr": 0.5}
     quiet = {"load": {"end": {"busy_share_others": 0.04, "steal_share": 0.02}}}
     busy = {"load": {"end": {"busy_share_others": 0.25, "steal_share": 0.1}}}
     single = SINGLE | {"optimizer.lr": 0.5}
     write_run(outputs / "a", config=single, lines=lines_of([1.0, 100.0]), record=busy)
     write_run(outputs / "b", config=two, lines=lines_of([1.0, 495.0]), record=quiet)
-    packed = {**two, "optimizer.lr": 0.7}
-    write_run(outputs / "c", config=packed, lines=lines_of([1.0]), record=busy | {"packed": True})
+    parallel = busy | {"parallel_jobs": True}
+    write_run(outputs / "c", config={**two, "optimizer.lr": 0.7}, record=parallel)
     text = printed(capsys, outputs, "--out", tmp_path / "report", "--format", "markdown")
-    assert "- ddp, 2 ranks, optimizer.lr 0.5: strong efficiency 248% is superlinear: the" in text
+    assert "- ddp, 2 ranks, optimizer.lr 0.5: strong efficiency 248% is superlinear (busy" in text
     assert (
-        "optimizer.lr 0.5: the machine was busy during 1 of 1 runs: others took up to 35%" in text
+        "optimizer.lr 0.5: the machine was busy during 1 of 1 runs: other work used up to 35%"
+        in text
     )
-    assert "- superlinear: an efficiency over 110%: the machine was busy, or cache effects" in text
+    assert "- remark: superlinear means an efficiency above 110%, from a busy machine or" in text
     rows = csv.DictReader((tmp_path / "report" / "comparison.csv").open())
     remarks = {(row["parallelism.name"], row["optimizer.lr"]): row["remark"] for row in rows}
     assert remarks["ddp", "0.5"] == "superlinear"
     assert remarks["single", "0.5"] == "busy machine"
     assert set(remarks.values()) == {"", "superlinear", "busy machine"}
-    assert len(json.loads((tmp_path / "report" / "comparison.json").read_text())["doubts"]) == 2
+    assert len(json.loads((tmp_path / "report" / "comparison.json").read_text())["warnings"]) == 2
     points = {path.name for path in (tmp_path / "report" / "tensorboard" / "strong").iterdir()}
     assert "ddp, 2 ranks, optimizer.lr 0.5, superlinear" in points
     plot = figures(compare(read_runs([outputs])))["scaling"]
     assert not isinstance(plot, str)
-    labels = " ".join(" ".join(one.get_text() for one in plot.findobj(Text)).split())
+    labels = " ".join(" ".join(text.get_text() for text in plot.findobj(Text)).split())
     assert "ddp, optimizer.lr 0.5: 4.95x (248%), superlinear" in labels
-    hollow = [one for one in plot.axes[0].get_lines() if one.get_markerfacecolor() == "white"]
-    assert [list(one.get_xdata()) for one in hollow] == [[2]]
+    hollow = [line for line in plot.axes[0].get_lines() if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_xdata()) for line in hollow] == [[2]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere"], "nowhere holds no run"),
+        (["nowhere"], "nowhere contains no run"),
         ([".", "--target", "eval/accuracy"], "is not METRIC=VALUE"),
-        ([".", "--best", "eval/beauty"], "--best (eval/beauty) is a metric of no run; there are"),
+        ([".", "--best", "eval/beauty"], "--best (eval/beauty) is a metric of no run; use one of"),
         ([".", "--out", "lost/run.json"], "--out (lost/run.json) cannot be written"),
     ],
 )
-def test_what_is_mistyped_is_answered_in_one_line(
+def test_a_wrong_argument_is_an_error_in_one_line(
     outputs: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     sentence: str,
 ) -> None:
-    """And with exit code 2."""
+    """The exit code is 2."""
     with monkeypatch.context() as patch:
         patch.chdir(outputs)
         patch.setattr(sys, "argv", ["compare", *arguments])
@@ -226,7 +233,7 @@ def test_what_is_mistyped_is_answered_in_one_line(
 
 
 def test_nothing_slow_is_imported_for_a_table(outputs: Path) -> None:
-    """No torch, torchvision, Hydra or matplotlib; with the plots no torch and no pyplot."""
+    """No torch, torchvision, Hydra or matplotlib; with plots, still no torch and no pyplot."""
     program = (
         "import sys; from ddp_runner.compare.__main__ import run; run(sys.argv[1:]); "
         "print(*sorted(sys.modules), file=sys.stderr)"
@@ -244,20 +251,30 @@ def test_nothing_slow_is_imported_for_a_table(outputs: Path) -> None:
 
 
 def test_a_sweep_and_its_comparison_by_the_real_commands(tmp_path: Path) -> None:
-    """World sizes and seeds of one global batch: two rows, loss parity, nothing left to remark."""
-    sweep = run_command(
-        *("-m", "model=toy", "world_size=1,2", "seed=0,1", "batch.global_size=20"),
-        *("train.max_steps=3", "train.log_every_steps=1"),
-        folder=tmp_path,
-    )
+    """Two world sizes and two seeds: two rows with loss parity, nothing skipped."""
+    overrides = "model=toy world_size=1,2 seed=0,1 batch.global_size=20 train.max_steps=3"
+    sweep = run_command("-m", *overrides.split(), "train.log_every_steps=1", folder=tmp_path)
     assert sweep.exit_code == 0, sweep.stderr
     end = run_command("outputs", "--format", "json", folder=tmp_path, program=COMPARE)
     assert (end.exit_code, end.stderr) == (0, "")
-    found = json.loads(end.stdout)
-    one, two = found["rows"]
+    comparison = json.loads(end.stdout)
+    one, two = comparison["rows"]
     assert [row["samples_per_s"]["count"] for row in (one, two)] == [2, 2]
     expected = two["samples_per_s"]["mean"] / one["samples_per_s"]["mean"]
     assert two["strong"]["speedup"] == pytest.approx(expected)
     assert [len(row["parity"]) for row in (one, two)] == [0, 2]
     assert [parity["first_break"] for parity in two["parity"]] == [None, None]
-    assert found["left_out"] == found["notes"] == found["mixed"] == []
+    assert comparison["skipped"] == comparison["notes"] == []
+    # Only this machine may cause warnings, if it is busy.
+    assert not [sentence for sentence in comparison["warnings"] if "lack keys" in sentence]
+    assert not [
+        sentence for sentence in comparison["warnings"] if sentence.startswith("the runs used")
+    ]
+
+
+def test_the_scripts_of_the_package_exist() -> None:
+    """An installed ``ddp-runner-compare`` starts the same function as ``python -m``."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for target in scripts.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))

@@ -1,4 +1,4 @@
-"""Runs beside each other: exact figures, from run folders written with chosen numbers."""
+"""The numbers of a comparison, from generated run folders with known numbers."""
 
 import math
 import shutil
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from generated_runs import SINGLE, lines_of, write_run
 
-from ddp_runner.compare.analysis import Comparison, Row, compare
+from ddp_runner.compare.analysis import Comparison, compare
 from ddp_runner.compare.render.plots import figures
 from ddp_runner.compare.render.tables import as_text
+from ddp_runner.compare.rows import ComparisonRow
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.compare.stats import Stat, Target
 from ddp_runner.errors import UserError
@@ -21,19 +22,19 @@ WEAK = {1: (64, 64), 2: (128, 64), 4: (256, 64)}
 
 def write_scaling(
     folder: Path,
-    paces: dict[int, float],
+    speeds: dict[int, float],
     *,
     batches: dict[int, tuple[int, int]],
     config: dict[str, Any] | None = None,
     record: dict[str, Any] | None = None,
 ) -> None:
-    """Write a run for each world size, at a pace that only its first line lacks."""
-    for world_size, pace in paces.items():
+    """Write a run for each world size, with a speed that its first line does not reach."""
+    for world_size, speed in speeds.items():
         sizes = dict(zip(("batch.global_size", "batch.per_rank"), batches[world_size], strict=True))
         write_run(
             folder / f"{(config or {}).get('parallelism.name', 'ddp')}-{world_size}",
             config={"world_size": world_size, **sizes, **(config or {})},
-            lines=lines_of([1.0, pace - 10, pace + 30, pace]),
+            lines=lines_of([1.0, speed - 10, speed + 30, speed]),
             record=record,
         )
 
@@ -43,44 +44,46 @@ def compared(folder: Path, **options: Any) -> Comparison:
     return compare(read_runs([folder]), **options)
 
 
-def at(comparison: Comparison, world_size: int) -> Row:
-    """Return the one row of a world size."""
-    (found,) = [row for row in comparison.rows if row.world_size == world_size]
-    return found
+def at(comparison: Comparison, world_size: int) -> ComparisonRow:
+    """Return the only row with a world size."""
+    (only,) = [row for row in comparison.rows if row.world_size == world_size]
+    return only
 
 
 @pytest.mark.parametrize("kind", ["strong", "weak"])
-def test_speedup_and_efficiency_are_against_the_fewest_devices(tmp_path: Path, kind: str) -> None:
-    """The median pace, warm-up left out; strong with one global batch, weak with one per rank."""
+def test_speedup_and_efficiency_are_relative_to_the_fewest_devices(
+    tmp_path: Path, kind: str
+) -> None:
+    """Strong scaling keeps the global batch, weak scaling the batch per rank."""
     batches = STRONG if kind == "strong" else WEAK
     write_scaling(tmp_path, {1: 200.0, 2: 360.0, 4: 640.0}, batches=batches)
     comparison = compared(tmp_path)
     assert comparison.keys == ("parallelism.name", "world_size")
     for world_size, speedup, efficiency in ((1, 1.0, 1.0), (2, 1.8, 0.9), (4, 3.2, 0.8)):
-        found = at(comparison, world_size)
-        scaling = getattr(found, kind)
+        row = at(comparison, world_size)
+        scaling = getattr(row, kind)
         assert (scaling.speedup, scaling.efficiency) == pytest.approx((speedup, efficiency))
         assert (scaling.base, scaling.base_num_devices) == ("1 rank", 1)
-        assert getattr(found, "weak" if kind == "strong" else "strong") is None
+        assert getattr(row, "weak" if kind == "strong" else "strong") is None
     assert at(comparison, 2).samples_per_s == Stat(360.0, None, 1)
 
 
-def test_strong_and_weak_scaling_share_their_one_rank_run(tmp_path: Path) -> None:
-    """At two ranks one run is compared by its global batch, the other by its batch per rank."""
+def test_strong_and_weak_scaling_share_the_run_with_one_rank(tmp_path: Path) -> None:
+    """With two ranks, one run has its global batch and the other its batch per rank."""
     write_scaling(tmp_path / "strong", {1: 200.0, 2: 300.0}, batches=STRONG)
     write_scaling(tmp_path / "weak", {2: 380.0}, batches=WEAK)
     comparison = compared(tmp_path)
     assert comparison.keys == ("parallelism.name", "world_size", "batch.global_size")
-    at_two = {one.setting["batch.global_size"]: one for one in comparison.rows[1:]}
-    assert at_two[64].strong is not None
-    assert at_two[128].weak is not None
-    assert (at_two[64].weak, at_two[128].strong) == (None, None)
-    assert at_two[64].strong.speedup == pytest.approx(1.5)
-    assert at_two[128].weak.speedup == pytest.approx(1.9)
+    two_ranks = {row.setting["batch.global_size"]: row for row in comparison.rows[1:]}
+    assert two_ranks[64].strong is not None
+    assert two_ranks[128].weak is not None
+    assert (two_ranks[64].weak, two_ranks[128].strong) == (None, None)
+    assert two_ranks[64].strong.speedup == pytest.approx(1.5)
+    assert two_ranks[128].weak.speedup == pytest.approx(1.9)
 
 
-def test_a_mode_without_one_rank_is_measured_against_another_modes_process(tmp_path: Path) -> None:
-    """And that is said, as it is no run of the same mode."""
+def test_a_mode_without_a_run_on_one_device_takes_another_mode_as_baseline(tmp_path: Path) -> None:
+    """The name of the baseline contains that mode."""
     write_scaling(tmp_path, {1: 200.0}, batches=STRONG, config=SINGLE)
     write_scaling(tmp_path, {2: 300.0, 4: 500.0}, batches=STRONG)
     comparison = compared(tmp_path)
@@ -91,30 +94,30 @@ def test_a_mode_without_one_rank_is_measured_against_another_modes_process(tmp_p
 
 
 def write_modes(folder: Path, *runs: tuple[str, int, int, float]) -> None:
-    """Write a run of each mode at so many ranks, on so many GPUs, at a pace; of one batch."""
-    for mode, world_size, num_devices, pace in runs:
+    """Write runs of (mode, world size, GPUs, samples per second) with one global batch."""
+    for mode, world_size, num_devices, speed in runs:
         one_batch = {world_size: (64, 64 // world_size)}
         config = SINGLE | {"parallelism.name": mode, "parallelism._target_": mode}
         record = {"num_devices": num_devices, "devices": ["cuda:0"]}
-        write_scaling(folder, {world_size: pace}, batches=one_batch, config=config, record=record)
+        write_scaling(folder, {world_size: speed}, batches=one_batch, config=config, record=record)
 
 
 def test_efficiency_counts_devices_and_not_processes(tmp_path: Path) -> None:
-    """One process with four GPUs is no baseline, and two ranks with four GPUs are four devices."""
+    """Two ranks with four GPUs are four devices, and one process with four GPUs is no baseline."""
     modes = (("single", 1, 1, 1000.0), ("dp", 1, 4, 2000.0), ("ddp", 4, 4, 3800.0))
     write_modes(tmp_path, *modes, ("ddp_mp", 2, 4, 1900.0))
     comparison = compared(tmp_path)
     assert comparison.keys == ("parallelism.name", "world_size", "num_devices")
-    found = {row.setting["parallelism.name"]: row.strong for row in comparison.rows}
+    scalings = {row.setting["parallelism.name"]: row.strong for row in comparison.rows}
     expected = {"single": (1, 1), "dp": (2, 0.5), "ddp": (3.8, 0.95), "ddp_mp": (1.9, 0.475)}
     for mode, (speedup, efficiency) in expected.items():
-        scaling = found[mode]
+        scaling = scalings[mode]
         assert scaling is not None
         assert (scaling.speedup, scaling.efficiency) == pytest.approx((speedup, efficiency))
         assert (scaling.base, scaling.base_num_devices) == ("single, 1 rank", 1)
     table = as_text(comparison)
     assert "ddp_mp                2        4" in table
-    assert "the speedup over the ratio of the devices" in table
+    assert "the speedup divided by the ratio of devices" in table
     plot = figures(comparison)["scaling"]
     assert not isinstance(plot, str)
     assert plot.axes[0].get_xlabel() == "devices"
@@ -122,8 +125,8 @@ def test_efficiency_counts_devices_and_not_processes(tmp_path: Path) -> None:
     assert lines["ddp_mp: 1.90x (48%)"] == lines["dp: 2.00x (50%)"] == [1, 4]
 
 
-def test_without_a_run_on_one_device_the_fewest_are_the_baseline(tmp_path: Path) -> None:
-    """Its devices count in the efficiency, and its name says them."""
+def test_without_any_run_on_one_device_the_fewest_devices_are_the_baseline(tmp_path: Path) -> None:
+    """The name of the baseline contains their number."""
     write_modes(tmp_path, ("ddp_mp", 1, 2, 1000.0), ("ddp_mp", 2, 4, 1900.0))
     scaling = at(compared(tmp_path), 2).strong
     assert scaling is not None
@@ -131,8 +134,8 @@ def test_without_a_run_on_one_device_the_fewest_are_the_baseline(tmp_path: Path)
     assert scaling.base == "1 rank, 2 devices"
 
 
-def test_the_fastest_mode_on_one_device_is_the_baseline_of_a_mode_without(tmp_path: Path) -> None:
-    """Against the slower one its speedup would be flattered."""
+def test_a_baseline_of_another_mode_is_the_fastest(tmp_path: Path) -> None:
+    """A slower baseline would flatter the speedup."""
     modes = (("dp", 1, 1, 100.0), ("single", 1, 1, 200.0), ("ps", 1, 1, 50.0))
     write_modes(tmp_path, *modes, ("ddp", 2, 2, 300.0))
     scaling = at(compared(tmp_path), 2).strong
@@ -141,16 +144,18 @@ def test_the_fastest_mode_on_one_device_is_the_baseline_of_a_mode_without(tmp_pa
 
 
 def test_the_baseline_is_the_mean_of_all_on_the_fewest_devices(tmp_path: Path) -> None:
-    """A process with two devices and two with one each."""
+    """Here one process with two devices, and two processes with one each."""
     modes = (("ddp_mp", 1, 2, 100.0), ("ddp_mp", 2, 2, 300.0), ("ddp_mp", 4, 4, 400.0))
     write_modes(tmp_path, *modes)
-    found = [at(compared(tmp_path), world_size).strong for world_size in (1, 2, 4)]
-    assert [one and one.speedup for one in found] == pytest.approx([0.5, 1.5, 2.0])
-    assert [one and one.efficiency for one in found] == pytest.approx([0.5, 1.5, 1.0])
+    scalings = [at(compared(tmp_path), world_size).strong for world_size in (1, 2, 4)]
+    assert [scaling and scaling.speedup for scaling in scalings] == pytest.approx([0.5, 1.5, 2.0])
+    assert [scaling and scaling.efficiency for scaling in scalings] == pytest.approx(
+        [0.5, 1.5, 1.0]
+    )
 
 
-def test_one_process_on_other_numbers_of_gpus_is_another_setting(tmp_path: Path) -> None:
-    """DataParallel with one and with four GPUs: nothing of it is averaged, and it scales."""
+def test_runs_on_one_and_on_four_gpus_are_different_settings(tmp_path: Path) -> None:
+    """For one process too, as with DataParallel: they are not averaged, and they scale."""
     write_modes(tmp_path / "one", ("dp", 1, 1, 1000.0))
     write_modes(tmp_path / "four", ("dp", 1, 4, 2000.0))
     one, four = compared(tmp_path).rows
@@ -170,41 +175,42 @@ def test_one_process_on_other_numbers_of_gpus_is_another_setting(tmp_path: Path)
         ({"num_devices": "many"}, 2),
     ],
 )
-def test_an_older_record_tells_its_devices_by_those_of_rank_zero(
+def test_an_older_record_implies_the_number_of_devices(
     tmp_path: Path, record: dict[str, Any], num_devices: int
 ) -> None:
-    """Different GPUs times the ranks; on the CPU, and where nothing is said, the ranks."""
+    """Distinct GPUs of rank 0, times the ranks; without GPUs, the ranks."""
     write_run(tmp_path / "run", config={"world_size": 2}, record=record)
     (row,) = compared(tmp_path).rows
     assert row.num_devices == num_devices
 
 
-def test_packed_runs_stay_out_of_the_scaling_unless_asked_for(tmp_path: Path) -> None:
-    """Runs that shared a machine have times of their own row, and no speedup."""
-    write_scaling(tmp_path, {1: 200.0, 2: 300.0}, batches=STRONG, record={"packed": True})
+@pytest.mark.parametrize("field", ["parallel_jobs", "packed"])
+def test_parallel_jobs_have_no_speedup_unless_asked_for(tmp_path: Path, field: str) -> None:
+    """They have rows of their own; earlier versions wrote `packed` into run.json."""
+    write_scaling(tmp_path, {1: 200.0, 2: 300.0}, batches=STRONG, record={field: True})
     write_scaling(tmp_path, {4: 500.0}, batches=STRONG)
     assert [row.strong for row in compared(tmp_path).rows] == [None, None, None]
-    scalings = [row.strong for row in compared(tmp_path, include_packed=True).rows]
-    assert [one and one.speedup for one in scalings] == pytest.approx([1.0, 1.5, 2.5])
+    scalings = [row.strong for row in compared(tmp_path, include_parallel_jobs=True).rows]
+    assert [scaling and scaling.speedup for scaling in scalings] == pytest.approx([1.0, 1.5, 2.5])
 
 
 def test_seeds_are_one_row_with_mean_and_standard_deviation(tmp_path: Path) -> None:
-    """And a row each where that is asked for."""
+    """With `each`, every run has its own row."""
     for seed, accuracy in enumerate((0.9, 0.92, 0.97)):
         lines = lines_of([1.0, 100.0 + 10 * seed], eval__accuracy=[0.1, accuracy])
         write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines)
     (only,) = compared(tmp_path).rows
-    accuracy, pace = only.metrics["eval/accuracy"], only.samples_per_s
+    accuracy, speed = only.metrics["eval/accuracy"], only.samples_per_s
     assert accuracy.mean == pytest.approx(0.93)
     assert accuracy.sd == pytest.approx(math.sqrt((0.03**2 + 0.01**2 + 0.04**2) / 2))
-    assert (accuracy.count, pace) == (3, Stat(110.0, pytest.approx(10.0), 3))
+    assert (accuracy.count, speed) == (3, Stat(110.0, pytest.approx(10.0), 3))
     each = compared(tmp_path, each=True)
-    assert [one.setting["seed"] for one in each.rows] == [0, 1, 2]
+    assert [row.setting["seed"] for row in each.rows] == [0, 1, 2]
     assert each.rows[2].metrics["eval/accuracy"] == Stat(0.97, None, 1)
 
 
-def test_a_keys_column_appears_where_it_says_something(tmp_path: Path) -> None:
-    """Another mode has other keys, which follow from it; another learning rate is a choice."""
+def test_a_key_has_a_column_unless_another_key_implies_it(tmp_path: Path) -> None:
+    """The keys of a mode follow from the mode; a learning rate is a choice."""
     write_run(tmp_path / "a", config=SINGLE)
     write_run(tmp_path / "b")
     assert compared(tmp_path).keys == ("parallelism.name", "world_size")
@@ -220,7 +226,7 @@ def test_a_keys_column_appears_where_it_says_something(tmp_path: Path) -> None:
 def test_loss_parity_breaks_at_the_first_step_that_differs(
     tmp_path: Path, drift: float, first_break: int | None
 ) -> None:
-    """Of one seed and one global batch; a loss that is no number differs from any."""
+    """Only runs with one seed and one global batch are compared; NaN differs from any loss."""
     losses = [2.0, 1.0, 0.5]
     write_run(tmp_path / "single", config=SINGLE, lines=lines_of([1.0] * 3, losses=losses))
     other = [losses[0], losses[1] + drift, losses[2] + drift]
@@ -232,8 +238,8 @@ def test_loss_parity_breaks_at_the_first_step_that_differs(
     assert (parity.first_break, parity.num_steps) == (first_break, 3)
 
 
-def test_time_to_a_target_is_that_of_the_first_line_that_reached_it(tmp_path: Path) -> None:
-    """An accuracy from below, a loss from above; runs that never did are counted out."""
+def test_time_to_target_is_the_time_of_the_first_line_that_reached_it(tmp_path: Path) -> None:
+    """An accuracy from below, a loss from above; runs that never reached it do not count."""
     for seed, accuracies in enumerate(([0.5, 0.95, 0.99], [0.5, 0.6, 0.9], [0.1, 0.2, 0.3])):
         lines = lines_of([1.0] * 3, losses=[2.0, 1.0, 0.5], eval__accuracy=accuracies)
         write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines)
@@ -241,25 +247,25 @@ def test_time_to_a_target_is_that_of_the_first_line_that_reached_it(tmp_path: Pa
     assert only.time_to_target_s == Stat(2.5, pytest.approx(math.sqrt(0.5)), 2)
     (only,) = compared(tmp_path, target=Target("train/loss", 0.7)).rows
     assert only.time_to_target_s == Stat(3.0, 0.0, 3)
-    with pytest.raises(UserError, match=r"eval/f1.*metric of no run; there are eval/accuracy"):
+    with pytest.raises(UserError, match=r"eval/f1.*metric of no run; use one of eval/accuracy"):
         compared(tmp_path, target=Target("eval/f1", 0.9))
 
 
-def test_the_best_run_is_by_the_end_of_the_scale_that_the_metric_has(tmp_path: Path) -> None:
-    """Most accuracy, least loss, unless a mode is given; zero is a value."""
+def test_the_best_run_has_the_highest_or_the_lowest_value(tmp_path: Path) -> None:
+    """Highest accuracy or lowest loss, unless a mode is given; zero counts as a value."""
     for name, loss, accuracy in (("a", 0.0, 0.8), ("b", 0.5, 0.9)):
         lines = lines_of([1.0, 2.0], losses=[1.0, loss], eval__accuracy=[0.0, accuracy])
         write_run(tmp_path / name, config={"optimizer.name": name}, lines=lines)
-    found = {
+    bests = {
         (metric, mode): compared(tmp_path, best=metric, mode=mode).best
         for metric, mode in (("eval/accuracy", None), ("train/loss", None), ("train/loss", "max"))
     }
-    names = [best.run.folder.name for best in found.values() if best is not None]
+    names = [best.run.folder.name for best in bests.values() if best is not None]
     assert names == ["b", "a", "b"]
 
 
-def test_a_lone_line_is_all_warm_up(tmp_path: Path) -> None:
-    """No pace is better than a wrong one; the run says what to do about it."""
+def test_a_run_with_one_line_has_only_its_warm_up(tmp_path: Path) -> None:
+    """It has no speed, and a note with the fix."""
     write_run(tmp_path / "short", lines=lines_of([100.0]))
     comparison = compared(tmp_path)
     assert comparison.rows[0].samples_per_s is None
@@ -267,23 +273,23 @@ def test_a_lone_line_is_all_warm_up(tmp_path: Path) -> None:
     assert "lower train.log_every_steps" in note.sentence
 
 
-def test_what_else_differs_between_runs_is_said(tmp_path: Path) -> None:
-    """Speeds of two machines, and keys that an older version did not have."""
+def test_warnings_name_what_else_differs_between_runs(tmp_path: Path) -> None:
+    """Here two hosts, and a key that an earlier version did not have."""
     write_run(tmp_path / "a", record={"host": "elsewhere"})
     write_run(tmp_path / "b", config={"train.clip_norm": 1.0})
-    sentences = " ".join(compared(tmp_path).mixed)
+    sentences = " ".join(compared(tmp_path).warnings)
     assert "2 hosts (elsewhere, here)" in sentences
     assert "lack keys (train.clip_norm)" in sentences
 
 
 def test_each_run_is_read_once(tmp_path: Path) -> None:
-    """Where paths overlap, go through a link, or hold a copy of a run; repetitions are two runs."""
+    """Even if paths overlap, go through a link or contain a copy; a repetition is another run."""
     run = write_run(tmp_path / "sweep" / "run", lines=lines_of([1.0]))
     (tmp_path / "link").symlink_to(tmp_path / "sweep")
     shutil.copytree(run, tmp_path / "copies" / "run")
     (write_run(tmp_path / "sweep" / "broken") / "run.json").unlink()
-    found = read_runs([tmp_path, run, tmp_path / "link", tmp_path / "sweep"])
-    assert sorted(run.folder.name for run in found) == ["broken", "run"]
+    runs = read_runs([tmp_path, run, tmp_path / "link", tmp_path / "sweep"])
+    assert sorted(run.folder.name for run in runs) == ["broken", "run"]
     write_run(tmp_path / "sweep" / "again", record={"started_at": 1.0})
     (only,) = compared(tmp_path).rows
     assert len(only.runs) == 2

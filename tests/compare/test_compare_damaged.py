@@ -1,4 +1,4 @@
-"""Runs that cannot be compared: each is listed with its reason, and none stops the others."""
+"""A run that cannot be compared is listed with a reason, and the others are compared."""
 
 import json
 import re
@@ -20,36 +20,36 @@ HUGE = int("9" * 400)  # larger than any float
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"status": "running"}, "still running, or killed.*in the last minute"),
+        ({"status": "running"}, "still running, or killed; last write less than a minute ago"),
         ({"status": "failed", "error": ERROR}, "failed: rank 1 raised RuntimeError: no"),
         ({"status": "failed", "error": "text"}, "failed: at step 20"),
         ({"status": "preempted", "step": 20}, "preempted: at step 20"),
-        ({"status": ["odd"]}, r"another format: status is \['odd'\]"),
-        ({"world_size": "two"}, "another format: world_size is 'two', expected int"),
-        ({"world_size": 0}, "another format: world_size is 0"),
-        ({"metrics": None}, "another format: metrics is None"),
-        ({"config_hash": None}, "another format: config_hash is None"),
+        ({"status": ["odd"]}, r"unknown format: status is \['odd'\]"),
+        ({"world_size": "two"}, "unknown format: world_size is 'two', expected int"),
+        ({"world_size": 0}, "unknown format: world_size is 0"),
+        ({"metrics": None}, "unknown format: metrics is None"),
+        ({"config_hash": None}, "unknown format: config_hash is None"),
         ({"checks": []}, "task=check"),
     ],
 )
-def test_a_record_that_cannot_be_used_says_why(
+def test_an_unusable_record_has_a_reason(
     tmp_path: Path, record: dict[str, Any], reason: str
 ) -> None:
-    """One that runs, failed or was written in another form is no row."""
+    """A run that is running, has failed or has an unknown format gets no row."""
     write_run(tmp_path / "good", lines=lines_of([1.0, 2.0]))
     write_run(tmp_path / "odd", lines=lines_of([1.0, 2.0]), record=record)
     comparison = compare(read_runs([tmp_path]))
     assert len(comparison.rows) == 1
-    (remark,) = comparison.left_out
-    assert remark.folder == tmp_path / "odd"
-    assert "\n" not in remark.sentence
-    assert re.search(reason, remark.sentence)
+    (note,) = comparison.skipped
+    assert note.folder == tmp_path / "odd"
+    assert "\n" not in note.sentence
+    assert re.search(reason, note.sentence)
 
 
 @pytest.mark.parametrize(
     ("path", "content", "reason"),
     [
-        ("run.json", None, "there is no run.json"),
+        ("run.json", None, "no run.json: the run never started"),
         ("run.json", b"", "not valid JSON"),
         ("run.json", b'{"status": "comp', "not valid JSON"),
         ("run.json", b"\xff\xfe", "not valid JSON"),
@@ -57,7 +57,7 @@ def test_a_record_that_cannot_be_used_says_why(
         ("run.json", b"[" * 100_000, r"not valid JSON \(maximum recursion"),
         (".hydra/config.yaml", None, r"config.yaml cannot be read \(No such file"),
         (".hydra/config.yaml", b"a: [", "config.yaml cannot be read"),
-        (".hydra/config.yaml", b"- list", "it holds no mapping"),
+        (".hydra/config.yaml", b"- list", "it is not a mapping"),
         (".hydra/config.yaml", b"a: &a {b: *a}", "config.yaml cannot be read"),
         (".hydra/config.yaml", b'a: !!int ""', r"config.yaml cannot be read \(string index"),
         (".hydra/config.yaml", b"a: !!python/object/apply:os.getcwd []", "could not determine"),
@@ -66,15 +66,15 @@ def test_a_record_that_cannot_be_used_says_why(
 def test_a_damaged_file_is_named(
     tmp_path: Path, path: str, content: bytes | None, reason: str
 ) -> None:
-    """Missing, cut off, of another kind, or hostile: none of it is more than a line."""
+    """In one line, whether the file is missing, truncated, of the wrong type or hostile."""
     run = write_run(tmp_path / "run", lines=lines_of([1.0, 2.0]))
     (run / path).unlink()
     if content is not None:
         (run / path).write_bytes(content)
-    (remark,) = compare(read_runs([tmp_path])).left_out
-    assert "\n" not in remark.sentence
-    assert str(tmp_path) not in remark.sentence  # so that equal faults are one line
-    assert re.search(reason, remark.sentence)
+    (note,) = compare(read_runs([tmp_path])).skipped
+    assert "\n" not in note.sentence
+    assert str(tmp_path) not in note.sentence  # the same fault in many runs takes one line
+    assert re.search(reason, note.sentence)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +91,20 @@ def test_a_damaged_file_is_named(
         b"[" * 100_000,
     ],
 )
-def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: bytes) -> None:
-    """The rest of the run is whole, and compared."""
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path, damage: bytes) -> None:
+    """The rest of the run is compared."""
     run = write_run(tmp_path / "run", lines=lines_of([1.0, 100.0, 100.0]))
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(damage)
     comparison = compare(read_runs([tmp_path]))
     (row,), (note,) = comparison.rows, comparison.notes
-    assert note.sentence == "1 of 4 lines of metrics.jsonl are damaged, left out"
+    assert note.sentence == "skipped 1 of 4 lines of metrics.jsonl: damaged"
     assert row.samples_per_s is not None
     assert row.samples_per_s.mean == 100.0
 
 
-def test_numbers_that_are_none_are_no_values(tmp_path: Path) -> None:
-    """NaN, infinities, whole numbers beyond any float: neither a mean nor a crash comes of them."""
+def test_numbers_that_are_not_finite_are_ignored(tmp_path: Path) -> None:
+    """NaN, infinities and integers beyond any float cause neither a mean nor a crash."""
     lines = lines_of([1.0, 100.0], eval__accuracy=[0.5, HUGE], eval__f1=[0.5, float("inf")])
     write_run(tmp_path / "run", lines=lines, record={"wall_s": HUGE, "startup_s": "soon"})
     (row,) = compare(read_runs([tmp_path]), best="train/loss").rows
@@ -112,36 +112,38 @@ def test_numbers_that_are_none_are_no_values(tmp_path: Path) -> None:
     assert (row.wall_s, row.startup_s) == (None, None)
 
 
-def test_a_run_of_another_version_is_compared_and_said_to_be_one(tmp_path: Path) -> None:
-    """With the fields that are unknown here."""
+def test_a_run_of_another_version_is_compared_with_a_note(tmp_path: Path) -> None:
+    """The note lists the unknown fields."""
     record = {"versions": {"ddp_runner": "9.0"}, "carbon_g": 3}
     write_run(tmp_path / "new", lines=lines_of([1.0, 2.0]), record=record)
     (note,) = compare(read_runs([tmp_path])).notes
     assert note.sentence.startswith("written by ddp_runner 9.0, this is ")
-    assert note.sentence.endswith("unknown here: carbon_g")
+    assert note.sentence.endswith("unknown fields: carbon_g")
 
 
-def test_a_path_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    """An empty folder, one that is not there, and a file, even beside a good path."""
+def test_a_path_without_a_run_is_an_error_in_one_line(tmp_path: Path) -> None:
+    """Also beside a path with runs: an empty folder, a missing path, a file."""
     write_run(tmp_path / "good" / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name in ("empty", "missing", "file"):
-        with pytest.raises(UserError, match=rf"{name} holds no run.*name a run's folder") as caught:
+        with pytest.raises(
+            UserError, match=rf"{name} contains no run.*give the folder of a run"
+        ) as caught:
             read_runs([tmp_path / "good", tmp_path / name])
         assert "\n" not in str(caught.value)
 
 
-def test_a_run_inside_another_runs_folder_is_found(tmp_path: Path) -> None:
-    """As after hydra.run.dir=outputs; what a run keeps in its own folders is not searched."""
+def test_a_run_inside_the_folder_of_another_run_is_found(tmp_path: Path) -> None:
+    """hydra.run.dir=outputs causes this; the folders that belong to a run are not searched."""
     outer = write_run(tmp_path / "outputs")
     write_run(outer / "sweep" / "inner", record={"started_at": 1.0})
     write_run(outer / "checkpoints" / "copy", record={"started_at": 2.0})
     assert [run.folder.name for run in read_runs([tmp_path])] == ["outputs", "inner"]
 
 
-def test_a_thousand_runs_with_damaged_ones_among_them(tmp_path: Path) -> None:
-    """Every run is a row's or listed; none is lost."""
+def test_a_thousand_runs_are_compared_or_listed(tmp_path: Path) -> None:
+    """Some are damaged, some still running; none is lost."""
     for index in range(1000):
         run = write_run(
             tmp_path / f"{index:04}",
@@ -156,12 +158,22 @@ def test_a_thousand_runs_with_damaged_ones_among_them(tmp_path: Path) -> None:
     comparison = compare(read_runs([tmp_path]))
     assert len(comparison.rows) == 200
     assert sum(len(row.runs) for row in comparison.rows) == 800
-    assert len(comparison.left_out) == 200
+    assert len(comparison.skipped) == 200
+
+
+def test_a_setting_of_any_yaml_type_is_shown(tmp_path: Path) -> None:
+    """YAML has dates, for which JSON has no type."""
+    for day in (1, 2):
+        run = write_run(tmp_path / str(day))
+        with (run / ".hydra" / "config.yaml").open("a") as file:
+            file.write(f"day: 2026-01-0{day}\n")
+    for form in FORMATS.values():
+        assert "2026-01-02" in form(compare(read_runs([tmp_path])))
 
 
 @pytest.mark.parametrize("form", ["table", "markdown"])
-def test_what_a_foreign_run_holds_stays_on_its_line(tmp_path: Path, form: str) -> None:
-    """Neither a line of its own nor anything that steers the terminal."""
+def test_values_from_a_foreign_run_cannot_forge_output(tmp_path: Path, form: str) -> None:
+    """They start no new line and send no control characters to the terminal."""
     names = {"good": "toy", "odd": "toy\x1b[2J\nbest of all"}
     for folder, name in names.items():
         write_run(tmp_path / folder, config={"model.name": name}, lines=lines_of([1.0, 2.0]))

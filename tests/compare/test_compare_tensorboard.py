@@ -1,4 +1,4 @@
-"""A comparison in TensorBoard: a point over the devices for each setting, table and plots."""
+"""A comparison in TensorBoard: a point for each row, the table and the plots."""
 
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,20 @@ WEAK = {"scaling, weak/speedup", "scaling, weak/efficiency"}
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
-    """One process, and two learning rates at two and four ranks of one global batch."""
+    """Write one process, and two learning rates on one, two and four ranks."""
     folder = tmp_path / "outputs"
     write_run(folder / "single", config=SINGLE, lines=lines_of([1.0, 100.0]))
-    for world_size, pace in ((1, 100.0), (2, 150.0), (4, 300.0)):
+    for world_size, speed in ((1, 100.0), (2, 150.0), (4, 300.0)):
         for lr in (0.1, 0.2):
             keys: dict[str, Any] = {"world_size": world_size, "optimizer.lr": lr}
             keys["batch.per_rank"] = 64 // world_size
-            lines = lines_of([1.0, pace * lr * 10])
+            lines = lines_of([1.0, speed * lr * 10])
             write_run(folder / f"{world_size}-{lr}", config=keys, lines=lines)
     return folder
 
 
 def compared(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """Compare the runs by the command, and return the folder for TensorBoard."""
+    """Compare the runs with the command; return the folder for TensorBoard."""
     folder = outputs.parent / "report"
     assert run([str(outputs), "--out", str(folder)]) == 0
     assert f"tensorboard --logdir {folder / 'tensorboard'}" in capsys.readouterr().err
@@ -43,14 +43,14 @@ def compared(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 
 def events_of(folder: Path) -> EventAccumulator:
-    """Return what the event files of a folder hold."""
+    """Return the content of the event files in a folder."""
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_a_point_over_the_devices_for_each_row(
+def test_each_row_is_a_run_with_one_point(
     outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run of its own, as TensorBoard would draw a curve smoothed: 1.6 where 1.95 was measured."""
+    """TensorBoard smooths a curve, so that its values are wrong; it cannot smooth one point."""
     board = compared(outputs, capsys)
     sizes = {"1 rank": (1, 1, 1), "2 ranks": (2, 1.5, 0.75), "4 ranks": (4, 3, 0.75)}
     assert {path.name for path in (board / "strong").iterdir()} == {
@@ -65,24 +65,22 @@ def test_a_point_over_the_devices_for_each_row(
     assert not (board / "weak").exists()
 
 
-def test_strong_and_weak_scaling_are_curves_apart(
+def test_strong_and_weak_scaling_have_different_charts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one setting as well."""
+    """Also for one setting."""
     for world_size, per_rank in ((1, 64), (2, 32), (2, 64)):
         keys = {"world_size": world_size, "batch.per_rank": per_rank}
         keys["batch.global_size"] = world_size * per_rank
         folder = tmp_path / "outputs" / f"{world_size}-{per_rank}"
         write_run(folder, config=keys, lines=lines_of([1.0, 100.0 * world_size]))
     board = compared(tmp_path / "outputs", capsys)
-    found = [set(events_of(next((board / kind).iterdir())).Tags()["scalars"]) for kind in KINDS]
-    assert found == [STRONG, WEAK]
+    tags = [set(events_of(next((board / kind).iterdir())).Tags()["scalars"]) for kind in KINDS]
+    assert tags == [STRONG, WEAK]
 
 
-def test_table_and_plots_are_shown_as_they_are_written(
-    outputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The table as Markdown; only the plots of this comparison, not a picture that lay there."""
+def test_table_and_plots_equal_the_files(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A picture that was in the folder before is not shown."""
     (outputs.parent / "report").mkdir()
     Image.new("RGB", (8, 8)).save(outputs.parent / "report" / "other.png")
     board = compared(outputs, capsys)
@@ -98,10 +96,10 @@ def test_table_and_plots_are_shown_as_they_are_written(
     assert picture.encoded_image_string == (board.parent / "scaling.png").read_bytes()
 
 
-def test_a_second_comparison_takes_the_place_of_the_first(
+def test_a_second_comparison_replaces_the_first(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No point twice, no curve of a setting that is gone: as TensorBoard serves them."""
+    """TensorBoard serves no point twice, and none of a setting that is gone."""
     compared(outputs, capsys)
     for path in outputs.glob("*-0.1"):
         path.rename(tmp_path / path.name)
@@ -116,8 +114,8 @@ def test_a_second_comparison_takes_the_place_of_the_first(
     assert [(step, value) for _, step, value in points] == [(1, 1), (2, 1.5), (4, 3)]
 
 
-def test_a_name_that_is_too_long_for_a_folder_stays_apart(tmp_path: Path) -> None:
-    """Two settings whose names begin alike are two points at each world size."""
+def test_names_that_are_too_long_for_a_folder_stay_different(tmp_path: Path) -> None:
+    """Two settings whose names start equally are two points at each world size."""
     for world_size in (1, 2):
         for name in ("a", "b"):
             keys = {"world_size": world_size, "optimizer.name": 200 * "long/" + name}
@@ -125,5 +123,5 @@ def test_a_name_that_is_too_long_for_a_folder_stays_apart(tmp_path: Path) -> Non
             folder = tmp_path / "outputs" / f"{world_size}-{name}"
             write_run(folder, config=keys, lines=lines_of([1.0, 100.0]))
     write_board(compare(read_runs([tmp_path / "outputs"])), tmp_path / "board", pictures=[])
-    curves = [events_of(path) for path in (tmp_path / "board" / "strong").iterdir()]
-    assert [len(one.Scalars("scaling, strong/speedup")) for one in curves] == [1, 1, 1, 1]
+    runs = [events_of(path) for path in (tmp_path / "board" / "strong").iterdir()]
+    assert [len(run.Scalars("scaling, strong/speedup")) for run in runs] == [1, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""Rounding that training makes larger is told from steps that are not those of the reference."""
+"""The verdict separates rounding that training amplifies from steps that differ."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -20,7 +20,7 @@ LOSSES = [2.3 / (1 + step / 20) for step in range(NUM_STEPS)]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors are quicker without others, and most of all on a busy machine."""
+    """Use one thread, which is faster for small tensors, most of all on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +36,7 @@ def verdict(
     precision: str = "fp32",
     record: Mapping[str, Any] | None = None,
 ) -> Parity:
-    """Compare two runs that log each `every`-th of their losses; the second has a run.json."""
+    """Compare two runs that log every n-th loss; `record` is for run.json of the second."""
     two = {"world_size": 2, "batch.per_rank": 32}
     for name, losses, keys in (("single", theirs, SINGLE), ("ddp", ours, two)):
         lines = lines_of([1.0] * len(losses), losses=losses)
@@ -52,13 +52,13 @@ def verdict(
     return parity
 
 
-def parted(difference: Callable[[int], float]) -> list[float]:
-    """Return losses that differ from LOSSES by a part of themselves, given the step from 1 on."""
+def changed(difference: Callable[[int], float]) -> list[float]:
+    """Return LOSSES with a relative difference, a function of the step from 1 on."""
     return [loss * (1 - difference(step)) for step, loss in enumerate(LOSSES, start=1)]
 
 
 def grown(step: int) -> float:
-    """Return a difference that grows from 1e-7 to 1.1 %, up and down as real ones do."""
+    """Return a difference that grows from 1e-7 to 1.1% with ups and downs, as real ones do."""
     return min(0.011, 1e-7 * 1.3**step * (0.1 if step % 3 else 1.0))
 
 
@@ -74,18 +74,18 @@ def grown(step: int) -> float:
         (lambda step: 1e-7 if step < 31 else float("nan"), "breaks at step {31}"),
     ],
 )
-def test_a_difference_is_judged_by_how_it_began_and_grew(
+def test_a_difference_is_judged_by_its_start_and_its_growth(
     tmp_path: Path, difference: Callable[[int], float], words: str, every: int
 ) -> None:
-    """Within the tolerance; little by little; or at once, as by another order from epoch 2 on."""
-    found = verdict(tmp_path, parted(difference), every=every)
+    """It stays small, grows slowly, or appears at once, as with another order in epoch 2."""
+    parity = verdict(tmp_path, changed(difference), every=every)
     expected = words
     if "{" in words:
         before, _, number = words.strip("}").partition("{")
         first_line = -(-int(number) // every) * every
         expected = f"{before}{first_line}"
-        assert found.first_break == first_line
-    assert found.verdict == expected
+        assert parity.first_break == first_line
+    assert parity.verdict == expected
 
 
 @pytest.mark.parametrize("every", [1, 5, 10])
@@ -93,93 +93,93 @@ def test_a_difference_is_judged_by_how_it_began_and_grew(
     "difference",
     [
         lambda _: 2e-3,  # from step 1 on: dropout, BatchNorm, other weights or data
-        lambda step: 5e-4 * step,  # from step 2 on: a rate that is a percent too large
-        lambda step: 0.0 if step == 1 else 0.1,  # from step 2 on: gradients that are not averaged
+        lambda step: 5e-4 * step,  # from step 2 on: a learning rate 1% too large
+        lambda step: 0.0 if step == 1 else 0.1,  # from step 2 on: gradients without their mean
     ],
 )
-def test_steps_that_differ_from_the_first_one_on_are_no_rounding(
+def test_a_difference_from_the_first_step_on_is_a_break(
     tmp_path: Path, difference: Callable[[int], float], every: int
 ) -> None:
-    """However small the difference is at first."""
-    found = verdict(tmp_path, parted(difference), every=every)
-    assert found.first_break in (every, 2)
-    if found.first_break == every:
-        assert found.verdict == f"differs from the first line on (step {every})"
+    """Even if the difference is small at first."""
+    parity = verdict(tmp_path, changed(difference), every=every)
+    assert parity.first_break in (every, 2)
+    if parity.first_break == every:
+        assert parity.verdict == f"differs from the first line on (step {every})"
 
 
-def test_lines_that_are_far_apart_allow_no_more_than_ten_steps(tmp_path: Path) -> None:
-    """Else any difference could have grown from one line to the next."""
-    found = verdict(tmp_path, parted(lambda _: 0.02), every=30)
-    assert found.verdict == "differs from the first line on (step 30)"
+def test_lines_that_are_far_apart_count_as_ten_steps(tmp_path: Path) -> None:
+    """Otherwise any difference could have grown from one line to the next."""
+    parity = verdict(tmp_path, changed(lambda _: 0.02), every=30)
+    assert parity.verdict == "differs from the first line on (step 30)"
 
 
-def test_a_run_of_thousands_of_steps_is_judged(tmp_path: Path) -> None:
-    """Its growth has a limit that a float can hold."""
+def test_thousands_of_steps_do_not_overflow(tmp_path: Path) -> None:
+    """The bound of the growth stays within the range of a float."""
     losses = [1.0 - (1e-5 if step < 2000 else 0.011) for step in range(1, 3001)]
-    found = verdict(tmp_path, losses, theirs=[1.0] * 3000, every=1000)
-    assert found.verdict == "ok, rounding grows to 1.1%"
+    parity = verdict(tmp_path, losses, theirs=[1.0] * 3000, every=1000)
+    assert parity.verdict == "ok, rounding grows to 1.1%"
 
 
-def test_a_half_precision_has_larger_rounding(tmp_path: Path) -> None:
-    """What breaks float32 at its first line is how bfloat16 rounds."""
-    losses = parted(lambda step: 2e-3 * 1.05**step)
+def test_half_precisions_may_differ_more(tmp_path: Path) -> None:
+    """A difference that is a break in float32 is rounding in bfloat16."""
+    losses = changed(lambda step: 2e-3 * 1.05**step)
     assert verdict(tmp_path / "fp32", losses).first_break == 1
     assert verdict(tmp_path / "bf16", losses, precision="bf16").first_break is None
 
 
-def test_gpus_round_more_than_cpus(tmp_path: Path) -> None:
-    """Unless told otherwise they convolve float32 with fewer digits."""
-    losses = parted(lambda step: min(0.011, 7e-5 * 1.3**step))
+def test_gpus_may_differ_more_than_cpus(tmp_path: Path) -> None:
+    """By default they convolve float32 with fewer digits."""
+    losses = changed(lambda step: min(0.011, 7e-5 * 1.3**step))
     assert verdict(tmp_path / "cpu", losses).first_break == 1
     on_gpus = verdict(tmp_path / "cuda", losses, record={"devices": ["cuda:0"]})
     assert on_gpus.verdict == "ok, rounding grows to 1.1%"
 
 
-def test_a_packed_run_takes_the_same_steps(tmp_path: Path) -> None:
-    """Others on its machine cost time, and change no loss."""
-    assert verdict(tmp_path, LOSSES, record={"packed": True}).verdict == "ok"
+def test_a_parallel_job_takes_the_same_steps(tmp_path: Path) -> None:
+    """Other jobs on its machine cost time and change no loss."""
+    assert verdict(tmp_path, LOSSES, record={"parallel_jobs": True}).verdict == "ok"
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(1.0, 2.0), (2.0, 1.0), (0.0, 0.5), (-1.0, -0.5)])
-def test_a_difference_is_a_part_of_the_larger_loss(
+def test_a_difference_is_relative_to_the_larger_loss(
     tmp_path: Path, ours: float, theirs: float
 ) -> None:
-    """Whichever of the two runs is the reference."""
-    found = verdict(tmp_path, [ours, 0.0], theirs=[theirs, 0.0])
-    assert found.largest == (1.0 if ours == 0 else 0.5)
-    assert found.num_steps == 2
+    """Whichever run is the reference."""
+    parity = verdict(tmp_path, [ours, 0.0], theirs=[theirs, 0.0])
+    assert parity.largest == (1.0 if ours == 0 else 0.5)
+    assert parity.num_steps == 2
 
 
-def test_the_reference_is_the_plainest_mode_at_the_fewest_ranks(tmp_path: Path) -> None:
-    """One that talks to nobody; not the first by its name."""
+def test_the_reference_is_the_simplest_mode_on_the_fewest_ranks(tmp_path: Path) -> None:
+    """A mode without communication, not the first mode in the alphabet."""
     two = {"world_size": 2, "batch.per_rank": 32}
     for name, config in {"ddp": {}, "single": SINGLE, "ddp_2": two}.items():
         write_run(tmp_path / name, config=config, lines=lines_of([1.0] * 3))
-    found = compare(read_runs([tmp_path])).parity
-    assert {one.run.folder.name for one in found} == {"ddp", "ddp_2"}
-    assert {one.reference.folder.name for one in found} == {"single"}
+    parities = compare(read_runs([tmp_path])).parity
+    assert {parity.run.folder.name for parity in parities} == {"ddp", "ddp_2"}
+    assert {parity.reference.folder.name for parity in parities} == {"single"}
 
 
 def test_verdicts_are_in_the_table_and_in_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the size of what rounding grew to, and what else can be meant where it breaks."""
+    """With the size of the difference, and hints at the cause of a break."""
     monkeypatch.setenv("COLUMNS", "400")
-    verdict(tmp_path / "grows", parted(grown))
+    verdict(tmp_path / "grows", changed(grown))
     text = as_text(compare(read_runs([tmp_path / "grows"])))
     assert "ok, rounding grows to 1.1%" in text
-    assert "parted little by little" in text
+    assert "began as rounding grew slowly" in text
     assert "loss parity broken" not in text
-    verdict(tmp_path / "breaks", parted(lambda _: 2e-3))
+    verdict(tmp_path / "breaks", changed(lambda _: 2e-3))
     text = as_text(compare(read_runs([tmp_path / "breaks"])))
-    assert "seed 0: differs from the first line on (step 1), against single, 1 rank" in text
+    assert "differs from the first line on (step 1), compared with single, 1 rank" in text
     assert "BatchNorm" in text
 
 
 def test_an_asynchronous_mode_promises_no_parity(tmp_path: Path) -> None:
-    """It is held to none, is nobody's reference, and its row says so."""
+    """It has no verdict and is never the reference; its row says `not promised`."""
     keys = {"parallelism.name": "ps", "parallelism.bucket_cap_mb": None}
-    losses = parted(lambda _: 0.2)
+    losses = changed(lambda _: 0.2)
     for name, mode in (("sync", "sync"), ("async", "async")):
         config = {**keys, "parallelism.mode": mode, "world_size": 2}
         lines = lines_of([1.0] * len(losses), losses=losses)
@@ -199,47 +199,47 @@ def real_losses(
     scale: float = 1.0,
     other_order_from: int = 1000,
 ) -> list[float]:
-    """Train a small network in float32, 8 steps an epoch, and return the loss of each step.
+    """Train a small network in float32 with 8 steps per epoch; return the loss of each step.
 
     Args:
-        perturbation: of the initial weights, as a part of themselves.
-        rate: the optimizer's.
-        scale: what gradients are multiplied by.
-        other_order_from: the step from which the batches come in another order.
+        perturbation: Relative change of the initial weights.
+        rate: Learning rate.
+        scale: Factor of the gradients.
+        other_order_from: First step with another order of the batches.
     """
     draws = torch.Generator().manual_seed(0)
     inputs = torch.randn(8, 32, 20, generator=draws)  # (batches, samples, features)
     targets = torch.randint(10, (8, 32), generator=draws)
     shapes = ((20, 64), *[(64, 64)] * 4, (64, 10))
-    weights = [1.4 * torch.randn(one, generator=draws) / one[0] ** 0.5 for one in shapes]
-    noise = [torch.randn(one.shape, generator=draws) for one in weights]
-    weights = [one * (1 + perturbation * own) for one, own in zip(weights, noise, strict=True)]
+    weights = [1.4 * torch.randn(shape, generator=draws) / shape[0] ** 0.5 for shape in shapes]
+    noise = [torch.randn(shape, generator=draws) for shape in shapes]
+    weights = [(1 + perturbation * by) * weight for weight, by in zip(weights, noise, strict=True)]
     losses = []
     for step in range(1, 101):
         batch = (3 * step + 1 if step >= other_order_from else step) % 8
-        weights = [one.requires_grad_() for one in weights]
+        weights = [weight.requires_grad_() for weight in weights]
         hidden = inputs[batch]
-        for one in weights[:-1]:
-            hidden = torch.nn.functional.gelu(hidden @ one)
+        for weight in weights[:-1]:
+            hidden = torch.nn.functional.gelu(hidden @ weight)
         loss = torch.nn.functional.cross_entropy(hidden @ weights[-1], targets[batch])
         gradients = torch.autograd.grad(loss, weights)
         pairs = zip(weights, gradients, strict=True)
-        weights = [one.detach() - rate * scale * gradient for one, gradient in pairs]
+        weights = [weight.detach() - rate * scale * gradient for weight, gradient in pairs]
         losses.append(loss.item())
     return losses
 
 
 @pytest.mark.parametrize("every", [1, 5, 10])
 @pytest.mark.parametrize("perturbation", [1e-7, 5e-8, -1e-7])
-def test_rounding_of_a_real_training_grows_and_breaks_nothing(
+def test_rounding_of_a_real_training_is_no_break(
     tmp_path: Path, perturbation: float, every: int
 ) -> None:
-    """Weights that are perturbed by a part in ten million end percents apart in the loss."""
+    """Weights that differ by one part in ten million lead to losses that differ by percents."""
     ours, theirs = real_losses(perturbation=perturbation), real_losses()
-    found = verdict(tmp_path, ours, theirs=theirs, every=every)
-    assert found.largest > 0.002, "the training is too stable to show anything"
-    assert found.first_break is None
-    assert found.verdict.startswith("ok, rounding grows to ")
+    parity = verdict(tmp_path, ours, theirs=theirs, every=every)
+    assert parity.largest > 0.002, "the training is too stable to show anything"
+    assert parity.first_break is None
+    assert parity.verdict.startswith("ok, rounding grows to ")
 
 
 @pytest.mark.parametrize("every", [1, 5, 10])
@@ -253,9 +253,9 @@ def test_rounding_of_a_real_training_grows_and_breaks_nothing(
         ({"other_order_from": 17}, 17),
     ],
 )
-def test_faults_of_a_real_training_are_found_where_they_begin(
+def test_a_fault_of_a_real_training_is_a_break_where_it_begins(
     tmp_path: Path, fault: dict[str, Any], first_step: int, every: int
 ) -> None:
-    """Other weights, a sum for a mean, a rate one percent too large, another order of an epoch."""
-    found = verdict(tmp_path, real_losses(**fault), theirs=real_losses(), every=every)
-    assert found.first_break == -(-first_step // every) * every
+    """Other weights, a sum instead of a mean, a rate 1% too large, another order."""
+    parity = verdict(tmp_path, real_losses(**fault), theirs=real_losses(), every=every)
+    assert parity.first_break == -(-first_step // every) * every

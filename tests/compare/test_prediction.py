@@ -1,4 +1,4 @@
-"""A predicted step: the baseline's computing, and an all-reduce as it was measured."""
+"""A predicted step: the computing of the baseline plus a measured all-reduce."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import replicate
 
 GRADIENTS = {"gradient_bytes": 4 * 2**20}
-COMPUTED = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}  # ms, of 16 in all
+COMPUTED = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}  # ms, of 16
 
 
-def write_step(folder: Path, pace: float, parts: dict[str, float], **config: Any) -> None:
-    """Write a run of four lines that all say the same of its steps."""
-    figures = {f"perf__{part}_ms": [value] * 4 for part, value in parts.items()}
+def write_step(folder: Path, speed: float, parts: dict[str, float], **config: Any) -> None:
+    """Write a run with four equal lines."""
+    metrics = {f"perf__{part}_ms": [value] * 4 for part, value in parts.items()}
     keys = {key.replace("__", "."): value for key, value in config.items()}
-    write_run(folder, config=keys, lines=lines_of([pace] * 4, **figures), record=GRADIENTS)
+    write_run(folder, config=keys, lines=lines_of([speed] * 4, **metrics), record=GRADIENTS)
 
 
 def write_benchmark(
@@ -40,18 +40,18 @@ def write_benchmark(
     sizes: Sequence[int] = (4096, 65536, 2**20, 2**24),
     slow: Mapping[int, float] = MappingProxyType({}),
 ) -> None:
-    """Write a benchmark whose all-reduces lie on a line; its other rows must not count.
+    """Write a benchmark with all-reduces on a line, and other calls that must not count.
 
     Args:
-        folder: of the run.
-        world_size: of it.
-        latency_us: of the line.
-        gb_per_s: of the line.
-        backend: of the run.
-        sizes: of the messages, in bytes.
-        slow: how many times as long some sizes took.
+        folder: Folder of the run.
+        world_size: Number of ranks.
+        latency_us: Intercept of the line.
+        gb_per_s: Bandwidth, which gives the slope of the line.
+        backend: Backend of the run.
+        sizes: Sizes of the messages in bytes.
+        slow: Factors of the time of single sizes.
     """
-    rows = [
+    calls = [
         {
             "op": op,
             "dtype": dtype,
@@ -70,7 +70,7 @@ def write_benchmark(
         )
     ]
     config = {"task": "collectives", "world_size": world_size, "backend.name": backend}
-    write_run(folder, config=config, record={"task": "collectives", "collectives": rows})
+    write_run(folder, config=config, record={"task": "collectives", "collectives": calls})
 
 
 def compared(folder: Path) -> Comparison:
@@ -78,53 +78,55 @@ def compared(folder: Path) -> Comparison:
     return compare(read_runs([folder]))
 
 
-def test_a_step_is_predicted_from_its_parts_and_the_link(tmp_path: Path) -> None:
-    """Half the samples a rank: half the computing, the same optimizer, an all-reduce on top."""
+def test_a_step_is_predicted_from_its_parts_and_the_all_reduce(tmp_path: Path) -> None:
+    """Half the samples per rank: half the computing, the same optimizer, plus an all-reduce."""
     write_step(tmp_path / "one", 4000.0, COMPUTED)  # 64 samples in 16 ms
     halved = {"data": 1.0, "forward": 2.0, "backward": 4.0, "optimizer": 2.0}
-    write_step(
-        *(tmp_path / "two", 4571.0, {**halved, "comm": 3.0, "wait": 1.0}),  # in 14 ms
-        world_size=2,
-        batch__per_rank=32,
-    )
-    write_benchmark(tmp_path / "link", world_size=2, latency_us=100, gb_per_s=2.0)
+    parts = {**halved, "comm": 3.0, "wait": 1.0}  # in 14 ms
+    write_step(tmp_path / "two", 4571.0, parts, world_size=2, batch__per_rank=32)
+    write_benchmark(tmp_path / "benchmark", world_size=2, latency_us=100, gb_per_s=2.0)
     comparison = compared(tmp_path)
-    (link,) = comparison.links
-    assert (link.latency_us, link.gb_per_s) == pytest.approx((100, 2.0))
-    assert [row.world_size for row in comparison.rows] == [1, 2]  # the benchmark is no row
+    (fit,) = comparison.all_reduces
+    assert (fit.latency_us, fit.gb_per_s) == pytest.approx((100, 2.0))
+    assert [row.world_size for row in comparison.rows] == [1, 2]  # the benchmark has no row
     (base, row) = comparison.rows
     assert base.predicted == {}
-    one = row.predicted["strong"]
-    exchange = 0.1 + 4 * 2**20 / 2e6  # one bucket: one latency, and 4 MiB at 2 GB/s
-    assert one.parts_ms == pytest.approx(
+    prediction = row.predicted["strong"]
+    exchange_ms = 0.1 + 4 * 2**20 / 2e6  # one bucket of 4 MiB: one latency
+    assert prediction.parts_ms == pytest.approx(
         {
-            **{"data": 0.5, "forward": 2.0, "backward": 4.0, "optimizer": 2.0},
-            **{"rest": 1.0, "comm": exchange, "wait": 0.0},
+            "data": 0.5,
+            "forward": 2.0,
+            "backward": 4.0,
+            "optimizer": 2.0,
+            "rest": 1.0,
+            "comm": exchange_ms,
+            "wait": 0.0,
         }
     )
-    assert one.samples_per_s == pytest.approx(64_000 / (9.5 + exchange))
-    assert one.speedup == pytest.approx(16 / (9.5 + exchange))
-    assert sum(one.measured_ms.values()) == pytest.approx(64_000 / 4571)
+    assert prediction.samples_per_s == pytest.approx(64_000 / (9.5 + exchange_ms))
+    assert prediction.speedup == pytest.approx(16 / (9.5 + exchange_ms))
+    assert sum(prediction.measured_ms.values()) == pytest.approx(64_000 / 4571)
     text = as_text(comparison)
     assert "2 ranks (strong): 14.00 ms, predicted 11.70; wait +1, comm +0.803, data +0.5" in text
-    assert "gloo, 2 ranks: 100 us + bytes / 2.00 GB/s, from 4 sizes" in text
+    assert "gloo, 2 ranks: 100 us + bytes / 2.00 GB/s, from 4 sizes, median error 0%" in text
 
 
 def buckets(env: DistEnv, caps: Sequence[float]) -> list[int]:
-    """Return in how many buckets DDP reduces gradients of 4 MiB under each cap."""
-    found = []
+    """Return the number of buckets in which DDP reduces gradients of 4 MiB, for each cap."""
+    counts = []
     for cap in caps:
         module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
         model = replicate(module, forward_sync_buffers=False, bucket_cap_mb=cap)
         assert isinstance(model, DistributedDataParallel)
-        for _ in range(3):  # the first backward tells it the order of the gradients
+        for _ in range(3):  # DDP rebuilds its buckets after the first backward
             model(torch.ones(1, 256)).sum().backward()
-        found.append(model._get_ddp_logging_data()["num_buckets_reduced"])
-    return found
+        counts.append(model._get_ddp_logging_data()["num_buckets_reduced"])
+    return counts
 
 
-def test_buckets_are_counted_as_ddp_cuts_them() -> None:
-    """One by one, since the latency of each counts."""
+def test_num_buckets_equals_the_count_of_ddp() -> None:
+    """Each bucket costs a latency."""
     caps = (25, 4, 2.5, 1, 0.25)
     expected = [num_buckets(4 * 2**20, cap) for cap in caps]
     assert expected == [1, 1, 2, 4, 16]
@@ -132,81 +134,74 @@ def test_buckets_are_counted_as_ddp_cuts_them() -> None:
 
 
 def test_each_bucket_costs_a_latency(tmp_path: Path) -> None:
-    """A cap of 1 MiB makes four of 4 MiB."""
-    write_step(tmp_path / "one", 4000.0, COMPUTED, parallelism__bucket_cap_mb=1)
-    write_step(
-        *(tmp_path / "two", 4000.0, {**COMPUTED, "comm": 3.0, "wait": 1.0}),
-        **{"world_size": 2, "batch__per_rank": 32, "parallelism__bucket_cap_mb": 1},
-    )
-    write_benchmark(tmp_path / "link", world_size=2, latency_us=100, gb_per_s=2.0)
-    parts = compared(tmp_path).rows[1].predicted["strong"].parts_ms
-    assert parts["comm"] == pytest.approx(4 * 0.1 + 4 * 2**20 / 2e6)
+    """A cap of 1 MiB splits 4 MiB into four buckets."""
+    cap = {"parallelism__bucket_cap_mb": 1}
+    parts = {**COMPUTED, "comm": 3.0, "wait": 1.0}
+    write_step(tmp_path / "one", 4000.0, COMPUTED, **cap)
+    write_step(tmp_path / "two", 4000.0, parts, world_size=2, batch__per_rank=32, **cap)
+    write_benchmark(tmp_path / "benchmark", world_size=2, latency_us=100, gb_per_s=2.0)
+    predicted = compared(tmp_path).rows[1].predicted["strong"].parts_ms
+    assert predicted["comm"] == pytest.approx(4 * 0.1 + 4 * 2**20 / 2e6)
 
 
-def test_each_size_weighs_the_same_in_a_link(tmp_path: Path) -> None:
-    """By its relative error: a slow 1 MiB changes little of what 4 KiB take."""
+def test_each_size_has_the_same_weight_in_a_fit(tmp_path: Path) -> None:
+    """The fit minimises relative errors: a slow 1 MiB hardly changes the latency."""
     write_benchmark(
-        tmp_path / "link", world_size=2, latency_us=100, gb_per_s=2.0, slow={2**20: 1.3}
+        tmp_path / "benchmark", world_size=2, latency_us=100, gb_per_s=2.0, slow={2**20: 1.3}
     )
-    (link,) = compared(tmp_path).links
-    assert link.latency_us == pytest.approx(100, rel=0.01)
-    assert link.error == pytest.approx(0.063, abs=0.001)  # the median of 0.1, 2.4, 10 and 16 %
+    (fit,) = compared(tmp_path).all_reduces
+    assert fit.latency_us == pytest.approx(100, rel=0.01)
+    assert fit.error == pytest.approx(0.063, abs=0.001)  # the median of 0.1, 2.4, 10 and 16 %
 
 
-def test_a_link_has_no_negative_latency_and_more_sizes_than_one(tmp_path: Path) -> None:
-    """Two runs that measured the same single size make no line."""
-    write_benchmark(tmp_path / "link", world_size=2, latency_us=-2, gb_per_s=2.0)
+def test_a_fit_needs_two_sizes_and_has_no_negative_latency(tmp_path: Path) -> None:
+    """Two runs that measured the same single size have no fit."""
+    write_benchmark(tmp_path / "benchmark", world_size=2, latency_us=-2, gb_per_s=2.0)
     for name in ("first", "second"):
         write_benchmark(tmp_path / name, world_size=4, latency_us=100, gb_per_s=2.0, sizes=(2**20,))
-    (link,) = compared(tmp_path).links
-    assert (link.world_size, link.latency_us) == (2, 0.0)
+    (fit,) = compared(tmp_path).all_reduces
+    assert (fit.world_size, fit.latency_us) == (2, 0.0)
 
 
 def test_equal_batches_per_rank_predict_equal_computing(tmp_path: Path) -> None:
-    """Weak scaling: the rank's own work stays, twice the samples come out of it."""
+    """Weak scaling: each rank computes the same, and there are twice the samples."""
     write_step(tmp_path / "one", 4000.0, COMPUTED)
-    write_step(
-        *(tmp_path / "two", 6400.0, {**COMPUTED, "comm": 4.0, "wait": 0.0}),
-        world_size=2,
-        batch__global_size=128,
-    )
-    write_benchmark(tmp_path / "link", world_size=2, latency_us=0, gb_per_s=4 * 2**20 / 4e6)
+    parts = {**COMPUTED, "comm": 4.0, "wait": 0.0}
+    write_step(tmp_path / "two", 6400.0, parts, world_size=2, batch__global_size=128)
+    write_benchmark(tmp_path / "benchmark", world_size=2, latency_us=0, gb_per_s=4 * 2**20 / 4e6)
     row = compared(tmp_path).rows[1]
     assert row.strong is None
     assert row.predicted["weak"].speedup == pytest.approx(2 * 16 / 20)
 
 
 @pytest.mark.parametrize(
-    "link",
+    "benchmark",
     [
         {"world_size": 4, "latency_us": 100, "gb_per_s": 2.0},
         {"world_size": 2, "latency_us": 100, "gb_per_s": 2.0, "backend": "nccl"},
-        {"world_size": 2, "latency_us": 100, "gb_per_s": -1.0e6},  # larger ones were quicker
+        {"world_size": 2, "latency_us": 100, "gb_per_s": -1.0e6},  # larger messages were faster
     ],
 )
-def test_another_link_predicts_nothing(tmp_path: Path, link: dict[str, Any]) -> None:
-    """A link of other ranks or another backend, or one that is noise alone, says nothing."""
+def test_another_benchmark_predicts_nothing(tmp_path: Path, benchmark: dict[str, Any]) -> None:
+    """It has another world size or another backend, or it only measured noise."""
     write_step(tmp_path / "one", 4000.0, COMPUTED)
     parts = {**COMPUTED, "comm": 3.0, "wait": 1.0}
     write_step(tmp_path / "two", 4000.0, parts, world_size=2, batch__per_rank=32)
-    write_benchmark(tmp_path / "link", **link)
+    write_benchmark(tmp_path / "benchmark", **benchmark)
     assert all(row.predicted == {} for row in compared(tmp_path).rows)
 
 
-def test_a_mode_without_buckets_has_no_prediction(tmp_path: Path) -> None:
-    """A parameter server does not all-reduce."""
-    for name, size in (("one", 1), ("two", 2)):
-        write_step(
-            *(tmp_path / name, 4000.0, COMPUTED),
-            **{"world_size": size, "batch__per_rank": 64 // size, "parallelism__name": "ps"},
-            parallelism__bucket_cap_mb=None,
-        )
-    write_benchmark(tmp_path / "link", world_size=2, latency_us=100, gb_per_s=2.0)
+def test_a_mode_without_all_reduce_has_no_prediction(tmp_path: Path) -> None:
+    """A parameter server has no buckets."""
+    keys = {"parallelism__name": "ps", "parallelism__bucket_cap_mb": None}
+    write_step(tmp_path / "one", 4000.0, COMPUTED, **keys)
+    write_step(tmp_path / "two", 4000.0, COMPUTED, world_size=2, batch__per_rank=32, **keys)
+    write_benchmark(tmp_path / "benchmark", world_size=2, latency_us=100, gb_per_s=2.0)
     assert all(row.predicted == {} for row in compared(tmp_path).rows)
 
 
 def test_benchmarks_alone_are_rows(tmp_path: Path) -> None:
-    """Where nothing was trained, the benchmarks are what is compared."""
+    """If there are no training runs, the benchmarks are compared."""
     write_benchmark(tmp_path / "two", world_size=2, latency_us=100, gb_per_s=2.0)
     write_benchmark(tmp_path / "four", world_size=4, latency_us=100, gb_per_s=2.0)
     assert [row.world_size for row in compared(tmp_path).rows] == [2, 4]

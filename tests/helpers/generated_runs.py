@@ -1,4 +1,4 @@
-"""Run folders that no run has left: written here with chosen numbers; a helper, not a test."""
+"""Write run folders with chosen numbers, without a run."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 SINGLE = {
     "parallelism.name": "single",
     "parallelism._target_": "ddp_runner.parallelism.single.Single",
-    "parallelism.bucket_cap_mb": None,  # a mode without this key
+    "parallelism.bucket_cap_mb": None,  # this mode does not have the key
 }
 Line = Mapping[str, Any]
 
@@ -46,13 +46,13 @@ def write_run(
     lines: Sequence[Line] = (),
     record: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a run as it is left when completed, and return its folder.
+    """Write the folder of a completed run; return the folder.
 
     Args:
-        folder: of the run; made here.
-        config: dotted keys that differ from CONFIG's; None removes a key of a group.
-        lines: of metrics.jsonl.
-        record: fields of run.json that are added or replaced.
+        folder: The new folder.
+        config: Dotted keys that differ from CONFIG; None removes a key of a group.
+        lines: Lines of metrics.jsonl.
+        record: Additional or different fields of run.json.
     """
     keys = CONFIG | dict(config or {})
     keys = {key: value for key, value in keys.items() if value is not None or "." not in key}
@@ -89,14 +89,14 @@ def write_run(
 
 
 def lines_of(
-    paces: Sequence[float], *, losses: Sequence[float] = (), **more: Sequence[float]
+    speeds: Sequence[float], *, losses: Sequence[float] = (), **more: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Return a line each 10 steps and each second.
+    """Return a line of metrics for every 10 steps, one per second.
 
     Args:
-        paces: samples a second, of each line.
-        losses: train/loss of each line; 1, 1/2, 1/3, … where not given.
-        more: further metrics of each line, with __ for the slash of their names.
+        speeds: Samples per second of each line.
+        losses: train/loss of each line; by default 1, 1/2, 1/3, …
+        more: More metrics of each line, with __ for the slash in their names.
     """
     return [
         {
@@ -104,12 +104,12 @@ def lines_of(
             "epoch": 1,
             "time_s": float(index + 1),
             "train/loss": losses[index] if losses else 1 / (index + 1),
-            "perf/samples_per_s": pace,
-            "perf/step_time_ms": 64_000 / pace,
+            "perf/samples_per_s": speed,
+            "perf/step_time_ms": 64_000 / speed,
             "perf/peak_memory_gib": 0.5 + index / 10,
             **{name.replace("__", "/"): values[index] for name, values in more.items()},
         }
-        for index, pace in enumerate(paces)
+        for index, speed in enumerate(speeds)
     ]
 
 

@@ -18,6 +18,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.files import json_safe
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode
@@ -58,8 +59,8 @@ class Trace:
     error: str = ""
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Record a line."""
-        self.lines.append({"step": step, **metrics})
+        """Record a line as metrics.jsonl has it: NaN, which equals nothing, is None."""
+        self.lines.append({"step": step, **json_safe(metrics)})
 
     def first_loss(self, loss: float) -> None:
         """Do nothing."""

@@ -56,6 +56,12 @@ def pid_of(folder: Path, rank: int) -> int:
     return 0
 
 
+def kill(pid: int) -> None:
+    """Kill one process; 0 would be this one's whole group."""
+    assert pid > 0
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
     """Each leaves staleness, waiting and pushes; only asynchronous pushes can be stale."""
     end = run_command(
@@ -117,7 +123,7 @@ def test_an_asynchronous_run_outlives_its_trainers(tmp_path: Path) -> None:
     with background(*LONG, folder=tmp_path) as process:
         wait_for(lambda: last_step(tmp_path) >= 20)
         for rank in (1, 3):
-            os.kill(pid_of(tmp_path, rank), signal.SIGKILL)
+            kill(pid_of(tmp_path, rank))
         end = ended(process, tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     fields = record(end.run_dir)
@@ -142,8 +148,7 @@ def test_a_run_that_lost_too_much_fails(
     with background(*LONG, f"parallelism.mode={mode}", folder=tmp_path) as process:
         wait_for(lambda: last_step(tmp_path) >= 20)
         for rank in ranks:
-            pid = pid_of(tmp_path, rank) or _server(tmp_path)
-            os.kill(pid, signal.SIGKILL)
+            kill(pid_of(tmp_path, rank) or _server(tmp_path))
         end = ended(process, tmp_path)
     assert end.exit_code == 1
     assert sentence in end.stderr.splitlines()[0]

@@ -117,7 +117,7 @@ def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
     assert "parallelism=single,world_size=2,scaling=weak" in end.stdout
     report = tmp_path / "sweep" / "report"
     found = json.loads((report / "comparison.json").read_text())
-    assert [link["world_size"] for link in found["links"]] == [2]
+    assert [fit["world_size"] for fit in found["all_reduces"]] == [2]
     rows = {
         (row["setting"]["parallelism.name"], row["world_size"], kind): row
         for row in found["rows"]

@@ -122,7 +122,7 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
 def check_places(end: Ended, seen: dict[Path, set[int]]) -> None:
     """Assert that two runs, never three, went on at a time, on cores that they did not share."""
     done = [record(run_dir) for run_dir in run_dirs(end.folder)]
-    assert all(one["packed"] is True for one in done)
+    assert all(one["parallel_jobs"] is True for one in done)
     assert len({tuple(one["cores"]) for one in done}) == 2
     instants = sorted(
         (one[key], change)
@@ -201,7 +201,8 @@ def test_a_packed_sweep_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     assert run_command(*command, folder=tmp_path, environ=slow.environ).exit_code == 0
     assert the_sweep(tmp_path) == sweep
     assert set(statuses(sweep).values()) == {"completed"}
-    assert [record(run_dir).get("packed") for run_dir in run_dirs(sweep)] == [True, True, None]
+    parallel = [record(run_dir).get("parallel_jobs") for run_dir in run_dirs(sweep)]
+    assert parallel == [True, True, None]
     for run_dir in run_dirs(sweep)[:2]:
         assert (run_dir / "logs" / "rank-0.log").read_text().count("resumed from") == 2
 

@@ -120,4 +120,4 @@ def test_a_real_run_that_goes_on_keeps_its_times_load_and_devices(tmp_path: Path
     assert (row.wall_s.mean, row.startup_s.mean) == (fields["wall_s"], fields["startup_s"])
     assert row.num_sessions.mean == 2
     (note,) = comparison.notes
-    assert note.sentence.startswith("resumed: wall s adds up its 2 sessions")
+    assert note.sentence.startswith("resumed: wall s is the sum of its 2 sessions")

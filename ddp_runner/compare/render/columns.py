@@ -1,169 +1,166 @@
-"""The columns of a comparison's table, from which each format takes what it shows."""
+"""The columns of a comparison, from which each format takes what it shows."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.doubts import LEGEND, remark
 from ddp_runner.compare.parity import promises_parity
-from ddp_runner.compare.rows import Row
-from ddp_runner.compare.settings import word
-from ddp_runner.compare.stats import Stat
+from ddp_runner.compare.remarks import BUSY, speed_remark
+from ddp_runner.compare.rows import ComparisonRow
+from ddp_runner.compare.scaling import SUPERLINEAR
+from ddp_runner.compare.settings import title_of
 from ddp_runner.metric_names import HEADLINES
-
-NOTHING = "-"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its cells are a Stat, a number, a word, or None where a row has nothing."""
+    """One column."""
 
-    key: str  # in CSV; with the unit
-    title: str  # in tables that people read
-    cells: tuple[Any, ...]  # one for each row
-    number: Callable[[float], str]  # how its numbers are written
-    is_brief: bool = True  # shown in tables that people read, too
-    legend: str = ""  # what is to be known about it
-
-
-def columns(comparison: Comparison) -> list[Column]:
-    """Return the columns in which any row has something."""
-    return [one for one in _columns(comparison) if any(cell is not None for cell in one.cells)]
+    key: str  # name in CSV, with the unit
+    title: str  # name in text and Markdown
+    cell: Callable[[ComparisonRow], Any]  # a Stat, a number, a text; None if a row has nothing
+    number: Callable[[float], str]  # format of its numbers
+    is_brief: bool = True  # also shown in text and Markdown
 
 
 def digits(value: float) -> str:
-    """Return a number with four digits that count."""
+    """Return a number with four significant digits."""
     size = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.3e}" if size < -5 else f"{value:,.{max(0, min(6, 3 - size))}f}"
 
 
+percent, times = "{:.0%}".format, "{:.2f}x".format
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """Return the columns in which at least one row has something."""
+    return [
+        column
+        for column in _columns(comparison)
+        if any(column.cell(row) is not None for row in comparison.rows)
+    ]
+
+
+def legends(comparison: Comparison) -> dict[str, str]:
+    """Return what a reader must know about columns, by their keys."""
+    efficiency = "the speedup divided by the ratio of devices (on a CPU, of ranks)"
+    predicted = (
+        "the speedup from the baseline's computing and the all-reduce that task=collectives "
+        "measured, without overlap"
+    )
+    strong, weak = (
+        bases[0] if len(bases) == 1 else "the setting under against"
+        for bases in (_bases(comparison, "strong"), _bases(comparison, "weak"))
+    )
+    return {
+        "seeds": "fewer seeds than runs mean that some runs are repetitions",
+        "samples_per_s": "median of a run's perf/samples_per_s without its first line, the warm-up",
+        "strong_speedup": f"samples/s relative to {strong}, with the same global batch",
+        "strong_efficiency": efficiency,
+        "strong_predicted": predicted,
+        "weak_speedup": f"samples/s relative to {weak}, with the same batch per rank",
+        "weak_efficiency": efficiency,
+        "weak_predicted": predicted,
+        "remark": f"superlinear means an efficiency above {SUPERLINEAR:.0%}, from a busy machine "
+        f"or cache effects; busy machine means that other work used more than {BUSY:.0%} of the "
+        "cores' time during a run (load in run.json)",
+        "time_to_target_s": "from the first step (start-up excluded) to the first line that "
+        "reached it; (2 of 3) means that one run never did",
+        "peak_memory_gib": "peak memory of rank 0: of its GPU if it has one, else RAM",
+        "comm_share": "its share of the step time",
+        "startup_s": "from the command, or from the job's turn in a sweep, to the end of the first "
+        "step; for a resumed run, of its first session",
+        "parity": "the losses compared with the reference's, at equal steps, with the same seed "
+        f"and global batch; ok: equal to {comparison.tolerance:g} of the loss; rounding grows: a "
+        "difference that began as rounding grew slowly to this size, as in any training; breaks: "
+        "from this step on, rounding does not explain the difference",
+    }
+
+
 def _columns(comparison: Comparison) -> Iterator[Column]:
     rows = comparison.rows
-
-    def column(key: str, title: str, cell: Callable[[Row], Any], **options: Any) -> Column:
-        cells = tuple(cell(row) for row in rows)
-        return Column(key, title, cells, **{"number": digits, **options})
-
-    for key in comparison.keys:
-        yield column(key, word(key), partial(_setting, key), number=str)
+    yield from (_setting(key) for key in comparison.keys)
     if "seed" in comparison.keys:
-        yield column("run", "run", lambda row: str(row.runs[0].folder))
+        yield Column("run", "run", lambda row: str(row.runs[0].folder), str)
     else:
-        yield column("runs", "runs", lambda row: len(row.runs), number=str)
-        yield column(
-            *("seeds", "seeds", lambda row: len({repr(run.seed) for run in row.runs})),
-            number=str,
-            is_brief=any(len({repr(one.seed) for one in row.runs}) < len(row.runs) for row in rows),
-            legend="runs: those of a setting; with fewer seeds than runs, some are repetitions",
-        )
+        has_repetitions = any(_num_seeds(row) < len(row.runs) for row in rows)
+        yield Column("runs", "runs", lambda row: len(row.runs), str)
+        yield Column("seeds", "seeds", _num_seeds, str, is_brief=has_repetitions)
     if "num_devices" not in comparison.keys:
-        yield column(
-            "num_devices", "devices", lambda row: row.num_devices, number=str, is_brief=False
-        )
-    yield column(
-        *("samples_per_s", "samples/s", lambda row: row.samples_per_s),
-        legend="samples/s: the median of a run's perf/samples_per_s without its first line, the "
-        "warm-up",
-    )
+        yield Column("num_devices", "devices", lambda row: row.num_devices, str, is_brief=False)
+    yield Column("samples_per_s", "samples/s", lambda row: row.samples_per_s, digits)
     for kind in ("strong", "weak"):
-        yield from _scaling(kind, rows, column)
-    yield column("remark", "remark", remark, legend=LEGEND)
-    if comparison.target is not None:
-        goal = f"{comparison.target.metric}={comparison.target.value:g}"
-        yield column(
-            *("time_to_target_s", f"s to {goal}", lambda row: row.time_to_target_s),
-            legend=f"s to {goal}: from the first step, start-up left out, to the first line that "
-            "reached it; with (2 of 3), the others never did",
-        )
-    asked = [comparison.best.metric] if comparison.best else []
-    asked += [comparison.target.metric] if comparison.target else []
-    names = dict.fromkeys(name for row in rows for name in row.metrics)
+        yield from _scaling(kind, has_several_bases=len(_bases(comparison, kind)) > 1)
+    yield Column("remark", "remark", speed_remark, str)
+    asked = {comparison.best.metric} if comparison.best else set()
+    if target := comparison.target:
+        asked.add(target.metric)
+        title = f"s to {target.metric}={target.value:g}"
+        yield Column("time_to_target_s", title, lambda row: row.time_to_target_s, digits)
+    names = {name for row in rows for name in row.metrics}
     for name in sorted(names, key=lambda name: (name not in HEADLINES, name)):
-        is_brief = name in HEADLINES or name in asked
-        yield column(name, name, partial(_metric, name), is_brief=is_brief)
-    yield column(
-        *("peak_memory_gib", "memory GiB", lambda row: row.peak_memory_gib),
-        legend="memory GiB: the most that rank 0 held; of its GPU where it has one, else RAM",
-    )
-    yield column(
-        *("comm_share", "communication", lambda row: row.comm_share),
-        number="{:.0%}".format,
-        legend="communication: its part of the step time",
-    )
-    yield column(
-        *("startup_s", "start-up s", lambda row: row.startup_s),
-        legend="start-up s: from the command, or the job's turn in a sweep, to the end of the "
-        "first step; of the first session, where a run was resumed",
-    )
-    yield column("wall_s", "wall s", lambda row: row.wall_s, is_brief=False)
-    yield column("sessions", "sessions", lambda row: row.num_sessions, is_brief=False)
-    yield column("step_time_ms", "step ms", lambda row: row.step_time_ms, is_brief=False)
+        yield _metric(name, is_brief=name in HEADLINES or name in asked)
+    yield Column("peak_memory_gib", "memory GiB", lambda row: row.peak_memory_gib, digits)
+    yield Column("comm_share", "communication", lambda row: row.comm_share, percent)
+    yield Column("startup_s", "start-up s", lambda row: row.startup_s, digits)
+    yield Column("wall_s", "wall s", lambda row: row.wall_s, digits, is_brief=False)
+    yield Column("sessions", "sessions", lambda row: row.num_sessions, digits, is_brief=False)
+    yield Column("step_time_ms", "step ms", lambda row: row.step_time_ms, digits, is_brief=False)
     for name in dict.fromkeys(name for row in rows for name in row.step_parts_ms):
-        yield column(f"{name}_ms", f"{name} ms", partial(_step_part, name), is_brief=False)
-    references = {one.reference.folder for one in comparison.parity}
-    yield column(
-        *("parity", "parity", lambda row: _parity(row, references)),
-        legend="parity: losses at equal steps, with one seed and one global batch, against the "
-        f"reference's: ok is to {comparison.tolerance:g} of themselves; rounding grows: they began "
-        "equal to rounding and parted little by little, as training makes any difference larger, "
-        "by so much; breaks: more than rounding sets them apart, from that step on",
+        yield _step_part(name)
+    references = {parity.reference.folder for parity in comparison.parity}
+    yield Column("parity", "parity", lambda row: _verdict(row, references), str)
+
+
+def _setting(key: str) -> Column:
+    return Column(key, title_of(key), lambda row: row.setting[key], str)
+
+
+def _metric(name: str, *, is_brief: bool) -> Column:
+    return Column(name, name, lambda row: row.metrics.get(name), digits, is_brief=is_brief)
+
+
+def _step_part(name: str) -> Column:
+    return Column(
+        f"{name}_ms", f"{name} ms", lambda row: row.step_parts_ms.get(name), digits, is_brief=False
     )
 
 
-def _scaling(kind: str, rows: Sequence[Row], column: Callable[..., Column]) -> Iterator[Column]:
-    def of(row: Row, name: str) -> Any:
-        scaling = getattr(row, kind)
-        return None if scaling is None else getattr(scaling, name)
+def _num_seeds(row: ComparisonRow) -> int:
+    return len({repr(run.seed) for run in row.runs})
 
-    bases = sorted({of(row, "base") for row in rows} - {None})
-    equal = {"strong": "one global batch", "weak": "one batch per rank"}[kind]
-    against = bases[0] if len(bases) == 1 else "the row named"
-    yield column(
-        *(f"{kind}_speedup", f"{kind} speedup", lambda row: of(row, "speedup")),
-        number="{:.2f}x".format,
-        legend=f"{kind} speedup: samples/s over that of {against}, with {equal}; efficiency: the "
-        "speedup over the ratio of the devices (on a CPU, of the ranks)",
+
+def _bases(comparison: Comparison, kind: str) -> list[str]:
+    return sorted({row.scalings[kind].base for row in comparison.rows if kind in row.scalings})
+
+
+def _scaling(kind: str, *, has_several_bases: bool) -> Iterator[Column]:
+    """Yield the columns of strong or weak scaling."""
+
+    def fact(row: ComparisonRow, name: str) -> Any:
+        return getattr(row.scalings.get(kind), name, None)
+
+    def predicted(row: ComparisonRow) -> float | None:
+        return row.predicted[kind].speedup if kind in row.predicted else None
+
+    yield Column(f"{kind}_speedup", f"{kind} speedup", lambda row: fact(row, "speedup"), times)
+    yield Column(f"{kind}_efficiency", "efficiency", lambda row: fact(row, "efficiency"), percent)
+    yield Column(f"{kind}_predicted", "predicted", predicted, times)
+    yield Column(
+        f"{kind}_against", "against", lambda row: fact(row, "base"), str, is_brief=has_several_bases
     )
-    yield column(
-        *(f"{kind}_efficiency", "efficiency", lambda row: of(row, "efficiency")),
-        number="{:.0%}".format,
-    )
-    yield column(
-        *(f"{kind}_predicted", "predicted", lambda row: _predicted(kind, row)),
-        number="{:.2f}x".format,
-        legend="predicted: the speedup with the baseline's computing and an all-reduce as "
-        "task=collectives has measured it, none of it hidden",
-    )
-    is_brief = len(bases) > 1
-    yield column(f"{kind}_against", "against", lambda row: of(row, "base"), is_brief=is_brief)
 
 
-def _predicted(kind: str, row: Row) -> float | None:
-    prediction = row.predicted.get(kind)
-    return None if prediction is None else prediction.speedup
-
-
-def _setting(key: str, row: Row) -> Any:
-    return row.setting[key]
-
-
-def _metric(name: str, row: Row) -> Stat | None:
-    return row.metrics.get(name)
-
-
-def _step_part(name: str, row: Row) -> float | None:
-    return row.step_parts_ms.get(name)
-
-
-def _parity(row: Row, references: set[Any]) -> str | None:
-    breaks = [one for one in row.parity if one.first_break is not None]
+def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:
+    """Return the worst verdict of a row's runs; None if they have none."""
+    breaks = [parity for parity in row.parity if parity.is_broken]
     if breaks:
-        return min(breaks, key=lambda one: one.first_break or 0).verdict
+        return min(breaks, key=lambda parity: parity.first_break or 0).verdict
     if row.parity:
-        return max(row.parity, key=lambda one: one.largest).verdict
+        return max(row.parity, key=lambda parity: parity.largest).verdict
     if references & {run.folder for run in row.runs}:
         return "reference"
     is_promised = not references or all(promises_parity(run) for run in row.runs)

@@ -1,6 +1,7 @@
-"""How plots look: their colours, and lines that are named at their ends instead of in a legend.
+"""How plots look: their colours, and line names at the ends of the lines instead of a legend.
 
-No pyplot, hence no global state and no display; matplotlib is imported when a plot is asked for.
+Without pyplot there is no global state and no need for a display. matplotlib is imported only when
+a plot is drawn.
 """
 
 import textwrap
@@ -12,13 +13,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Each 4.5:1 or more on white; told apart by markers too, for those who see fewer colours.
+# Contrast of at least 4.5:1 on white; the markers differ too, for colour-blind readers.
 COLOURS = ("#0060a0", "#b84a00", "#00795a", "#aa3377", "#000000", "#7a5c00")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, TEXT = "#6e6e6e", "#333333"
-MOST_GREY = 100  # lines behind the coloured ones
-MOST_MARKED = 30  # points of a line up to which each has its marker
-LABEL_WIDTH, LABEL_HEIGHT = 30, 0.055  # characters; a line of text as a part of the axes
+MAX_GREY = 100  # lines behind the coloured ones
+MAX_MARKED = 30  # points of a line with markers
+LABEL_WIDTH, LABEL_HEIGHT = 30, 0.055  # characters; share of the axes that a line of text takes
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -26,44 +27,36 @@ STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.color": "#e6e6e6",
     "axes.axisbelow": True,
-    "text.parse_math": False,  # a setting's value may hold a dollar sign
-    "svg.hashsalt": "ddp_runner",  # the same comparison gives the same file
+    "text.parse_math": False,  # a setting may contain a dollar sign
+    "svg.hashsalt": "ddp_runner",  # makes the file reproducible
 }
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a plot, and what is written at its end."""
+    """A line of a plot. Sequences, except `doubtful`, are empty or have a value for each point."""
 
-    name: str
+    name: str  # written at its end
     xs: Sequence[float]
     ys: Sequence[float]
-    low: Sequence[float] = ()  # of the band around it
+    low: Sequence[float] = ()  # lower edge of the band around it
     high: Sequence[float] = ()
-    base: str = ""  # what its values are multiples of
-    predicted: Sequence[float] = ()  # what they should be; nan where nothing says it
-    errors: Sequence[float] = ()  # half the length of the bars at its points; nan: none
-    doubtful: Sequence[float] = ()  # the xs of points that are drawn hollow
+    base: str = ""  # to which its values are relative
+    predicted: Sequence[float] = ()  # nan: no prediction
+    errors: Sequence[float] = ()  # half the length of the error bars; nan: none
+    doubtful: Sequence[float] = ()  # the xs of hollow points
 
 
 def new_figure(
     title: str, *, num_panels: int = 1, height: float = 5.0
 ) -> tuple["Figure", list["Axes"]]:
-    """Return a figure with its title, and its panels from left to right.
-
-    Args:
-        title: above all panels.
-        num_panels: how many there are.
-        height: inches.
-    """
+    """Return a figure with a title, and its panels from left to right; `height` is in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(
-        figsize=(9 if num_panels == 1 else 8 * num_panels, height), layout="constrained"
-    )
+    width = 9 if num_panels == 1 else 8 * num_panels
+    figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-    panels = figure.subplots(1, num_panels, squeeze=False)[0]
-    return figure, list(panels)
+    return figure, list(figure.subplots(1, num_panels, squeeze=False)[0])
 
 
 def draw_lines(
@@ -75,58 +68,59 @@ def draw_lines(
     ideal: Sequence[Line] = (),
     is_ragged: bool = False,
 ) -> None:
-    """Draw lines and name them at the right; the scale of the axes must have been set.
+    """Draw lines and write their names to the right of the axes.
 
     Args:
-        axes: where.
-        lines: the first ones in colour, the rest in grey.
-        first: what sets the first ones apart, in a word, as `fastest`.
-        xlabel: of the horizontal axis.
-        ideal: dashed ones behind them.
-        is_ragged: the lines end far apart, so that a legend names them better than their ends.
+        axes: Axes whose scale is already set.
+        lines: The first lines are in colour, the others in grey.
+        first: What distinguishes the first lines, for example `fastest`.
+        xlabel: Label of the horizontal axis.
+        ideal: Dashed lines behind the others.
+        is_ragged: The lines end far apart; use a legend instead of names at their ends.
     """
-    for line in lines[len(COLOURS) :][:MOST_GREY]:
+    for line in lines[len(COLOURS) :][:MAX_GREY]:
         axes.plot(line.xs, line.ys, color=GREY, alpha=0.3, linewidth=0.8)
     for index, line in enumerate(ideal):
         name = None if index else line.name
         axes.plot(line.xs, line.ys, color=GREY, linestyle="--", linewidth=1.5, label=name)
     coloured = lines[: len(COLOURS)]
     for index, line in enumerate(coloured):
-        is_marked = len(line.xs) <= MOST_MARKED
-        axes.plot(
-            line.xs,
-            line.ys,
-            color=COLOURS[index],
-            label=_wrapped(line.name),
-            marker=MARKERS[index] if is_marked else None,
-            linewidth=2.0 + 0.4 * (len(coloured) - 1 - index),  # seen even below one that coincides
-            markersize=6 + 0.4 * (len(coloured) - 1 - index),
-        )
-        if line.predicted:
-            axes.plot(line.xs, line.predicted, color=COLOURS[index], linestyle=":", linewidth=2)
-        if line.errors:
-            axes.errorbar(
-                line.xs, line.ys, line.errors, color=COLOURS[index], fmt="none", capsize=4
-            )
-        for x, y in zip(line.xs, line.ys, strict=True):
-            if x in line.doubtful:
-                axes.plot([x], [y], MARKERS[index], color=COLOURS[index], mfc="white", ms=9)
-        if line.low:
-            axes.fill_between(
-                line.xs, line.low, line.high, color=COLOURS[index], alpha=0.15, linewidth=0
-            )
-    ends = [*zip(coloured, COLOURS, strict=False), *((line, GREY) for line in ideal)]
+        # An earlier line is thicker, so that it stays visible below a later line that coincides.
+        thicker = 0.4 * (len(coloured) - 1 - index)
+        _draw_line(axes, line, COLOURS[index], MARKERS[index], thicker)
     if is_ragged:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     else:
+        ends = [*zip(coloured, COLOURS, strict=False), *((line, GREY) for line in ideal)]
         _name_ends(axes, ends)
     is_full = len(lines) > len(COLOURS)
     note = f"\n(the {len(COLOURS)} {first} of {len(lines)} in colour)" if is_full else ""
     axes.set_xlabel(xlabel + note)
 
 
+def _draw_line(axes: "Axes", line: Line, colour: str, marker: str, thicker: float) -> None:
+    axes.plot(
+        line.xs,
+        line.ys,
+        color=colour,
+        label=_wrapped(line.name),
+        marker=marker if len(line.xs) <= MAX_MARKED else None,
+        linewidth=2.0 + thicker,
+        markersize=6 + thicker,
+    )
+    if line.predicted:
+        axes.plot(line.xs, line.predicted, color=colour, linestyle=":", linewidth=2)
+    if line.errors:
+        axes.errorbar(line.xs, line.ys, line.errors, color=colour, fmt="none", capsize=4)
+    for x, y in zip(line.xs, line.ys, strict=True):
+        if x in line.doubtful:
+            axes.plot([x], [y], marker, color=colour, mfc="white", ms=9)
+    if line.low:
+        axes.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+
+
 def plain_log_ticks(axes: "Axes") -> None:
-    """Make the vertical axis logarithmic, with 0.1, 0.2, 0.5, 1, … written out."""
+    """Make the vertical axis logarithmic, with ticks such as 0.1, 0.2 and 0.5."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
@@ -136,22 +130,22 @@ def plain_log_ticks(axes: "Axes") -> None:
 
 
 def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
-    """Write each line's name beside the axes, at the height of its end, none over another."""
+    """Write the name of each line beside its end, moved up where names would overlap."""
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
     labels = [
         (float(to_axes.transform((line.xs[-1], line.ys[-1]))[1]), line, colour)
         for line, colour in ends
     ]
-    place = -1.0  # the lower edge of what is free
+    lower_edge = -1.0  # of the free space
     texts = []
     for height, line, colour in sorted(labels, key=lambda label: label[0]):
         text = _wrapped(line.name)
         half = LABEL_HEIGHT * (1 + text.count("\n")) / 2
-        centre = max(height, place + half)
-        place = centre + half
+        centre = max(height, lower_edge + half)
+        lower_edge = centre + half
         texts.append((centre, text, line, colour))
-    too_high = max(0.0, place - 1.05)  # the topmost ones would leave the figure
+    too_high = max(0.0, lower_edge - 1.05)  # the top names would leave the figure
     for centre, text, line, colour in texts:
         axes.annotate(
             text,

@@ -1,35 +1,29 @@
-"""A comparison as plots: scaling, loss by step and by time, what a step's time goes into.
+"""The plots of a comparison: scaling, loss by step and by time, parts of a step.
 
-How they look is in ``drawing``.
+``drawing`` decides how they look.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.curves import scaling_series
 from ddp_runner.compare.parity import LOSS
+from ddp_runner.compare.remarks import speed_remark
 from ddp_runner.compare.render.columns import digits
-from ddp_runner.compare.render.drawing import (
-    STYLE,
-    Line,
-    draw_lines,
-    new_figure,
-    plain_log_ticks,
-)
+from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure, plain_log_ticks
 from ddp_runner.compare.render.step_parts import step_parts
-from ddp_runner.compare.rows import Row
+from ddp_runner.compare.rows import ComparisonRow
 from ddp_runner.compare.run import Run
-from ddp_runner.compare.settings import label
+from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_POINTS = 500  # of a line
+MAX_POINTS = 500  # of a line
 
 
 def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
@@ -45,35 +39,39 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
         }
 
 
-def write_plots(comparison: Comparison, folder: Path) -> list[str]:
-    """Write each plot as PNG and SVG into a folder; return a line about each."""
+def write_plots(comparison: Comparison, folder: Path) -> tuple[list[Path], list[str]]:
+    """Write each plot as PNG and SVG into a folder; return the PNG files, and a line for each plot.
+
+    A plot that lacks its numbers has a line that says why.
+    """
     from matplotlib import rc_context
 
-    lines = []
+    pictures, lines = [], []
     for name, figure in figures(comparison).items():
         if isinstance(figure, str):
             lines.append(f"no plot {name}: {figure}")
             continue
+        pictures.append(folder / f"{name}.png")
         with rc_context(STYLE):
-            figure.savefig(folder / f"{name}.png", dpi=150)
+            figure.savefig(pictures[-1], dpi=150)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         lines.append(f"wrote {folder / name}.png and .svg")
-    return lines
+    return pictures, lines
 
 
 def _scaling(comparison: Comparison) -> "Figure | str":
     kinds = {kind: _scaling_lines(comparison, kind) for kind in ("strong", "weak")}
     kinds = {kind: lines for kind, lines in kinds.items() if lines}
     if not kinds:
-        return "no setting has samples/s at two world sizes; sweep with -m world_size=1,2,4"
+        return "no setting has samples/s for two world sizes; run a sweep with -m world_size=1,2,4"
     are_ranks = all(row.num_devices == row.world_size for row in comparison.rows)
-    what = "ranks" if are_ranks else "devices"
-    figure, panels = new_figure(f"Speedup by number of {what}", num_panels=len(kinds))
+    unit = "ranks" if are_ranks else "devices"
+    figure, panels = new_figure(f"Speedup by number of {unit}", num_panels=len(kinds))
     for axes, (kind, lines) in zip(panels, kinds.items(), strict=True):
         sizes = sorted({x for line in lines for x in line.xs})
-        smallest = {line.xs[0] for line in lines}
         ideal = [
-            Line("ideal", [base, sizes[-1]], [1, sizes[-1] / base]) for base in sorted(smallest)
+            Line("ideal", [base, sizes[-1]], [1, sizes[-1] / base])
+            for base in sorted({line.xs[0] for line in lines})
         ]
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
@@ -81,101 +79,131 @@ def _scaling(comparison: Comparison) -> "Figure | str":
             axes,
             lines,
             first="fastest",
-            xlabel="world size (ranks)" if are_ranks else what,
+            xlabel="world size (ranks)" if are_ranks else unit,
             ideal=ideal,
             is_ragged=len({line.xs[-1] for line in lines}) > 1,
         )
         axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        batch = {"strong": "one global batch", "weak": "one batch per rank"}[kind]
-        notes = ["dotted: as predicted"] if any(line.predicted for line in lines) else []
+        constant = "global batch" if kind == "strong" else "batch per rank"
+        notes = ["dotted: predicted"] if any(line.predicted for line in lines) else []
         notes += ["bars: ± standard deviation"] if any(line.errors for line in lines) else []
-        notes += ["hollow: see take care"] if any(line.doubtful for line in lines) else []
-        axes.set_title("; ".join([f"{kind} scaling: {batch}", *notes]), loc="left", fontsize=11)
+        notes += ["hollow: see warnings"] if any(line.doubtful for line in lines) else []
+        title = f"{kind} scaling: constant {constant}\n{'; '.join(notes)}".strip()
+        axes.set_title(title, loc="left", fontsize=11)
         bases = {line.base for line in lines}
         axes.set_ylabel(f"speedup over {bases.pop() if len(bases) == 1 else 'the baseline'}")
     return figure
 
 
 def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
-    """Return a line for each setting aside from its devices, the fastest at its end first."""
+    """Return a line for each setting that ran on several numbers of devices, the fastest first."""
+    sizes = ("world_size", "num_devices", *BATCH_SIZES)
+    keys = [key for key in comparison.keys if key not in sizes]
+    scaled = [row for row in comparison.rows if kind in row.scalings]
+    if len({row.scalings[kind].batch for row in scaled}) > 1:
+        keys.append(GLOBAL_BATCH if kind == "strong" else BATCH_PER_RANK)
+    settings: dict[str, dict[float, ComparisonRow]] = {}
+    for row in scaled:
+        setting = {**row.setting, **dict.fromkeys(BATCH_SIZES, row.scalings[kind].batch)}
+        settings.setdefault(label(setting, keys), {})[row.num_devices] = row
     lines = []
-    for one in scaling_series(comparison, kind):
-        xs, ys = list(one.speedups), list(one.speedups.values())
-        text = f"{one.name}: {ys[-1]:.2f}x ({ys[-1] / (xs[-1] / xs[0]):.0%})"
-        if xs[-1] in one.remarks:
-            text += f", {one.remarks[xs[-1]]}"
-        predicted = [one.predicted.get(x, math.nan) for x in xs] if one.predicted else []
-        errors = [one.spreads.get(x, math.nan) for x in xs] if one.spreads else []
-        line = Line(text, xs, ys, base=one.base, predicted=predicted, errors=errors)
-        lines.append(replace(line, doubtful=list(one.remarks)))
+    for name, rows in settings.items():
+        scalings = {size: row.scalings[kind] for size, row in rows.items()}
+        base = next(iter(scalings.values()))
+        speedups: dict[float, float] = {base.base_num_devices: 1.0}
+        speedups |= {size: scaling.speedup for size, scaling in scalings.items()}
+        if len(speedups) == 1:
+            continue
+        xs = sorted(speedups)
+        ys = [speedups[x] for x in xs]
+        predicted = {
+            x: row.predicted[kind].speedup for x, row in rows.items() if kind in row.predicted
+        }
+        predicted |= {xs[0]: predicted.get(xs[0], 1.0)} if predicted else {}
+        remarks = {x: remark for x, row in rows.items() if (remark := speed_remark(row))}
+        words = [f"{name}: {ys[-1]:.2f}x ({ys[-1] / (xs[-1] / xs[0]):.0%})"]
+        lines.append(
+            Line(
+                name=", ".join(words + [remarks[x] for x in xs[-1:] if x in remarks]),
+                xs=xs,
+                ys=ys,
+                base=base.base,
+                predicted=_at(xs, predicted),
+                errors=_at(xs, {x: scaling.speedup_sd for x, scaling in scalings.items()}),
+                doubtful=list(remarks),
+            )
+        )
     return sorted(lines, key=lambda line: -line.ys[-1])
 
 
+def _at(xs: Sequence[float], values: Mapping[float, float | None]) -> list[float]:
+    """Return the value at each x, nan for None; an empty list if all values are None."""
+    known = {x: value for x, value in values.items() if value is not None}
+    return [known.get(x, math.nan) for x in xs] if known else []
+
+
 def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
-    found = [_loss_line(row, comparison.keys, by_time=by_time) for row in comparison.rows]
-    lines = [line for line in found if line is not None]
+    rows = [_loss_line(row, comparison.keys, by_time=by_time) for row in comparison.rows]
+    lines = [line for line in rows if line is not None]
     if not lines:
-        return f"no run has lines of {LOSS}"
+        return f"no run has logged {LOSS}"
     if by_time:
+        title, first, xlabel = "time", "fastest", "seconds of training, without start-up"
         lines.sort(key=lambda line: line.xs[-1])
     else:
-        lines = _alike(sorted(lines, key=lambda line: line.ys[-1]), comparison.tolerance)
-    figure, (axes,) = new_figure(f"Training loss by {'time' if by_time else 'optimizer step'}")
+        title, first, xlabel = "optimizer step", "lowest", "optimizer step"
+        lines = _merged(sorted(lines, key=lambda line: line.ys[-1]), comparison.tolerance)
+    figure, (axes,) = new_figure(f"Training loss by {title}")
     values = [value for line in lines for value in line.ys]
     if min(values) > 0 and max(values) / min(values) > 20:
         plain_log_ticks(axes)
-    first, xlabel = ("lowest", "optimizer step")
-    if by_time:
-        first, xlabel = ("fastest", "seconds of training, start-up left out")
     draw_lines(axes, lines, first=first, xlabel=xlabel, is_ragged=by_time)
     axes.set_ylabel(LOSS)
     axes.locator_params(axis="x", integer=not by_time)
     if any(line.low for line in lines):
-        note = "the mean over a setting's runs; band: from the least to the most of them"
+        note = "mean over the runs of a setting; band: from their minimum to their maximum"
         axes.set_title(note, loc="left", fontsize=11)
     return figure
 
 
-def _alike(lines: Sequence[Line], tolerance: float) -> list[Line]:
-    """Return the lines with those that lie on each other, as parity demands, as one."""
+def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
+    """Return the lines, with one in place of several that are equal within the tolerance."""
     groups: list[list[Line]] = []
     for line in lines:
         for group in groups:
             same_steps = line.xs == group[0].xs
             pairs = zip(line.ys, group[0].ys, strict=False)
-            if same_steps and all(math.isclose(*pair, rel_tol=tolerance) for pair in pairs):
+            if same_steps and all(math.isclose(y, z, rel_tol=tolerance) for y, z in pairs):
                 group.append(line)
                 break
         else:
             groups.append([line])
-    return [
-        replace(group[0], name="\n".join([line.name for line in group[:3]] + _rest(group)))
-        for group in groups
-    ]
+    merged = []
+    for group in groups:
+        names = [line.name for line in group[:3]]
+        names += [f"and {len(group) - 3} more that are equal"] if len(group) > 3 else []
+        merged.append(replace(group[0], name="\n".join(names)))
+    return merged
 
 
-def _rest(group: Sequence[Line]) -> list[str]:
-    return [f"and {len(group) - 3} more alike"] if len(group) > 3 else []
-
-
-def _loss_line(row: Row, keys: Sequence[str], *, by_time: bool) -> Line | None:
-    """Return the mean over a row's runs at the steps that all have logged."""
+def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Line | None:
+    """Return the mean over a row's runs at the steps that all of them have logged."""
     points = [_losses(run) for run in row.runs]
     steps = sorted(set(points[0]).intersection(*points[1:]))
-    steps = steps[:: math.ceil(len(steps) / MOST_POINTS) or 1]
+    steps = steps[:: math.ceil(len(steps) / MAX_POINTS) or 1]
     if not steps:
         return None
-    times = [statistics.fmean(one[step][0] for one in points) for step in steps]
-    values = [[one[step][1] for one in points] for step in steps]
+    times = [statistics.fmean(run[step][0] for run in points) for step in steps]
+    losses = [[run[step][1] for run in points] for step in steps]
     has_band, name = len(row.runs) > 1, label(row.setting, keys)
     return Line(
         name=f"{name}\n{digits(times[-1])} s" if by_time else name,
         xs=times if by_time else steps,
-        ys=[statistics.fmean(one) for one in values],
-        low=[min(one) for one in values] if has_band else (),
-        high=[max(one) for one in values] if has_band else (),
+        ys=[statistics.fmean(values) for values in losses],
+        low=[min(values) for values in losses] if has_band else (),
+        high=[max(values) for values in losses] if has_band else (),
     )
 
 

@@ -1,12 +1,13 @@
-"""The bars of what a step's time goes into, and below them what was predicted."""
+"""The plot of step times: a bar of parts for each row, with its prediction below."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ddp_runner.compare.analysis import Comparison
+from ddp_runner.compare.prediction import REST
 from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.render.drawing import COLOURS, GREY, TEXT, new_figure
-from ddp_runner.compare.rows import Row
+from ddp_runner.compare.rows import ComparisonRow
 from ddp_runner.compare.settings import label
 from ddp_runner.metric_names import StepPart
 
@@ -14,36 +15,37 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_BARS = 20
+MAX_BARS = 20
 PART_COLOURS = (*COLOURS, "#6a5acd", "#a0522d")
-SEEN = 0.07  # of the longest bar: a part that is shorter has no number
+MIN_NUMBERED = 0.07  # share of the longest bar; shorter parts have no number
 
 
 def step_parts(comparison: Comparison) -> "Figure | str":
-    """Return a bar for each row that has measured the parts of its step, or why there is none."""
+    """Return the plot of the rows that have measured the parts of a step, or why there is none."""
     rows = [row for row in comparison.rows if row.step_parts_ms]
     if not rows:
         return "no run has measured the parts of its step time (perf/*_ms)"
-    rows = sorted(rows, key=lambda row: sum(_parts(row).values()))[:MOST_BARS]
+    rows = sorted(rows, key=lambda row: sum(_parts(row).values()))[:MAX_BARS]
     names = list(dict.fromkeys([*StepPart, *(name for row in rows for name in _parts(row))]))
     names = [name for name in names if any(_parts(row).get(name) for row in rows)]
-    names.sort(key="rest".__eq__)
+    names.sort(key=lambda name: name == REST)
     colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
-    colours |= {"rest": GREY} if "rest" in names else {}
+    colours |= {REST: GREY} if REST in names else {}
     has_predicted = any(row.predicted for row in rows)
     height = 1.8 + (0.65 if has_predicted else 0.4) * len(rows)
-    figure, (axes,) = new_figure("What the time of an optimizer step goes into", height=height)
+    figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
     longest = max(sum(_parts(row).values()) for row in rows)
     measured = {"at": -0.15, "height": 0.5} if has_predicted else {"at": 0.0, "height": 0.8}
     for place, row in enumerate(rows):
         _bar(axes, place + measured["at"], _parts(row), colours, longest, measured["height"])
-        for one in list(row.predicted.values())[:1]:
-            _bar(axes, place + 0.22, one.parts_ms, colours, longest, 0.18, word=" predicted")
+        for prediction in list(row.predicted.values())[:1]:
+            parts = prediction.parts_ms
+            _bar(axes, place + 0.22, parts, colours, longest, 0.18, word=" predicted")
     axes.set_yticks(range(len(rows)), [label(row.setting, comparison.keys) for row in rows])
     axes.set_xlim(0, 1.2 * longest)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("milliseconds a step (median without the first line)")
+    axes.set_xlabel("milliseconds per step (median without the first line)")
     figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
     return figure
 
@@ -57,15 +59,15 @@ def _bar(
     height: float,
     word: str = "",
 ) -> None:
-    """Draw one bar; a predicted one is thin and pale, with its total alone."""
+    """Draw one bar, with numbers on its parts; a bar with a `word` is pale and has only a total."""
     start = 0.0
     for name, colour in colours.items():
         length = max(0.0, parts.get(name, 0.0))
         alpha = 0.45 if word else 1.0
         bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
         if place <= 0:
-            bar.set_label(name)  # the first row's measured bar speaks for all
-        if length > SEEN * longest and not word:
+            bar.set_label(name)  # one label per part, from the first measured bar
+        if length > MIN_NUMBERED * longest and not word:
             middle = start + length / 2
             axes.text(middle, place, digits(length), color="white", ha="center", va="center")
         start += length
@@ -74,8 +76,8 @@ def _bar(
     axes.text(start, place, text, va="center", color=TEXT, fontsize=size)
 
 
-def _parts(row: Row) -> dict[str, float]:
-    """Return the parts of a row's step, and the rest of it."""
+def _parts(row: ComparisonRow) -> dict[str, float]:
+    """Return the measured parts of a row's step, and the rest of its time."""
     parts = dict(row.step_parts_ms)
     whole = row.step_time_ms.mean if row.step_time_ms else 0.0
-    return {**parts, "rest": max(0.0, whole - sum(parts.values()))}
+    return {**parts, REST: max(0.0, whole - sum(parts.values()))}

@@ -3,224 +3,212 @@
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from ddp_runner.compare.analysis import Comparison, Remark
+from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import Parity
-from ddp_runner.compare.render.columns import NOTHING, Column, columns, digits
+from ddp_runner.compare.remarks import RunNote
+from ddp_runner.compare.render.columns import Column, columns, digits, legends
+from ddp_runner.compare.rows import ComparisonRow
 from ddp_runner.compare.run import Run
-from ddp_runner.compare.settings import ALWAYS, label, ranks, word
+from ddp_runner.compare.settings import ALWAYS_SHOWN, counted, label, title_of
 from ddp_runner.compare.stats import Stat
 from ddp_runner.errors import printable
 from ddp_runner.files import json_safe
 
-WIDTH = 120  # characters, where there is no terminal
-MOST_REMARKS, MOST_FOLDERS = 20, 3  # of a list that people read
-UNEQUAL = "dropout, and BatchNorm that is not synchronised, differ by rank and explain a break"
-UNSTABLE = "so does a training about to diverge, where rounding leaps: try a smaller optimizer.lr"
-LATE = "a first line long after step 1 cannot tell how it began: try train.log_every_steps=1"
+WIDTH = 120  # characters, without a terminal
+MAX_LINES, MAX_FOLDERS = 20, 3  # in lists for people
+PARITY_HINTS = (
+    "dropout, and BatchNorm that is not synchronised, differ by rank and break parity",
+    "a training that is about to diverge breaks it by rounding alone: try a smaller optimizer.lr",
+    "a first line long after step 1 hides how the difference began: try train.log_every_steps=1",
+)
 
 
 def as_text(comparison: Comparison) -> str:
-    """Return aligned columns, and below them what is to be known about them.
+    """Return a table with aligned columns, and lists of remarks below it.
 
-    Columns that go beyond the terminal follow below, beside the settings once more.
+    Columns beyond the width of the terminal follow in further blocks, which repeat the settings.
     """
     shown = [column for column in columns(comparison) if column.is_brief]
-    lines = _blocks(comparison, shown, width=get_terminal_size(fallback=(WIDTH, 0)).columns)
+    lines = [_headline(comparison)]
+    lines += _blocks(comparison, shown, width=get_terminal_size(fallback=(WIDTH, 0)).columns)
     for title, sentences in _sections(comparison, shown):
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
-    return "\n".join(map(printable, [_headline(comparison), *lines]))
+    return "\n".join(map(printable, lines))
 
 
-def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> list[str]:
-    """Return the lines of the table, cut between columns into as many blocks as it takes."""
-    cells = [[column.title for column in shown], *_texts(comparison, shown)]
-    is_word = [any(isinstance(cell, str) for cell in column.cells) for column in shown]
-    padded = [
-        [text.ljust(size) if left else text.rjust(size) for text in texts]
-        for texts, left in zip(zip(*cells, strict=True), is_word, strict=True)
-        for size in [max(map(len, texts))]
-    ]
+def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> Iterator[str]:
+    """Yield the lines of the table, split between columns into blocks of at most `width`."""
+    padded = []
+    for column in shown:
+        texts = [column.title, *(_text(column, row) for row in comparison.rows)]
+        size = max(map(len, texts))
+        is_text = any(isinstance(column.cell(row), str) for row in comparison.rows)
+        padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
     num_keys = len(comparison.keys)
     keys, blocks = padded[:num_keys], [list[list[str]]()]
-    for column in padded[num_keys:]:
-        taken = sum(2 + len(one[0]) for one in (*keys, *blocks[-1]))
-        if blocks[-1] and taken + len(column[0]) > width:
+    for texts in padded[num_keys:]:
+        taken = sum(len(others[0]) + 2 for others in (*keys, *blocks[-1]))
+        if blocks[-1] and taken + len(texts[0]) > width:
             blocks.append([])
-        blocks[-1].append(column)
-    lines = []
+        blocks[-1].append(texts)
     for block in blocks if comparison.rows else ():
-        rows = zip(*keys, *block, strict=True)
-        lines += ["", *("  ".join(row).rstrip() for row in rows)]
-    return lines
+        yield ""
+        yield from ("  ".join(row).rstrip() for row in zip(*keys, *block, strict=True))
 
 
 def as_markdown(comparison: Comparison) -> str:
     """Return the same as a Markdown table and lists."""
     shown = [column for column in columns(comparison) if column.is_brief]
-    rows = [[column.title for column in shown], ["---"] * len(shown), *_texts(comparison, shown)]
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    rows = [[column.title for column in shown], ["---"] * len(shown)]
+    rows += [[_text(column, row) for column in shown] for row in comparison.rows]
+    lines = [_headline(comparison), ""]
+    for row in rows if comparison.rows else ():
+        lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in row)} |")
     for title, sentences in _sections(comparison, shown):
         lines += ["", f"**{title}**", "", *(f"- {sentence}" for sentence in sentences)]
-    shown_lines = lines if comparison.rows else lines[3:]
-    return "\n".join(map(printable, [_headline(comparison), "", *shown_lines]))
+    return "\n".join(map(printable, lines))
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return every column of every row; a figure's standard deviation in a column beside it."""
+    """Return every column of every row; standard deviations have columns of their own."""
     header: list[str] = []
-    values: list[list[Any]] = [[] for _ in comparison.rows]
+    lines: list[list[Any]] = [[] for _ in comparison.rows]
     for column in columns(comparison):
-        has_stats = any(isinstance(cell, Stat) for cell in column.cells)
+        cells = [column.cell(row) for row in comparison.rows]
+        has_stats = any(isinstance(cell, Stat) for cell in cells)
         header += [column.key, f"{column.key}_sd"] if has_stats else [column.key]
-        for line, cell in zip(values, column.cells, strict=True):
-            figures = [cell.mean, cell.sd] if isinstance(cell, Stat) else [None, None]
-            line.extend(figures if has_stats else [cell])
+        for line, cell in zip(lines, cells, strict=True):
+            pair = [cell.mean, cell.sd] if isinstance(cell, Stat) else [None, None]
+            line.extend(pair if has_stats else [cell])
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *values])
+    csv.writer(text, lineterminator="\n").writerows([header, *lines])
     return text.getvalue().rstrip("\n")
 
 
 def as_json(comparison: Comparison) -> str:
-    """Return the whole Comparison; a run is its folder, what is not finite is null."""
-    return json.dumps(json_safe(_plain(comparison)), indent=2, allow_nan=False)
+    """Return the whole Comparison; a run is its folder, and null stands for NaN and infinities."""
+    return json.dumps(comparison, default=_json_value, indent=2, allow_nan=False)
 
 
 FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_json}
 SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
 
 
-def remarks(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
-    """Yield the titles and lines of what is wrong with runs, where anything is."""
-    if cautions := [*comparison.mixed, *comparison.doubts]:
-        yield "take care", cautions[:MOST_REMARKS] + _more(cautions)
+def remark_sections(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
+    """Yield the titles and lines of the warnings, the notes and the skipped runs, if any."""
+    if comparison.warnings:
+        yield "warnings", _shortened(comparison.warnings)
     if comparison.notes:
-        yield f"to be known of {_runs(len(comparison.notes))}", _grouped(comparison.notes)
-    if comparison.left_out:
-        yield f"not compared, {_runs(len(comparison.left_out))}", _grouped(comparison.left_out)
+        yield "notes", _by_sentence(comparison.notes)
+    if skipped := comparison.skipped:
+        yield f"skipped, {counted(len(skipped), 'run')}", _by_sentence(skipped)
 
 
 def _headline(comparison: Comparison) -> str:
     num_runs = sum(len(row.runs) for row in comparison.rows)
-    same = ", ".join(f"{word(key)} {value}" for key, value in comparison.same.items())
-    return f"{_runs(num_runs)} compared" + (f"; all of {same}" if same else "")
+    same = ", ".join(f"{title_of(key)} {value}" for key, value in comparison.same.items())
+    return f"{counted(num_runs, 'run')} compared" + (f"; all with {same}" if same else "")
 
 
-def _texts(comparison: Comparison, shown: Sequence[Column]) -> list[list[str]]:
-    return [
-        [_text(column.cells[index], column, len(row.runs)) for column in shown]
-        for index, row in enumerate(comparison.rows)
-    ]
-
-
-def _text(cell: Any, column: Column, num_runs: int) -> str:
+def _text(column: Column, row: ComparisonRow) -> str:
+    cell = column.cell(row)
     if cell is None:
-        return NOTHING
+        return "-"
     if not isinstance(cell, Stat):
         return column.number(cell) if isinstance(cell, float) else str(cell)
-    mean = column.number(cell.mean)
-    if cell.sd is None:
-        spread = ""
-    elif column.number is digits and "e" not in mean:  # as many decimals as the mean
-        spread = f" ± {cell.sd:,.{len(mean.partition('.')[2])}f}"
-    else:
-        spread = f" ± {column.number(cell.sd)}"
-    return mean + spread + (f" ({cell.count} of {num_runs})" if cell.count < num_runs else "")
+    text = column.number(cell.mean)
+    if cell.sd is not None and column.number is digits and "e" not in text:
+        text += f" ± {cell.sd:,.{len(text.partition('.')[2])}f}"  # as many decimals as the mean
+    elif cell.sd is not None:
+        text += f" ± {column.number(cell.sd)}"
+    return text + (f" ({cell.count} of {len(row.runs)})" if cell.count < len(row.runs) else "")
 
 
 def _sections(
     comparison: Comparison, shown: Sequence[Column]
 ) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the titles and lines of the lists below the table."""
+    has_several = any(len(row.runs) > 1 for row in comparison.rows)
     if best := comparison.best:
-        names = [key for key in comparison.keys if key != "seed"]
-        lines = [f"{digits(best.value)} by {best.run.folder}, seed {best.run.seed}"]
-        if any(len(row.runs) > 1 for row in comparison.rows):
-            where = label(best.row.setting, names)
-            count = _runs(best.row_stat.count)
-            lines.append(f"{digits(best.row_stat.mean)} in the mean of {count} by {where}")
+        lines = [f"best run: {digits(best.value)} ({best.run.folder}, seed {best.run.seed})"]
+        if has_several:
+            name = label(best.row.setting, [key for key in comparison.keys if key != "seed"])
+            count = counted(best.row_stat.count, "run")
+            lines.append(f"best mean: {digits(best.row_stat.mean)} over {count} ({name})")
         yield f"best {best.metric} ({best.mode})", lines
-    yield from _gaps(comparison)
-    if breaks := [one for one in comparison.parity if one.first_break is not None]:
-        lines = [_broken(one) for one in breaks[:MOST_REMARKS]]
-        lines += [*_more(breaks), UNEQUAL, UNSTABLE, LATE]
-        yield f"loss parity broken, {_runs(len(breaks))}", lines
-    yield from remarks(comparison)
-    legends = [column.legend for column in shown if column.legend]
-    if any(len(row.runs) > 1 for row in comparison.rows):
-        legends.insert(0, "±: the standard deviation over a row's runs, its seeds")
-    yield "columns", legends
+    if lines := [*_step_gaps(comparison)]:
+        yield "step time, measured and predicted, and the parts that differ (ms)", lines
+    if lines := [
+        f"{fit.backend}, {counted(fit.world_size, 'rank')}: {fit.latency_us:,.0f} us + bytes / "
+        f"{fit.gb_per_s:.2f} GB/s, from {fit.num_sizes} sizes, median error {fit.error:.0%}"
+        for fit in comparison.all_reduces
+    ]:
+        yield "time of an all-reduce, fitted to task=collectives", lines
+    if breaks := [_broken(parity) for parity in comparison.parity if parity.is_broken]:
+        title = f"loss parity broken, {counted(len(breaks), 'run')}"
+        yield title, [*_shortened(breaks), *PARITY_HINTS]
+    yield from remark_sections(comparison)
+    lines = ["±: standard deviation over the runs of a row, its seeds"] if has_several else []
+    texts = legends(comparison)
+    explained = [f"{column.title}: {texts[column.key]}" for column in shown if column.key in texts]
+    yield "columns", [*lines, *dict.fromkeys(explained)]
 
 
-def _gaps(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield why steps take longer than predicted, and what the predictions stand on."""
-    lines = []
+def _step_gaps(comparison: Comparison) -> Iterator[str]:
+    """Yield by how much each predicted step differs from the measured one, and in which parts."""
     for row in comparison.rows:
-        for kind, one in row.predicted.items():
-            gaps = {part: ms - one.parts_ms[part] for part, ms in one.measured_ms.items()}
+        for kind, prediction in row.predicted.items():
+            measured, predicted = prediction.measured_ms, prediction.parts_ms
+            total = sum(measured.values())
+            gaps = {part: ms - predicted[part] for part, ms in measured.items()}
             parts = ", ".join(
                 f"{part} {gap:+.3g}"
                 for part, gap in sorted(gaps.items(), key=lambda item: -abs(item[1]))
-                if abs(gap) >= 0.005 * sum(one.measured_ms.values())
+                if abs(gap) >= 0.005 * total
             )
-            name = label(row.setting, comparison.keys)
-            total, expected = sum(one.measured_ms.values()), sum(one.parts_ms.values())
-            lines.append(
-                f"{name} ({kind}): {digits(total)} ms, predicted {digits(expected)}; {parts}"
+            yield (
+                f"{label(row.setting, comparison.keys)} ({kind}): {digits(total)} ms, predicted "
+                f"{digits(sum(predicted.values()))}; {parts}"
             )
-    if lines:
-        yield "a step against its prediction, and in which parts they differ (ms)", lines
-    links = [
-        f"{one.backend}, {ranks(one.world_size)}: {one.latency_us:,.0f} us + bytes / "
-        f"{one.gb_per_s:.2f} GB/s, from {one.num_sizes} sizes, which it meets to {one.error:.0%}"
-        for one in comparison.links
-    ]
-    if links:
-        yield "an all-reduce, as measured by task=collectives", links
 
 
-def _broken(one: Parity) -> str:
-    keys = {"parallelism.name": one.run.config.get("parallelism.name")}
-    ours = label({**keys, "world_size": one.run.world_size}, ALWAYS)
-    reference = one.reference.config.get("parallelism.name")
-    theirs = label({ALWAYS[0]: reference, "world_size": one.reference.world_size}, ALWAYS)
+def _broken(parity: Parity) -> str:
+    ours, theirs = (
+        label({**run.config, "world_size": run.world_size}, ALWAYS_SHOWN)
+        for run in (parity.run, parity.reference)
+    )
     return (
-        f"{ours}, seed {one.run.seed}: {one.verdict}, against {theirs}; at most "
-        f"{one.largest:.1%} apart ({one.run.folder})"
+        f"{ours}, seed {parity.run.seed}: {parity.verdict}, compared with {theirs}; difference up "
+        f"to {parity.largest:.1%} ({parity.run.folder})"
     )
 
 
-def _grouped(found: Sequence[Remark]) -> list[str]:
-    """Return a line for each sentence, with the folders that it is about."""
+def _by_sentence(notes: Sequence[RunNote]) -> list[str]:
+    """Return a line for each different sentence, with the folders of its runs."""
     folders: dict[str, list[Path]] = {}
-    for remark in found:
-        folders.setdefault(remark.sentence, []).append(remark.folder)
+    for note in notes:
+        folders.setdefault(note.sentence, []).append(note.folder)
     lines = []
-    for sentence, those in folders.items():
-        names = ", ".join(str(folder) for folder in those[:MOST_FOLDERS])
-        more = f" and {len(those) - MOST_FOLDERS} more" if len(those) > MOST_FOLDERS else ""
+    for sentence, runs in folders.items():
+        names = ", ".join(str(folder) for folder in runs[:MAX_FOLDERS])
+        more = f" and {len(runs) - MAX_FOLDERS} more" if len(runs) > MAX_FOLDERS else ""
         lines.append(f"{names}{more}: {sentence}")
-    return lines[:MOST_REMARKS] + _more(lines)
+    return _shortened(lines)
 
 
-def _more(lines: Sequence[Any]) -> list[str]:
-    rest = len(lines) - MOST_REMARKS
-    return [f"and {rest} more; --format json has all"] if rest > 0 else []
+def _shortened(lines: Sequence[str]) -> list[str]:
+    num_more = len(lines) - MAX_LINES
+    more = [f"and {num_more} more; --format json shows all"] if num_more > 0 else []
+    return [*lines[:MAX_LINES], *more]
 
 
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Run | Path):
-        return str(value.folder if isinstance(value, Run) else value)
-    if is_dataclass(value):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+def _json_value(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, Run):
+        return json_safe({field.name: getattr(value, field.name) for field in fields(value)})
+    return str(value.folder if isinstance(value, Run) else value)  # a path, or a date from YAML
