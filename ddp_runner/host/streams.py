@@ -22,7 +22,10 @@ def has_live_line(stream: TextIO) -> bool:
     """
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return False
-    size = os.get_terminal_size(stream.fileno())
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except OSError:  # its window has just been closed
+        return False
     return size.lines > 0 and size.columns > 0
 
 
