@@ -14,6 +14,7 @@ from ddp_runner.config.collectives import OPS, message_sizes
 from ddp_runner.config.schema import CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
+from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger
 from ddp_runner.tracking.start_block import fact_lines, gpu_names, ranks_on_nodes, shown_path
@@ -35,11 +36,9 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
     env, device, run_dir = session.env, session.devices[0], session.run_dir
     asked, backend = session.config.collectives, session.config.backend.name
     note_restart(session, step=0)
-    lines = [f"warning: {warning}" for warning in session.job.warnings]
-    if session.job.shows_header:
-        lines.append(_start_block(session))
-    if lines:
-        session.log("\n".join(lines))
+    for warning in session.job.warnings:
+        session.log(f"warning: {warning}")
+    (session.log if session.job.shows_header else log_to_file)(_start_block(session))
     refusals = {
         variant: refusal(variant, device=device, backend=backend) for variant in variants(asked)
     }

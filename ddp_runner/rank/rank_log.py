@@ -55,8 +55,7 @@ class RankLog:
 
     def write(self, text: str) -> None:
         """Log the text; rank 0 also prints it."""
-        for line in text.splitlines():
-            self._logger.info(line)
+        log_to_file(text)
         if self._env.is_rank_zero:
             print_line(text, stream=sys.stdout)
 
@@ -71,6 +70,12 @@ class RankLog:
         self._logger.removeHandler(self._handler)
         with suppress(OSError):  # a full disk, of which the handler has told
             self._handler.close()
+
+
+def log_to_file(text: str) -> None:
+    """Log the text to this rank's file alone."""
+    for line in text.splitlines():
+        logging.getLogger("ddp_runner").info(line)
 
 
 class _File(logging.FileHandler):

@@ -41,9 +41,8 @@ def start_block(
     max_steps: int,
     steps_per_epoch: int,
     devices: Sequence["torch.device"],
-    versions: Mapping[str, Any],
 ) -> str:
-    """Return the facts of a run, one a line; with ``verbose=true`` also what the words mean.
+    """Return the facts of a run, one a line.
 
     Args:
         config: resolved.
@@ -57,7 +56,6 @@ def start_block(
         max_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps of an epoch.
         devices: of rank 0.
-        versions: of Python and of each package.
     """
     batch = config.batch
     who = "rank" if num_shares == env.world_size else "trainer"
@@ -75,17 +73,31 @@ def start_block(
         "batch": f"{batch.global_size} a step = {shares}",
         "steps": f"{max_steps} in all, {steps_per_epoch} an epoch",
     }
+    return fact_lines(facts)
+
+
+def word_lines(
+    config: Config, env: DistEnv, *, device: "torch.device", versions: Mapping[str, Any]
+) -> str:
+    """Return what the words of distributed training mean for this very run, one a line.
+
+    Args:
+        config: resolved.
+        env: of rank 0.
+        device: of rank 0.
+        versions: of Python and of each package.
+    """
     words = {
         "world size": f"{env.world_size}, the number of ranks over all nodes",
         "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
         f"{os.getpid()}",
         "local rank": f"{_numbers(env.local_world_size)} within a node, chooses the device; this "
-        f"is {env.local_rank}, on {devices[0]}",
+        f"is {env.local_rank}, on {device}",
         "node rank": f"{_numbers(env.num_nodes)}, a number for each node; this is {env.node_rank}",
         "timeout": f"{config.backend.timeout_s:g} s for a collective",
         "versions": f"torch {versions['torch']}, Python {versions['python']}",
     }
-    return fact_lines(facts | words if config.verbose else facts)
+    return fact_lines(words)
 
 
 def fact_lines(facts: Mapping[str, str]) -> str:

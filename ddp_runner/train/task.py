@@ -9,12 +9,13 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.job import Status
+from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.scratch import READY, ended_ranks
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
-from ddp_runner.tracking.start_block import sizes, start_block
+from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.export import export_best, validate_monitor
 from ddp_runner.train.first_batch import Trial, refuse_mean, try_first_batch, warnings_of
@@ -104,24 +105,27 @@ def _logger(
     write_run_record(run_dir, **model_sizes, warnings=warnings)
     keep_files(run_dir, setup.dataset.files)
     lines = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
-    if session.job.shows_header:
-        block = start_block(
-            config,
-            env,
-            None if session.job.run_dir else run_dir,
-            num_parameters=model_sizes["num_parameters"],
-            dataset=setup.dataset.name,
-            num_train=len(setup.dataset.train.inputs),
-            num_eval=len(setup.dataset.eval.inputs),
-            num_shares=setup.batches.num_shares,
-            max_steps=max_steps,
-            steps_per_epoch=setup.batches.steps_per_epoch,
-            devices=setup.devices,
-            versions=session.job.code["versions"],
-        )
-        lines.append(block)
     if lines:
         session.log("\n".join(lines))
+    block = start_block(
+        config,
+        env,
+        None if session.job.run_dir else run_dir,
+        num_parameters=model_sizes["num_parameters"],
+        dataset=setup.dataset.name,
+        num_train=len(setup.dataset.train.inputs),
+        num_eval=len(setup.dataset.eval.inputs),
+        num_shares=setup.batches.num_shares,
+        max_steps=max_steps,
+        steps_per_epoch=setup.batches.steps_per_epoch,
+        devices=setup.devices,
+    )
+    versions = session.job.code["versions"]
+    words = word_lines(config, env, device=setup.devices[0], versions=versions)
+    # The log has both, of each job of a sweep.
+    shows_header = session.job.shows_header
+    (session.log if shows_header else log_to_file)(block)
+    (session.log if shows_header and config.verbose else log_to_file)(words)
     steps_left = max_steps - position.step + position.step_in_epoch
     return RunLogger(
         run_dir,

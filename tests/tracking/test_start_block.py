@@ -11,7 +11,7 @@ from commands import resolved
 from ddp_runner.config.schema import Config, config_hash, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.tracking.start_block import shown_path, start_block, starting_lines
+from ddp_runner.tracking.start_block import shown_path, start_block, starting_lines, word_lines
 
 RUN = Path("outputs/mobilenet_v3_small-fashion_mnist-ddp_mp-ws128/2026-11-21_10-30-00")
 WORDS = ("world size", "rank", "local rank", "node rank", "timeout", "versions")
@@ -31,22 +31,22 @@ def block(config: Config, env: DistEnv) -> list[str]:
         max_steps=12_345,
         steps_per_epoch=600,
         devices=[torch.device("cpu")],
-        versions={"torch": "2.15.0+cu132", "python": "3.11.7"},
     )
     return text.splitlines()
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_the_facts_of_a_run_fit_80_columns(verbose: bool) -> None:
-    """A few lines; with verbose=true also what the words mean for this very run."""
-    config = resolved("train.grad_accum_steps=2", "world_size=8", f"verbose={verbose}")[0]
+def test_the_facts_and_the_words_of_a_run_fit_80_columns() -> None:
+    """A few lines each."""
+    config = resolved("train.grad_accum_steps=2", "world_size=8")[0]
     env = DistEnv(rank=0, local_rank=0, world_size=8, local_world_size=4)
-    lines = block(config, env)
-    assert max(map(len, lines[1:])) <= 80  # a path is never cut
-    names = [line[:12].strip() for line in lines]
-    facts = ["run", "model", "data", "parallelism", "batch", "steps"]
-    assert names == [*facts, *(WORDS if verbose else ())]
-    assert "8 ranks on 2 nodes (" in lines[3]
+    versions = {"torch": "2.15.0+cu132", "python": "3.11.7"}
+    words = word_lines(config, env, device=torch.device("cpu"), versions=versions).splitlines()
+    facts = block(config, env)
+    assert max(map(len, [*facts[1:], *words])) <= 80  # a path is never cut
+    names = ("run", "model", "data", "parallelism", "batch", "steps")
+    assert tuple(line[:12].strip() for line in facts) == names
+    assert tuple(line[:12].strip() for line in words) == WORDS
+    assert "8 ranks on 2 nodes (" in facts[3]
 
 
 def test_one_rank_is_written_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
