@@ -47,6 +47,7 @@ class Job:
     slot: Slot | None = None  # for a parallel job
     number: int = 1  # its place in the sweep
     title: str = ""  # its name in a sweep
+    shows_header: bool = True  # a sweep shows it once, for the first job that it runs
     overrides: tuple[str, ...] = ()
     secrets: Secrets = field(
         default_factory=Secrets

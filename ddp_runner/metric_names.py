@@ -5,12 +5,12 @@ from enum import StrEnum
 
 
 class StepPart(StrEnum):
-    """What the time of an optimizer step goes into, in the order in which the parts follow."""
+    """The parts of an optimizer step that are timed, in their order."""
 
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
-    COMM = "comm"  # the exchange of gradients that no computation hides
+    COMM = "comm"  # the exchange of gradients, as far as no computation hides it
     WAIT = "wait"  # for ranks that are slower
     COLLECT = "collect"  # a parameter server waits for its trainers' gradients
     OPTIMIZER = "optimizer"
@@ -26,7 +26,7 @@ class Metric:
     """One metric. A chart is named by its category and title in TensorBoard's Custom Scalars."""
 
     name: str
-    lower_is_better: bool | None  # None: neither end is
+    lower_is_better: bool | None  # None: neither
     is_headline: bool = False  # shown on the terminal, and among a table's first columns
     needs_classes: bool = False
     is_monitor: bool = False  # every checkpoint has it, so that checkpoint.monitor may name it
@@ -46,6 +46,7 @@ METRICS = (
     Metric("eval/f1", False, True, True, True, charts=(_MATCHES,)),
     Metric("eval/precision", False, False, True, True, charts=(_MATCHES,)),
     Metric("eval/recall", False, False, True, True, charts=(_MATCHES,)),
+    Metric("train/grad_norm", None, charts=(("train", "gradient norm before clipping"),)),
     Metric("train/lr", None, is_monitor=True, charts=(("train", "learning rate"),)),
     Metric("perf/comm_share", True, charts=(("perf", "communication's part of the step time"),)),
     *(Metric(part.metric, True, charts=(_PARTS,)) for part in StepPart),
@@ -70,11 +71,11 @@ _ALL_REDUCE = tuple(  # of the largest message of task=collectives
 HEADLINES = (*(metric.name for metric in METRICS if metric.is_headline), *_ALL_REDUCE)
 MONITORS = tuple(metric.name for metric in METRICS if metric.is_monitor)
 CLASS_METRICS = tuple(metric.name for metric in METRICS if metric.needs_classes)
-_COSTS = ("loss", "_ms", "_gib", "_share")  # how names end of which less is better
+_COSTS = ("loss", "_ms", "_gib", "_share")  # endings of metrics of which less is better
 
 
 def is_lower_better(name: str) -> bool:
-    """Return whether less of a metric is better; of one not listed, by how its name ends."""
+    """Return whether less of a metric is better; a metric that is not listed goes by its ending."""
     known = _BY_NAME.get(name)
     if known is not None and known.lower_is_better is not None:
         return known.lower_is_better

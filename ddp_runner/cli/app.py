@@ -44,10 +44,12 @@ def main() -> None:
     keep_streams(lost.append)
     for signum in handled_signals():
         signal.signal(signum, _leave)  # before any worker: there is nothing to save
-    arguments = sys.argv[1:]
+    arguments = ["verbose=true" if one == "-v" else one for one in sys.argv[1:]]
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=lost))
     except Exception as error:
+        if "COMP_LINE" in os.environ:  # a message would land in the line that is being completed
+            sys.exit(EXIT_USER_ERROR)
         explained = user_error(error, arguments)
         if explained is None or FULL_ERROR in os.environ:
             raise

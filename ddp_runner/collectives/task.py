@@ -1,11 +1,7 @@
 """``task=collectives``: verifies each collective and measures it at each message size."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import asdict
-
-import torch
 
 from ddp_runner.collectives.messages import prepare, unsupported_reason
 from ddp_runner.collectives.operations import OPERATIONS, Variant
@@ -13,10 +9,11 @@ from ddp_runner.collectives.timing import Measurement, measure
 from ddp_runner.config.schema import OPS, CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
+from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.tracking.run_logger import end_summary
-from ddp_runner.tracking.times import begin_anew, end_session, note_startup
-from ddp_runner.tracking.tracker import NullTracker, Tracker
+from ddp_runner.tracking.run_logger import NullLogger, RunLogger
+from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.tracking.start_block import fact_lines, gpu_names, ranks_on_nodes, shown_path
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
 TABLE_HEAD = (
@@ -37,23 +34,24 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
     env, device, run_dir = session.env, session.devices[0], session.run_dir
     config, backend = session.config.collectives, session.config.backend.name
     note_restart(session, step=0)
-    session.log(_start_block(session))
+    for warning in session.job.warnings:
+        session.log(f"warning: {warning}")
+    (session.log if session.job.shows_header else log_to_file)(_start_block(session))
     reasons = {
         variant: unsupported_reason(variant, device=device, backend=backend)
         for variant in variants(config)
     }
     validate_reduce_ops(config, reasons, backend=backend)
-    tracker: Tracker | NullTracker = NullTracker()
+    logger: NullLogger | RunLogger = NullLogger()
     if env.is_rank_zero:
-        config_text = run_dir.config.read_text(encoding="utf-8")
-        tracker = Tracker(run_dir.path, config_text=config_text)
-        begin_anew(run_dir)
-        note_startup(run_dir)
+        job = session.job
+        logger = RunLogger(run_dir, started_at=job.started_at, title=job.title)
+    logger.step_done(step=0, epoch=0)  # the start-up ends here
 
     measurements: list[Measurement] = []
     status = Status.COMPLETED
     session.log(TABLE_HEAD)
-    with closing(tracker):
+    with logger:
         for variant, num_bytes in _messages(session, reasons):
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
             measured = measure(
@@ -64,9 +62,20 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
                 break
             measurements.append(measured)
             session.log(_table_line(measured))
-            tracker.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
-    if env.is_rank_zero:
-        _record_end(session, status, measurements, reasons, metrics=tracker.last_metrics)
+            logger.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
+        logger.finish(
+            status,
+            step=max((one.bytes for one in measurements), default=0),
+            epoch=0,
+            fields=RunFields(
+                collectives=[asdict(one) for one in measurements],
+                not_in_backend=[
+                    {**asdict(variant), "reason": reason}
+                    for variant, reason in reasons.items()
+                    if reason is not None
+                ],
+            ),
+        )
     return status
 
 
@@ -124,23 +133,18 @@ def validate_reduce_ops(
 
 
 def _start_block(session: Session) -> str:
-    config, env, device = session.config, session.env, session.devices[0]
-    settings, code = config.collectives, session.job.code
-    place = str(device)
-    if device.type == "cuda":
-        place += f" ({torch.cuda.get_device_name(device)})"
-    rows = {
-        "run": str(session.run_dir),
-        "collectives": f"backend {config.backend.name} (timeout {config.backend.timeout_s:g} s), "
-        f"rank 0 on {place}",
-        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s), "
-        f"{env.local_world_size} a node, {torch.get_num_threads()} CPU thread(s) a rank",
-        "messages": f"{', '.join(f'{size:,}' for size in message_sizes(settings))} bytes, "
-        f"{settings.warmup_steps} warm-up and {settings.steps} timed calls each",
+    config, code = session.config, session.job.code
+    asked, sizes = config.collectives, message_sizes(config.collectives)
+    facts = {
+        "run": "" if session.job.run_dir else str(shown_path(session.run_dir.path)),
+        "collectives": f"{config.backend.name} (timeout {config.backend.timeout_s:g} s), "
+        f"{ranks_on_nodes(session.env)}",
+        "device": gpu_names(session.devices),
+        "messages": f"{', '.join(f'{size:,}' for size in sizes)} bytes",
+        "calls": f"{asked.steps} timed of each, after {asked.warmup_steps} to warm up",
         "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }
-    warnings = [f"warning: {warning}" for warning in session.job.warnings]
-    return "\n".join([*warnings, *(f"{name:<12} {text}" for name, text in rows.items())])
+    return fact_lines(facts)
 
 
 def _title(variant: Variant | Measurement) -> str:
@@ -164,28 +168,3 @@ def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:
         if (bandwidth := getattr(measured, name)) is not None:
             metrics[name] = bandwidth
     return {f"collectives/{variant}/{name}": value for name, value in metrics.items()}
-
-
-def _record_end(
-    session: Session,
-    status: str,
-    measurements: list[Measurement],
-    reasons: Mapping[Variant, str | None],
-    *,
-    metrics: Mapping[str, float | None],
-) -> None:
-    end_session(
-        session.run_dir,
-        status=status,
-        epoch=0,
-        step=max((measured.bytes for measured in measurements), default=0),
-        metrics=dict(metrics),
-        collectives=[asdict(measured) for measured in measurements],
-        not_in_backend=[
-            {**asdict(variant), "reason": reason}
-            for variant, reason in reasons.items()
-            if reason is not None
-        ],
-    )
-    wall_s = time.time() - session.job.started_at
-    print(end_summary(status, metrics, wall_s=wall_s, run_dir=session.run_dir.path), flush=True)

@@ -167,6 +167,7 @@ class Config:
     seed: int = 0  # of the weights, the order of the samples, dropout and augmentation
     # first part of the run folder's name; null: model-dataset-parallelism-wsN
     name: str | None = None
+    verbose: bool = False  # at the start, explain rank, local rank and node rank; also -v
     data_root: str = "data"  # folder of the datasets; also by the variable DDP_RUNNER_DATA_ROOT
     # A run folder: go on exactly where it stopped. last: the newest run. auto: the newest
     # unfinished run of the same config, else a new run, for jobs that a scheduler starts again.
@@ -202,7 +203,8 @@ def flatten(config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in leaves(asdict(config))
-        if key not in ("resume", "data_root") and not key.startswith(("launch.", "sweep."))
+        if key not in ("resume", "data_root", "verbose")
+        and not key.startswith(("launch.", "sweep."))
     }
 
 

@@ -9,9 +9,29 @@ import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
+ERASE_LINE = "\r\x1b[2K"  # of a terminal: the next text takes the place of what is there
+
+
+def has_live_line(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal that can draw a line anew.
+
+    mpirun gives a terminal without lines, Emacs a dumb one.
+    """
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except OSError:  # its window has just been closed
+        return False
+    return size.lines > 0 and size.columns > 0
+
+
+def print_line(text: str, *, stream: TextIO) -> None:
+    """Print a line at once; on a terminal it takes the place of a live line."""
+    print(f"{ERASE_LINE if has_live_line(stream) else ''}{text}", file=stream, flush=True)
 
 
 def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None:

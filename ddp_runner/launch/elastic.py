@@ -8,6 +8,7 @@ import inspect
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_runner.config.schema import Config
+from ddp_runner.host.notice import notice_if_slow
 
 MONITOR_INTERVAL_S = 0.05
 RDZV_TIMEOUT_S = 900  # torchrun's
@@ -40,17 +42,18 @@ def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
         rank: dict[str, Any] = {} if launch.node_rank is None else {"rank": launch.node_rank}
         if launch.node_rank is not None:
             master_addr, master_port = parse_rendezvous_endpoint(endpoint, default_port=-1)
-        handler = rdzv_registry.get_rendezvous_handler(
-            RendezvousParameters(
-                backend="c10d" if launch.node_rank is None else "static",
-                endpoint=endpoint,
-                run_id=launch.rdzv_id,
-                min_nodes=launch.nnodes,
-                max_nodes=launch.nnodes,
-                timeout=RDZV_TIMEOUT_S,
-                **rank,
+        with noticed_wait(config):
+            handler = rdzv_registry.get_rendezvous_handler(
+                RendezvousParameters(
+                    backend="c10d" if launch.node_rank is None else "static",
+                    endpoint=endpoint,
+                    run_id=launch.rdzv_id,
+                    min_nodes=launch.nnodes,
+                    max_nodes=launch.nnodes,
+                    timeout=RDZV_TIMEOUT_S,
+                    **rank,
+                )
             )
-        )
     return WorkerSpec(
         role="default_role",
         local_world_size=config.world_size // launch.nnodes,
@@ -61,6 +64,14 @@ def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
         master_addr=master_addr,
         master_port=master_port,
     )
+
+
+def noticed_wait(config: Config) -> AbstractContextManager[None]:
+    """Return a context that says that this machine waits for the others, if it waits long."""
+    launch = config.launch
+    text = f"waiting for the other nodes, {launch.nnodes} in all, at {launch.rdzv_endpoint}; "
+    text += "start the same command on each of them"
+    return notice_if_slow(text, enabled=launch.nnodes > 1)
 
 
 def numa_options(config: Config) -> numa.NumaOptions | None:

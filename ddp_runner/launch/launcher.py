@@ -19,6 +19,7 @@ from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.host.fork_server import start_fork_server
+from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.signals import StopSignals, mark_ended
@@ -31,6 +32,7 @@ from ddp_runner.tracking.run_record import (
     replace_run_record,
     write_run_record,
 )
+from ddp_runner.tracking.start_block import starting_lines
 from ddp_runner.tracking.times import begin_session, is_refused_resume
 
 
@@ -64,6 +66,8 @@ def launch(job: Job) -> Outcome:
 def run_worker_group(job: Job) -> Outcome:
     """Start a worker group on this machine, wait for its end, and return how it ended."""
     start_fork_server()
+    if job.shows_header:
+        print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
     # With one store for rendezvous and process group, a restarted worker group now and then finds
     # the keys of the killed one, and fails.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -101,7 +105,7 @@ def print_error(sentence: str) -> None:
     """Print one line to stderr. Only local rank 0 prints: all ranks fail the same way."""
     env = dist_env()
     if env is None or env.local_rank == 0:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        print_line(f"error: {sentence}", stream=sys.stderr)
 
 
 def _print_failure(outcome: Outcome) -> Outcome:

@@ -28,7 +28,7 @@ from ddp_runner.host.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.host.load import oom_kills
 from ddp_runner.job import Job
 from ddp_runner.launch.blame import Ends, first_failure
-from ddp_runner.launch.elastic import numa_options, worker_spec
+from ddp_runner.launch.elastic import noticed_wait, numa_options, worker_spec
 from ddp_runner.launch.rank_processes import RankProcess, end_ranks, start_rank, wait_for
 from ddp_runner.scratch import Failure
 
@@ -90,6 +90,10 @@ class Supervisor(SimpleElasticAgent):
     @property
     def _attempt(self) -> int:
         return self._worker_group.spec.max_restarts - self._remaining_restarts
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with noticed_wait(self._job.config):
+            super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._scratch.begin_attempt(self._attempt)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
 from ddp_runner.errors import UserError
+from ddp_runner.host.notice import notice_if_slow
 from ddp_runner.rank.agent_store import fresh_store, serves_ranks
 from ddp_runner.rank.loopback_store import loopback_store
 
@@ -46,20 +47,22 @@ def process_group(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # unless the user set another
     timeout = timedelta(seconds=backend.timeout_s)
-    store = None
-    if init_method == FROM_ENVIRONMENT and serves_ranks():
-        store = fresh_store(env, timeout=timeout)
-    elif is_local and backend.name != "mpi":
-        store = loopback_store(env, init_method=init_method, timeout=timeout)
+    waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
-            init_method=None if store is not None else init_method,
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timeout,
-        )
+        with notice_if_slow(waiting, enabled=env.num_nodes > 1 and env.local_rank == 0):
+            store = None
+            if init_method == FROM_ENVIRONMENT and serves_ranks():
+                store = fresh_store(env, timeout=timeout)
+            elif is_local and backend.name != "mpi":
+                store = loopback_store(env, init_method=init_method, timeout=timeout)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
+                init_method=None if store is not None else init_method,
+                store=store,
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=timeout,
+            )
     except (RuntimeError, ValueError) as error:
         if "Unable to find address for" not in str(error):
             raise

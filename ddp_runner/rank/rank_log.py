@@ -9,7 +9,7 @@ from io import TextIOBase
 from types import TracebackType
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.streams import keep_streams
+from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -52,10 +52,9 @@ class RankLog:
 
     def write(self, text: str) -> None:
         """Log the text; rank 0 also prints it."""
-        for line in text.splitlines():
-            self._logger.info(line)
+        log_to_file(text)
         if self._env.is_rank_zero:
-            print(text, flush=True)
+            print_line(text, stream=sys.stdout)
 
     def __exit__(
         self,
@@ -68,6 +67,12 @@ class RankLog:
         self._logger.removeHandler(self._handler)
         with suppress(OSError):  # a full disk, which the handler has reported
             self._handler.close()
+
+
+def log_to_file(text: str) -> None:
+    """Log the text to this rank's file alone."""
+    for line in text.splitlines():
+        logging.getLogger("ddp_runner").info(line)
 
 
 class _File(logging.FileHandler):

@@ -1,5 +1,6 @@
 """The batches of a sweep: jobs are planned, frozen, queued in the ledger, and run. Torch-free."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, detect
+from ddp_runner.host.streams import has_live_line, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.calibration import calibrations
@@ -57,6 +59,7 @@ class Sweep:
         self._command = sweep_command(arguments)
         self._plan, self._name_of = plan, name_of
         self._hardware = detect()
+        self._has_header = False  # whether a job of this command has shown it
         self._ledger = Ledger(folder)
         self._settings = SweepConfig()
         self._known_failures: list[str] | None = None  # None: no batch has begun
@@ -83,6 +86,17 @@ class Sweep:
         if self.has_begun and not self._outcomes:
             return EXIT_USER_ERROR
         return max((outcome.exit_code for outcome in self._outcomes), default=EXIT_COMPLETED)
+
+    def _execute(self, job: Job) -> Outcome:
+        """Run a job; on a terminal rank 0 shows its line, and replaces it by the result."""
+        shows_header, self._has_header = not self._has_header, True
+        is_live = has_live_line(sys.stdout)
+        if shows_header or not is_live:
+            print(f"\n{job.title}" if not is_live else "", flush=True)
+        outcome = launch(replace(job, shows_header=shows_header))
+        if is_live and outcome.status == Status.FAILED:
+            print_line(f"{job.title}  failed", stream=sys.stdout)
+        return outcome
 
     def close(self) -> None:
         """End the slots, if there are any, and print the table, if a batch has begun."""
@@ -200,7 +214,7 @@ class Sweep:
             jobs,
             ledger=self._ledger,
             settings=self._settings,
-            execute=_execute,
+            execute=self._execute,
             known_failures=self._known_failures or (),
         )
         if self._outcomes and self._outcomes[-1].status == Status.PREEMPTED:
@@ -247,8 +261,3 @@ def _freeze(job: Job, run_dir: Path) -> None:
     """Freeze a job's config, unless another launcher holds the job: it freezes the same config."""
     with suppress(InUseError), RunDir(run_dir).locked():
         freeze(job, RunDir(run_dir))
-
-
-def _execute(job: Job) -> Outcome:
-    print(f"\n{job.title}", flush=True)
-    return launch(job)

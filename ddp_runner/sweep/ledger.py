@@ -179,4 +179,4 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
 
 def sweep_command(arguments: Sequence[str]) -> list[str]:
     """Return what identifies a sweep: its command line, without how it treats failures."""
-    return [argument for argument in arguments if not argument.startswith("sweep.")]
+    return [one for one in arguments if not one.startswith(("sweep.", "verbose="))]

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -211,6 +212,7 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
         os.dup2(connection.fileno(), stream.fileno())
         connection.close()
     start_fork_server()
+    headers = chain([slot.number == 1], repeat(False))  # one for the whole sweep
     while True:
         batch: Batch | None = pipe.recv()
         if batch is None:
@@ -220,7 +222,7 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
                 batch.jobs,
                 ledger=batch.ledger,
                 settings=batch.settings,
-                execute=partial(_launch_in, slot, pipe),
+                execute=partial(_launch_in, slot, pipe, headers),
                 known_failures=batch.known_failures,
                 stop_requested=slot.scratch.stop.exists,
             )
@@ -230,11 +232,11 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
         _send(pipe, None)
 
 
-def _launch_in(slot: Slot, pipe: Connection, job: Job) -> Outcome:
+def _launch_in(slot: Slot, pipe: Connection, headers: Iterator[bool], job: Job) -> Outcome:
     _send(pipe, JobBegins(job.number))
     pipe.recv()
     print(job.title, flush=True)
-    return launch(replace(job, slot=slot))
+    return launch(replace(job, slot=slot, shows_header=next(headers)))
 
 
 def _send(pipe: Connection, message: JobBegins | None) -> None:

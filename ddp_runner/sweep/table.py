@@ -1,6 +1,6 @@
 """The table of a sweep, from its ledger and its jobs' run folders."""
 
-from collections.abc import Collection, Mapping
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from ddp_runner.metric_names import HEADLINES
 from ddp_runner.sweep.ledger import Ledger
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
 
@@ -34,7 +35,7 @@ def sweep_table(folder: Path) -> str:
                 _seconds(_numbers(record).get("startup_s")),
                 _seconds(_numbers(record).get("wall_s")),
                 "-" if pace is None else f"{pace:.0f}",
-                _headlines(metrics, HEADLINES),
+                "  ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINES if name in metrics),
             )
         )
         if entry.sentence is not None:
@@ -44,12 +45,12 @@ def sweep_table(folder: Path) -> str:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows
     ]
-    tail = f"tensorboard --logdir {folder}"
+    tail = f"tensorboard --logdir {shlex.quote(str(shown_path(folder)))}"
     return "\n".join(map(printable, ["", *(line.rstrip() for line in lines), *failures, tail]))
 
 
 def _record(run_dir: Path) -> dict[str, Any]:
-    """Return a job's run.json; nothing of one that is not there or damaged, as its line says."""
+    """Return a job's run.json; empty if it is missing or damaged."""
     try:
         return read_run_record(run_dir)
     except UserError:
@@ -57,13 +58,9 @@ def _record(run_dir: Path) -> dict[str, Any]:
 
 
 def _numbers(fields: Any) -> dict[str, float]:
-    """Return the numbers of a mapping that a float can hold; of anything else none."""
+    """Return the fields that are numbers; empty if there is no mapping."""
     items = fields.items() if isinstance(fields, dict) else ()
     return {key: value for key, value in items if is_finite(value)}
-
-
-def _headlines(metrics: Mapping[str, Any], names: Collection[str]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name in names)
 
 
 def _seconds(value: float | None) -> str:

@@ -201,8 +201,16 @@ def sweep_folder(name: str | None) -> Path:
 
 
 def job_name(overrides: Sequence[str]) -> str:
-    """Return a sweep job's folder: the overrides that the sweep varies, in their order."""
-    return safe_name(",".join(overrides) or "job")
+    """Return a sweep job's folder: the overrides that the sweep varies, in their order.
+
+    A search draws numbers of 17 digits: long ones are rounded to four.
+    """
+    short = (re.sub(r"=(-?\d+\.\d{5,}(e[+-]?\d+)?)$", _rounded, one) for one in overrides)
+    return safe_name(",".join(short) or "job")
+
+
+def _rounded(value: re.Match[str]) -> str:
+    return f"={float(value[1]):.4g}"
 
 
 def timestamp() -> str:

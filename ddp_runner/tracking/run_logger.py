@@ -1,9 +1,5 @@
-"""What rank 0 tells while a run goes on: on the screen, in run.json and in the tracked metrics.
+"""What a task logs to: files, TensorBoard and the terminal on rank 0, nothing on other ranks."""
 
-Used by ``worker``; the other ranks hold a ``NullLogger``.
-"""
-
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -14,14 +10,13 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
 from ddp_runner.job import Status
-from ddp_runner.metric_names import HEADLINES
-from ddp_runner.tracking.confusion import confusion_picture
+from ddp_runner.tracking.console import PlainLines, end_summary, progress
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
 from ddp_runner.tracking.times import begin_anew, end_session, note_startup
-from ddp_runner.tracking.tracker import Progress, Tracker
+from ddp_runner.tracking.tracker import Tracker
 
-DIVERGED_FACTOR = 10.0  # a loss so many times the first one is no noise
+DIVERGED_FACTOR = 10.0  # noise does not raise a loss this many times above the first one
 
 
 class Logger(Protocol):
@@ -55,7 +50,9 @@ class NullLogger:
     def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
         """Do nothing."""
 
-    def finish(self, status: str, *, step: int, epoch: int) -> None:
+    def finish(
+        self, status: str, *, step: int, epoch: int, fields: RunFields | None = None
+    ) -> None:
         """Do nothing."""
 
     def __enter__(self) -> Self:
@@ -66,28 +63,42 @@ class NullLogger:
 
 
 class RunLogger:
-    """Writes TensorBoard, metrics.jsonl, run.json and the terminal of one run. Rank 0 only."""
+    """Writes metrics.jsonl, TensorBoard, run.json and the terminal of one run. Rank 0 only.
+
+    Args:
+        run_dir: the run's folder, with its frozen config.
+        started_at: time.time() when the command, or the sweep's job, began.
+        resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
+        max_steps: optimizer steps of the whole run; None: show no progress.
+        total_epochs: epochs of the whole run.
+        title: what a sweep calls the job; empty for a run of its own.
+    """
 
     def __init__(
         self,
         run_dir: RunDir,
         *,
         started_at: float,
-        max_steps: int,
-        total_epochs: int,
-        resume_step: int | None,
+        resume_step: int | None = None,
+        max_steps: int | None = None,
+        total_epochs: int = 0,
+        title: str = "",
     ) -> None:
-        self._run_dir, self._started_at = run_dir, started_at
-        self._first_step_is_done = False
-        self._confusion: list[list[int]] | None = None  # of the last evaluation
-        self._confusion_step = 0
+        self._run_dir, self._started_at, self._title = run_dir, started_at, title
+        self._is_started = False
+        self._last = RunFields()  # of the last evaluation, for run.json
         config_text = run_dir.config.read_text(encoding="utf-8")
         self._tracker = Tracker(run_dir.path, config_text=config_text, resume_step=resume_step)
-        self._progress = Progress(
-            max_steps,
-            total_epochs=total_epochs,
-            initial_step=resume_step or 0,
-            stream=sys.stdout,
+        self._progress = (
+            PlainLines(0, total_epochs=0, stream=sys.stdout)
+            if max_steps is None
+            else progress(
+                max_steps,
+                total_epochs=total_epochs,
+                initial_step=resume_step or 0,
+                stream=sys.stdout,
+                title=title,
+            )
         )
         if resume_step is None:
             begin_anew(run_dir)
@@ -99,52 +110,62 @@ class RunLogger:
         self._progress.update(step, epoch=epoch, metrics=metrics)
 
     def first_loss(self, loss: float) -> None:
-        """Keep the first step's loss, which the last one is compared with, also after a resume."""
+        """Keep the first step's loss in run.json: the last one is compared with it at the end."""
         write_run_record(self._run_dir, first_loss=json_safe(loss))
 
     def step_done(self, *, step: int, epoch: int) -> None:
-        """Advance the progress bar; after the first step, record the start-up time."""
+        """Show the step; after the first one record how long the start took."""
         self._progress.update(step, epoch=epoch, metrics={})
-        if not self._first_step_is_done:
-            self._first_step_is_done = True
+        if not self._is_started:
+            self._is_started = True
             note_startup(self._run_dir)
 
     def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
-        """Keep an evaluation's confusion counts, of which the last are shown at the end."""
-        self._confusion, self._confusion_step = confusion, step
+        """Draw an evaluation's confusion counts for TensorBoard, and keep the last for run.json."""
+        if confusion is not None:
+            self._last["confusion_matrix"] = confusion
+            self._tracker.log_confusion(confusion, step=step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """After a failure, write what is left of the curves, and that it was one."""
+        """After an error, complete the line on the terminal and mark the curves as failed."""
         if error[0] is not None:
+            self._progress.close()
             self._tracker.close(status=Status.FAILED)
 
-    def finish(self, status: str, *, step: int, epoch: int) -> None:
-        """Close the files and write down how the run ended."""
+    def finish(
+        self, status: str, *, step: int, epoch: int, fields: RunFields | None = None
+    ) -> None:
+        """Close the files, record how the run ended, and print it.
+
+        Args:
+            status: how the run ended.
+            step: optimizer steps taken.
+            epoch: epochs that have ended.
+            fields: further fields of run.json.
+        """
         self._progress.close()
-        matrix = self._confusion
-        if matrix is not None and (picture := confusion_picture(matrix)) is not None:
-            self._tracker.image("eval/confusion_matrix", picture, step=self._confusion_step)
         self._tracker.close(status=status)
         metrics = self._tracker.last_metrics
-        load = load_record(self._load, measure_load())
-        fields = RunFields(status=status, load=load, epoch=epoch, step=step, metrics=metrics)
-        if matrix is not None:
-            fields["confusion_matrix"] = matrix
-        end_session(self._run_dir, **fields)
+        ended = RunFields(status=status, epoch=epoch, step=step, metrics=metrics)
+        ended["load"] = load_record(self._load, measure_load())
+        end_session(self._run_dir, **(ended | self._last | (fields or RunFields())))
+        wall_s = time.time() - self._started_at  # of this session: what this command took
+        summary = end_summary(
+            status, metrics, wall_s=wall_s, run_dir=self._run_dir.path, title=self._title
+        )
         if status == Status.COMPLETED and (warning := diverged(self._run_dir.path, metrics)):
             print(f"warning: {warning}")
-        wall_s = time.time() - self._started_at  # of this session: what this command took
-        print(end_summary(status, metrics, wall_s=wall_s, run_dir=self._run_dir.path), flush=True)
+        print(summary, flush=True)
 
 
 def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
     """Write a dataset's files into the run folder, so that its model can be used without the data.
 
     Raises:
-        UserError: the run that is resumed has others, as its model was trained on other data.
+        UserError: the run folder has other files, so the model was trained on other data.
     """
     for name, content in files.items():
         path = run_dir / name
@@ -160,7 +181,7 @@ def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
 
 
 def diverged(run_dir: Path, metrics: Mapping[str, Any]) -> str | None:
-    """Return a sentence if a run's loss ended far above the one of its first step."""
+    """Return a warning if a run's loss ended far above that of its first step."""
     first, last = read_run_record(run_dir).get("first_loss"), metrics.get("train/loss")
     if first is None or last is None or last <= DIVERGED_FACTOR * abs(first):
         return None
@@ -168,18 +189,3 @@ def diverged(run_dir: Path, metrics: Mapping[str, Any]) -> str | None:
         f"the run diverged: train/loss began at {first:.4g} and ended at {last:.4g}; use a smaller "
         "optimizer.lr or train.clip_norm=1.0"
     )
-
-
-def end_summary(status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path) -> str:
-    """Return how a run ended, and how to look at it."""
-    results = "  ".join(
-        f"{name} {value:.4f}"
-        for name, value in metrics.items()
-        if value is not None and name in HEADLINES
-    )
-    folder = shlex.quote(str(run_dir))
-    lines = [f"{status} in {wall_s:.1f} s  {results}"]
-    if status == Status.PREEMPTED:
-        lines.append(f"go on: python -m ddp_runner {RunDir(run_dir).resume_argument}")
-    lines.append(f"tensorboard --logdir {folder}")
-    return "\n".join(lines)

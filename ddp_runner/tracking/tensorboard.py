@@ -1,7 +1,7 @@
-"""What TensorBoard is given of a run besides its curves: hyperparameters, text cards, charts.
+"""What TensorBoard shows of a run beside its curves: hyperparameters, text cards and charts.
 
-Used by ``tracking``. Each function returns summaries for the run's own event file, where
-TensorBoard looks for them: its HParams tab shows the last values of the curves beside them.
+Each function returns summaries for the run's own event file. There the HParams tab finds them, and
+shows the last values of the curves with them.
 """
 
 import re
@@ -20,20 +20,29 @@ from ddp_runner.tracking.run_record import read_run_record
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 # The keys of the config that are hyperparameters; `optimizer.` stands for all of that group.
 TUNED = (
-    *("world_size", "seed", "backend.name", "batch.global_size", "batch.per_rank"),
-    *("model.", "dataset.", "parallelism.", "optimizer.", "scheduler.", "train."),
+    "world_size",
+    "seed",
+    "backend.name",
+    "batch.global_size",
+    "batch.per_rank",
+    "model.",
+    "dataset.",
+    "parallelism.",
+    "optimizer.",
+    "scheduler.",
+    "train.",
 )
-UNTUNED = (  # how keys of these groups end that say where data lie, or follow from them
-    *("_target_", "_partial_", "loss", "folder", "path", "weights", "pretrained", "tokenizer"),
-    *("text", "label", "encoding", "delimiter", "mean", "std", "num_classes", "channels"),
-    *("log_every_steps", "eval_every_epochs"),
+# Keys of these groups that are none: they say where data lie, or follow from the data.
+UNTUNED = re.compile(
+    r".*(_target_|_partial_|loss|folder|path|weights|pretrained|tokenizer|text|label|encoding"
+    r"|delimiter|mean|std|num_classes|channels|log_every_steps|eval_every_epochs)"
 )
-FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")  # where nothing varies
+FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")  # unless a sweep varies
 CATEGORIES = ("train", "eval", "perf", "ps")  # of the Custom Scalars tab
 
 
 def _charts() -> dict[str, dict[str, list[str]]]:
-    """Return the Custom Scalars tab: categories, their charts, and a pattern for each tag."""
+    """Return the categories of the Custom Scalars tab, their charts and a pattern for each tag."""
     charts: dict[str, dict[str, list[str]]] = {category: {} for category in CATEGORIES}
     for metric in METRICS:
         for category, title in metric.charts:
@@ -51,7 +60,7 @@ def _charts() -> dict[str, dict[str, list[str]]]:
 
 
 def header(run_dir: Path, config_text: str) -> list[Any]:
-    """Return the summaries that a run begins with: its config, how it was started, its keys.
+    """Return the first summaries of a run: its config, its command and its hyperparameters.
 
     Args:
         run_dir: the run's folder, whose run.json and .hydra/overrides.yaml are read if they exist.
@@ -59,7 +68,7 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
     """
     from torch.utils.tensorboard.summary import text
 
-    config = yaml.load(config_text, Loader=LOADER)  # a safe one
+    config = yaml.load(config_text, Loader=LOADER)  # LOADER is a safe loader
     record = read_run_record(run_dir, missing_ok=True)
     overrides_file = RunDir(run_dir).overrides
     overrides = (
@@ -69,7 +78,7 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
         text("config", f"```yaml\n{config_text}\n```"),
         text("run", run_card(overrides, record)),
     ]
-    # A benchmark beside the runs of a sweep would be a row without a value in its HParams tab.
+    # A benchmark would be a row without values among the runs of a sweep.
     if config.get("task", "train") != "train":
         return cards
     varied = {part.partition("=")[0].lstrip("+~") for part in run_dir.name.split(",")}
@@ -77,7 +86,7 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
 
 
 def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
-    """Return the command of a run, where it ran and with which versions, as Markdown."""
+    """Return the command of a run, its machine and its versions, as Markdown."""
     versions = record.get("versions") or {}
     rows = {
         "host": record.get("host"),
@@ -94,14 +103,14 @@ def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
 
 
 def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
-    """Return the summary by which the HParams tab knows a run, its hyperparameters and metrics.
+    """Return the summary with a run's hyperparameters and metrics for the HParams tab.
 
-    The metrics are named here because TensorBoard does not find them by itself where its --logdir
-    is the run's own folder: it would show the run without a value.
+    It names the metrics, since TensorBoard does not find them by itself if its --logdir is the
+    run's own folder: the run would be shown without values.
 
     Args:
-        config: of the run.
-        varied: the keys that a sweep varies, to be shown first; a group for its name.
+        config: the run's config.
+        varied: the keys that a sweep varies, to be shown first; a group stands for its name.
     """
     from tensorboard.plugins.hparams.api_pb2 import DataType
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -113,7 +122,7 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
     shown = shown or [key for key in found if key.removesuffix(".name") in FIRST]
     for key, value in found.items():
         field, kind = start.session_start_info.hparams[key], "STRING"
-        if isinstance(value, bool):  # before numbers, of which Python takes it for one
+        if isinstance(value, bool):  # before numbers: in Python a bool is an int
             field.bool_value, kind = value, "BOOL"
         elif isinstance(value, int | float):
             field.number_value, kind = value, "FLOAT64"
@@ -123,14 +132,14 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
             name=key, type=DataType.Value(f"DATA_TYPE_{kind}"), differs=key in shown
         )
     has_classes = config.get("dataset", {}).get("num_classes") is not None
-    # All of them: TensorBoard takes the list of one run for every run that it shows.
+    # All of them: TensorBoard uses the list of one run for all runs that it shows.
     for metric in sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes):
         experiment.experiment.metric_infos.add().name.tag = metric.name
     return _hparams_summary(experiment=experiment, session_start_info=start)
 
 
 def session_end(*, succeeded: bool) -> Any:
-    """Return the summary by which the HParams tab knows how a run ended."""
+    """Return the summary that tells the HParams tab how a run ended."""
     from tensorboard.plugins.hparams.api_pb2 import Status
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -141,20 +150,20 @@ def session_end(*, succeeded: bool) -> Any:
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """Return dotted keys and values: numbers, switches and words that a user tunes; no paths."""
+    """Return the dotted keys that a user tunes, with their values: numbers, switches and words."""
     return {
         key: value
         for key, value in leaves(config)
         if key.startswith(TUNED)
-        and not key.endswith(UNTUNED)
+        and not UNTUNED.fullmatch(key)
         and isinstance(value, bool | int | float | str)
-        # Paths have other characters, and so has what stays unresolved, lest a secret be written.
+        # Paths have other characters. So do unresolved values, which may be secrets.
         and re.fullmatch(r"[\w.+-]+", str(value))
     }
 
 
 def layout(tags: Collection[str]) -> Any:
-    """Return the summary with the Custom Scalars tab's charts, of these tags alone."""
+    """Return the summary with the charts of the Custom Scalars tab that have one of these tags."""
     from torch.utils.tensorboard.summary import custom_scalars
 
     categories = {

@@ -2,22 +2,17 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
-from torch import nn
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
-from ddp_runner.config.schema import Config
-from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Status
+from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
-from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
-from ddp_runner.tracking.run_record import RunFields, write_run_record
+from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.export import export_best, validate_monitor
 from ddp_runner.train.first_batch import Trial, refuse_mean, try_first_batch, warnings_of
@@ -97,19 +92,39 @@ def _logger(
     if not env.is_rank_zero:
         return NullLogger()
     warnings = [*session.job.warnings, *warnings_of(trial, state, config)]
-    write_run_record(run_dir, **sizes(state.module))
-    write_run_record(run_dir, warnings=warnings)
-    keep_files(run_dir.path, state.setup.dataset.files)
-    block = start_block(config, state, env, run_dir, max_steps=max_steps, code=session.job.code)
-    notes = [*(f"warning: {text}" for text in warnings), *state.setup.dataset.notes]
-    session.log("\n".join([*notes, block]))
+    model_sizes, setup = sizes(state.module), state.setup
+    write_run_record(run_dir, **(model_sizes | {"warnings": warnings}))
+    keep_files(run_dir.path, setup.dataset.files)
+    lines = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
+    if lines:
+        session.log("\n".join(lines))
+    block = start_block(
+        config,
+        env,
+        None if session.job.run_dir else run_dir.path,
+        num_parameters=model_sizes["num_parameters"],
+        dataset=setup.dataset.name,
+        num_train=len(setup.dataset.train.inputs),
+        num_eval=len(setup.dataset.eval.inputs),
+        num_shares=setup.batches.num_shares,
+        max_steps=max_steps,
+        steps_per_epoch=setup.batches.steps_per_epoch,
+        devices=setup.devices,
+    )
+    versions = session.job.code["versions"]
+    words = word_lines(config, env, device=setup.devices[0], versions=versions)
+    # The log has both, of each job of a sweep.
+    shows_header = session.job.shows_header
+    (session.log if shows_header else log_to_file)(block)
+    (session.log if shows_header and config.verbose else log_to_file)(words)
     steps_left = max_steps - position.step + position.step_in_epoch
     return RunLogger(
         run_dir,
         started_at=session.job.started_at,
         max_steps=max_steps,
-        total_epochs=position.epoch + math.ceil(steps_left / state.setup.batches.steps_per_epoch),
+        total_epochs=position.epoch + math.ceil(steps_left / setup.batches.steps_per_epoch),
         resume_step=resume_step,
+        title=session.job.title,
     )
 
 
@@ -129,60 +144,3 @@ def _writer(
     if resume_step is not None:
         writer.retain(step=resume_step)
     return writer
-
-
-def start_block(
-    config: Config,
-    state: TrainState,
-    env: DistEnv,
-    run_dir: RunDir,
-    *,
-    max_steps: int,
-    code: Mapping[str, Any],
-) -> str:
-    """Return the facts of a run, a line each, among them what the words mean for this very run."""
-    batch, dataset = config.batch, state.setup.dataset
-    place = ", ".join(str(device) for device in state.setup.devices)
-    if state.setup.devices[0].type == "cuda":
-        place += f" ({torch.cuda.get_device_name(state.setup.devices[0])})"
-    num_shares = state.setup.batches.num_shares
-    who = "ranks" if num_shares == env.world_size else "trainer(s)"
-    shares = f"{batch.per_rank} a rank x {num_shares} {who}"
-    if config.train.grad_accum_steps > 1:
-        shares += f" x {config.train.grad_accum_steps} micro-steps"
-    num_parameters = sum(parameter.numel() for parameter in state.module.parameters())
-    rows = {
-        "run": str(run_dir),
-        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, "
-        f"{config.train.precision}",
-        "dataset": f"{dataset.name}, {len(dataset.train.inputs):,} train, "
-        f"{len(dataset.eval.inputs):,} eval samples",
-        "parallelism": f"{config.parallelism.get('name')}, backend {config.backend.name} "
-        f"(timeout {config.backend.timeout_s:g} s)",
-        "world size": f"{env.world_size} ranks on {env.num_nodes} node(s): "
-        f"{env.num_nodes} x {env.local_world_size} processes, "
-        f"{torch.get_num_threads()} CPU thread(s) each",
-        "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
-        f"{os.getpid()}, which logs and saves",
-        "local rank": f"{_numbers(env.local_world_size)} within a node, where it chooses the "
-        f"device; this is {env.local_rank}, on {place}",
-        "node rank": f"{_numbers(env.num_nodes)}, a number for each machine; this is "
-        f"{env.node_rank}",
-        "batch": f"{batch.global_size} a step = {shares}",
-        "steps": f"{max_steps} in all, {state.setup.batches.steps_per_epoch} an epoch",
-        "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
-    }
-    return "\n".join(f"{name:<12} {text}" for name, text in rows.items())
-
-
-def _numbers(count: int) -> str:
-    return "0" if count == 1 else f"0 to {count - 1}"
-
-
-def sizes(module: nn.Module) -> RunFields:
-    """Return how many parameters a model has, and how many bytes its gradients."""
-    parameters = list(module.parameters())
-    return {
-        "num_parameters": sum(one.numel() for one in parameters),
-        "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
-    }

@@ -1,4 +1,4 @@
-"""TensorBoard as a program of its own, and what it answers; a helper of the tests, not a test."""
+"""Serve run folders with TensorBoard, and ask it for what it shows."""
 
 import json
 import re
@@ -16,12 +16,12 @@ PROGRAM = (sys.executable, "-m", "tensorboard.main", "--host", "127.0.0.1", "--p
 
 @contextmanager
 def served(logdir: Path, *, folder: Path, wanted: Mapping[str, set[str]]) -> Iterator[str]:
-    """Serve a folder with TensorBoard's default loader; give its address once it has read it.
+    """Serve a folder with TensorBoard's default loader; yield its address once all is read.
 
     Args:
-        logdir: with runs.
-        folder: for its output.
-        wanted: the tags of the curves of each run.
+        logdir: the folder with the runs.
+        folder: where TensorBoard's output goes.
+        wanted: the tags of each run's curves.
     """
     with background("--logdir", str(logdir), folder=folder, program=PROGRAM) as process:
         found = wait_for(lambda: re.search(r"http://\S+", (folder / "stderr").read_text()))
@@ -38,7 +38,7 @@ def served(logdir: Path, *, folder: Path, wanted: Mapping[str, set[str]]) -> Ite
 
 
 def answer(url: str, question: Any = None) -> Any:
-    """Return what a server says, to a question in JSON if there is one."""
+    """Return a server's answer; a question is sent as JSON."""
     data = None if question is None else json.dumps(question).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as response:

@@ -1,4 +1,4 @@
-"""A terminal to write to; a helper of the tests, not a test."""
+"""Open a pseudo-terminal and record what is written to it."""
 
 import os
 import pty
@@ -11,17 +11,17 @@ from typing import TextIO
 
 @contextmanager
 def terminal(*, columns: int = 80, lines: int = 24) -> Iterator[tuple[TextIO, list[str]]]:
-    """Open a terminal of this size, and yield it with what it is shown.
+    """Open a terminal of this size and yield it, with a list of what it is sent.
 
-    The list is complete after the block, which also ends once every process that holds the
-    terminal has.
+    The list is complete after the block. The block ends when every process that holds the terminal
+    has ended.
     """
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (lines, columns))
     shown: list[str] = []
 
     def read() -> None:
-        with suppress(OSError):  # Linux's word for the end
+        with suppress(OSError):  # how Linux reports the end
             while data := os.read(master, 4096):
                 shown.append(data.decode(errors="replace"))
 

@@ -88,7 +88,7 @@ def test_a_log_on_a_full_disk_is_told_of_once(
 
 
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
-    """A bar, the end's two lines, and nothing after them."""
+    """The live line with the last step, the end's two lines, and nothing after them."""
     with terminal() as (stream, shown):
         done = subprocess.run(
             [*RUNNER, "experiment=toy_ddp"],
@@ -101,6 +101,6 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
         )
     lines = "".join(shown).splitlines()
     assert done.returncode == 0, lines
-    assert any("50/50" in line and "100%" in line for line in lines)
+    assert any("epoch 10/10" in line and "step 50/50" in line for line in lines)
     assert lines[-2].startswith("completed in ")
     assert lines[-1].startswith("tensorboard --logdir ")

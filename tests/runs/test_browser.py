@@ -1,7 +1,7 @@
-"""What a person sees in TensorBoard: its tabs in a real browser, with the numbers of the runs.
+"""What a user sees in TensorBoard: its tabs in a real browser, with the numbers of the runs.
 
-Needs the driver playwright (in the dev group) and a Chromium on the PATH, as by ``apt-get install
-chromium``. DDP_RUNNER_SCREENSHOTS names a folder that keeps the pictures.
+Needs the driver playwright (in the dev group) and a Chromium on the PATH, for example from
+``apt-get install chromium``. DDP_RUNNER_SCREENSHOTS names a folder for the screenshots.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boards import served
+from boards import answer, served
 from commands import metrics, record, run_command, run_dirs, wait_for
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -90,6 +90,24 @@ def test_time_series_shows_each_run_under_what_it_varies(
             row.get_by_text(shown(record(run)["metrics"]["eval/accuracy"])).first.wait_for()
         assert {run.name for run in run_dirs(sweep)} == {"world_size=1", "world_size=2"}
         keep_picture(page, "time_series", tmp_path)
+
+
+def test_images_has_a_confusion_matrix_for_each_evaluation(
+    sweep: Path, page: Any, tmp_path: Path
+) -> None:
+    """A card for each run, whose slider goes over the evaluations; a resume keeps the earlier."""
+    with served(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
+        page.goto(f"{url}/#images")
+        cards = page.locator("tf-image-loader", has_text="visuals/confusion_matrix")
+        cards.nth(1).locator("img").first.wait_for()
+        assert cards.count() == 2
+        keep_picture(page, "images", tmp_path)
+        query = "tag=visuals%2Fconfusion_matrix&sample=0"
+        for run in run_dirs(sweep):
+            images = answer(f"{url}/data/plugin/images/images?run={run.name}&{query}")
+            evaluated = [line["step"] for line in metrics(run) if "eval/loss" in line]
+            assert [image["step"] for image in images] == evaluated
+    assert evaluated == [4, 6]  # of the resumed run
 
 
 @pytest.mark.parametrize("what", ["sweep", "one resumed run"])

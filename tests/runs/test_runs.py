@@ -145,7 +145,8 @@ def check_run(run_dir: Path, *, world_size: int) -> dict[str, Any]:
         text = (run_dir / "logs" / f"rank-{rank}.log").read_text()
         assert all(f" rank {rank} " in line for line in text.splitlines())
     start = (run_dir / "logs" / "rank-0.log").read_text()
-    for fact in (f"{world_size} ranks on 1 node", f"backend {fields['backend']}", "torch 2."):
+    ranks = f"{world_size} rank{'' if world_size == 1 else 's'} on 1 node"
+    for fact in (f", {fields['backend']}, {ranks} (", "local rank ", "torch 2."):
         assert fact in start
     return fields
 

@@ -42,7 +42,7 @@ TABLE = {
     "faulty": (*SMALL, "dataset.path=faulty.csv"),
     "missing": (*SMALL, "dataset.path=missing.csv"),
 }
-PICTURE = "eval/confusion_matrix"
+PICTURE = "visuals/confusion_matrix"
 GOOD = ("wonderful", "excellent", "lovely", "delightful", "superb", "great", "amazing", "charming")
 BAD = ("terrible", "awful", "horrible", "dreadful", "disgusting", "poor", "nasty", "broken")
 THINGS = ("hotel", "room", "breakfast", "film", "book", "phone", "staff", "garden", "service")
@@ -100,8 +100,11 @@ def test_the_confusion_matrix_is_that_of_the_gathered_predictions(table: Ended, 
         assert figures[f"eval/{key}"] == pytest.approx(figure(true, predicted, zero_division=0))
     if name == "noisy":
         assert figures["eval/f1"] < 1  # else the comparison shows little
-    events = EventAccumulator(str(run_dir)).Reload()
-    (picture,) = events.Images(PICTURE)  # one, of the last evaluation
+    events = EventAccumulator(str(run_dir), size_guidance={"images": 0}).Reload()  # 0: all
+    evaluated = [line["step"] for line in metrics(run_dir) if "eval/loss" in line]
+    pictures = events.Images(PICTURE)  # one for each evaluation
+    assert [picture.step for picture in pictures] == evaluated
+    picture = pictures[-1]
     assert picture.step == told["step"]
     assert picture.encoded_image_string.startswith(b"\x89PNG")
 

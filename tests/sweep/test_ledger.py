@@ -1,6 +1,7 @@
 """Sweeps that are stopped, edited, shared and started again: what the ledger is for."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -259,7 +260,7 @@ def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
         line.split(": ")[1]
         for end in ends
         for line in end.stdout.splitlines()
-        if line.startswith("job ") and " of 6: " in line
+        if re.fullmatch(r"job \d of 6: \S+", line)
     ]
     assert sorted(started) == [f"seed={seed}" for seed in range(1, 7)]
     assert all(

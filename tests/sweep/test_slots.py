@@ -205,8 +205,10 @@ def check_lines(end: Ended) -> None:
     titles = dict(re.findall(r"^\[(\d+)\] job \1 of 10: (\S+)$", live, flags=re.MULTILINE))
     assert set(titles.values()) == {run_dir.name for run_dir in end.run_dirs}
     for number, name in titles.items():
-        (told,) = [line for line in lines if re.match(rf"\[{number}\] run  ", line)]
-        assert told.endswith(f"/{name}")
+        ended = [
+            line for line in lines if line.startswith(f"[{number}] job {number} of 10: {name}  ")
+        ]
+        assert len(ended) == (record(end.run_dirs[0].parent / name)["status"] == "completed")
     assert "[" not in table
     failed = [line for line in end.stderr.splitlines() if "error: train/loss became" in line]
     assert {titles[line[1 : line.index("]")]] for line in failed} == {

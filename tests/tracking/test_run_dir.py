@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
-from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_dir import RunDir, job_name
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,21 @@ def test_a_printed_resume_is_what_shell_and_hydra_take(name: str) -> None:
     """Whatever its name, the folder comes out of both as it went in."""
     (argument,) = shlex.split(RunDir(Path(name)).resume_argument)
     assert OverridesParser.create().parse_override(argument).value() == name
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("0.21759085167606332", "0.2176"),
+        ("-1.2345678912345678e-05", "-1.235e-05"),
+        ("0.0001", "0.0001"),
+        ("64", "64"),
+        ("1.2.34567", "1.2.34567"),
+    ],
+)
+def test_a_job_of_a_search_has_a_short_name(value: str, shown: str) -> None:
+    """Long numbers are rounded; what a person would type stays as it is."""
+    assert job_name([f"optimizer.lr={value}", "seed=1"]) == f"optimizer.lr={shown},seed=1"
 
 
 @pytest.mark.parametrize(

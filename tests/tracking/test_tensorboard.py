@@ -154,10 +154,18 @@ def test_hyperparameters_are_what_is_tuned() -> None:
     """Numbers, switches and words; no paths, secrets, classes, nor what follows from the data."""
     found = hyperparameters(CONFIG)
     assert found == {
-        **{"world_size": 2, "seed": 0, "batch.per_rank": 10, "model.name": "toy"},
-        **{"dataset.name": "digits", "parallelism.name": "ps", "parallelism.mode": "async"},
-        **{"parallelism.bucket_cap_mb": 25, "optimizer.name": "sgd", "optimizer.lr": 0.1},
-        **{"optimizer.nesterov": False, "train.epochs": 2},
+        "world_size": 2,
+        "seed": 0,
+        "batch.per_rank": 10,
+        "model.name": "toy",
+        "dataset.name": "digits",
+        "parallelism.name": "ps",
+        "parallelism.mode": "async",
+        "parallelism.bucket_cap_mb": 25,
+        "optimizer.name": "sgd",
+        "optimizer.lr": 0.1,
+        "optimizer.nesterov": False,
+        "train.epochs": 2,
     }
 
 
@@ -185,26 +193,27 @@ def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> N
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
-    run_dir = RunDir(tmp_path)
-    reporter = RunLogger(run_dir, started_at=0.0, max_steps=9, total_epochs=3, resume_step=None)
-    reporter.log({"train/loss": 1.0}, step=1, epoch=1)
-    with pytest.raises(ZeroDivisionError), reporter:
+    logger = RunLogger(
+        RunDir(tmp_path), started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
+    )
+    logger.log({"train/loss": 1.0}, step=1, epoch=1)
+    with pytest.raises(ZeroDivisionError), logger:
         raise ZeroDivisionError
     content = plugin_data(tmp_path, "hparams")["_hparams_/session_end_info"]
     assert parse_session_end_info_plugin_data(content).status == 2  # failure
     assert len(EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")) == 1
 
 
-def test_a_reporter_that_ends_well_says_nothing_of_failure(tmp_path: Path) -> None:
+def test_a_logger_that_ends_well_records_no_failure(tmp_path: Path) -> None:
     """And its block closes nothing twice."""
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     begin_session(tmp_path, started_at=0.0)
     with RunLogger(
         RunDir(tmp_path), started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
-    ) as reporter:
-        reporter.log({"train/loss": 1.0}, step=1, epoch=1)
-        reporter.finish("completed", step=1, epoch=1)
+    ) as logger:
+        logger.log({"train/loss": 1.0}, step=1, epoch=1)
+        logger.finish("completed", step=1, epoch=1)
     content = plugin_data(tmp_path, "hparams")["_hparams_/session_end_info"]
     assert parse_session_end_info_plugin_data(content).status == 1  # success
 
@@ -225,9 +234,15 @@ def test_the_card_of_a_run_has_its_command_and_its_versions(tmp_path: Path) -> N
 def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
     """Of collective training, of a parameter server, and of a best model."""
     end = run_command(
-        *("-m", "model=convnet", "parallelism=ddp,ps", "world_size=2", "train.max_steps=2"),
-        *("train.log_every_steps=1", "checkpoint.monitor=eval/accuracy"),
-        *("checkpoint.load_best=true", "batch.global_size=20"),
+        "-m",
+        "model=convnet",
+        "parallelism=ddp,ps",
+        "world_size=2",
+        "train.max_steps=2",
+        "train.log_every_steps=1",
+        "checkpoint.monitor=eval/accuracy",
+        "checkpoint.load_best=true",
+        "batch.global_size=20",
         folder=tmp_path,
     )
     assert end.exit_code == 0, end.stderr

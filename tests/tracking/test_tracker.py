@@ -1,7 +1,6 @@
 """TensorBoard and metrics.jsonl agree, also after a resume; run.json is never half-written."""
 
 import errno
-import io
 import json
 import math
 import os
@@ -16,20 +15,20 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from terminals import terminal
 from torch.utils.tensorboard import FileWriter
 
 from ddp_runner.errors import UserError
 from ddp_runner.tracking import run_record as record
+from ddp_runner.tracking.confusion import MOST_CLASSES
 from ddp_runner.tracking.run_dir import METRICS_FILE
 from ddp_runner.tracking.run_record import git_revision, read_run_record, versions, write_run_record
-from ddp_runner.tracking.tracker import NullProgress, NullTracker, Progress, Tracker
+from ddp_runner.tracking.tracker import CONFUSION_FILE, CONFUSION_TAG, Tracker
 
 CONFIG = "model:\n  name: convnet\n"
 
 
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl; NaN and Infinity, which are not JSON, fail the test."""
+    """Return the lines of metrics.jsonl; NaN and Infinity, which are not JSON, fail the test."""
 
     def refuse(constant: str) -> None:
         pytest.fail(f"{constant} is not JSON")
@@ -39,22 +38,22 @@ def read_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_events(run_dir: Path) -> EventAccumulator:
-    """Reads a run's event files as TensorBoard does."""
+    """Read a run's event files as TensorBoard does."""
     return EventAccumulator(str(run_dir)).Reload()
 
 
 def curve(events: EventAccumulator, name: str) -> list[tuple[int, Any]]:
-    """Returns the (step, value) points of a metric."""
+    """Return the (step, value) points of a metric."""
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def num_event_files(run_dir: Path) -> int:
-    """Returns how many event files a run has."""
+    """Return how many event files a run has."""
     return len(list(run_dir.glob("events.out.tfevents.*")))
 
 
 def log_steps(tracker: Tracker, steps: range, *, scale: float = 1.0) -> None:
-    """Logs a loss of scale / step at each step, and closes."""
+    """Log a loss of scale / step at each step, and close."""
     for step in steps:
         tracker.log({"train/loss": scale / step}, step=step, epoch=step // 4)
     tracker.close()
@@ -118,6 +117,39 @@ def test_what_a_kill_kept_from_tensorboard_is_there_after_a_resume(tmp_path: Pat
     assert events[2].wall_time == pytest.approx(time.time(), abs=3600)
 
 
+def test_there_is_a_picture_for_each_evaluation_and_a_resume_draws_them_again(
+    tmp_path: Path,
+) -> None:
+    """None is lost and none is there twice; a line that a kill cut in half is dropped."""
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    for step in (4, 8, 12):
+        tracker.log_confusion([[step, 0], [1, 2]], step=step)
+    tracker.close()
+    killed = read_events(tmp_path).Images(CONFUSION_TAG)
+    assert [event.step for event in killed] == [4, 8, 12]
+    with (tmp_path / CONFUSION_FILE).open("a") as file:
+        file.write('{"step": 16, "time_s": 2.0, "cou')
+    tracker = Tracker(tmp_path, config_text=CONFIG, resume_step=8)
+    tracker.log_confusion([[3, 3], [3, 3]], step=12)
+    tracker.close()
+    resumed = read_events(tmp_path).Images(CONFUSION_TAG)
+    assert [event.step for event in resumed] == [4, 8, 12]
+    for before, after in zip(killed[:2], resumed[:2], strict=True):
+        assert after.encoded_image_string == before.encoded_image_string
+    assert resumed[2].encoded_image_string != killed[2].encoded_image_string
+    Tracker(tmp_path, config_text=CONFIG).close()  # it begins anew
+    assert not read_events(tmp_path).Tags()["images"]
+
+
+def test_more_classes_than_can_be_drawn_have_no_picture(tmp_path: Path) -> None:
+    """And no file of counts, which would grow by megabytes."""
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    tracker.log_confusion([[0] * (MOST_CLASSES + 1)] * (MOST_CLASSES + 1), step=1)
+    tracker.close()
+    assert not (tmp_path / CONFUSION_FILE).exists()
+    assert not read_events(tmp_path).Tags()["images"]
+
+
 def test_time_continues_after_a_resume(tmp_path: Path) -> None:
     """The time that the run lay still does not count, the time that it ran before does."""
     (tmp_path / METRICS_FILE).write_text('{"step": 1, "epoch": 0, "time_s": 1000.0}\n')
@@ -167,48 +199,6 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
             tracker.log({"a": 1.0}, step=1, epoch=0)
     assert "\n" not in str(caught.value)
     tracker.close()
-
-
-def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Null tracker and null progress take the same calls."""
-    monkeypatch.chdir(tmp_path)
-    tracker, progress = NullTracker(), NullProgress()
-    tracker.log({"train/loss": 1.0}, step=1, epoch=0)
-    progress.update(1, epoch=1, metrics={"train/loss": 1.0})
-    tracker.close()
-    progress.close()
-    assert not tracker.last_metrics
-    assert not list(tmp_path.iterdir())
-
-
-def test_plain_lines_where_there_is_no_terminal() -> None:
-    """One line for each step that has metrics, none for the others."""
-    stream = io.StringIO()
-    progress = Progress(600, total_epochs=10, initial_step=100, stream=stream)
-    progress.update(119, epoch=2, metrics={})
-    progress.update(120, epoch=2, metrics={"train/loss": 0.12341, "perf/samples_per_s": 1234.4})
-    progress.update(120, epoch=2, metrics={"eval/accuracy": 0.97})
-    progress.close()
-    assert stream.getvalue().splitlines() == [
-        "epoch 2/10  step 120/600  loss 0.1234  1234 samples/s",
-        "epoch 2/10  step 120/600  eval/accuracy 0.9700",
-    ]
-
-
-@pytest.mark.parametrize("lines", [24, 0])
-def test_a_bar_on_a_terminal(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts at the resumed step; without any lines to draw on, as mpirun gives, plain lines."""
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its thread outlives the test
-    with terminal(lines=lines) as (stream, shown):
-        progress = Progress(600, total_epochs=10, initial_step=100, stream=stream)
-        metrics = {"train/loss": 0.12341, "perf/samples_per_s": 1234.4}
-        progress.update(600, epoch=10, metrics=metrics)
-        progress.close()
-    text = "".join(shown)
-    assert ("100/600" in text) == (lines > 0)
-    assert "600/600" in text
-    assert "epoch 10/10" in text
-    assert "loss 0.1234  1234 samples/s" in text
 
 
 def test_run_record_merges_fields(tmp_path: Path) -> None:

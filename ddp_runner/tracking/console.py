@@ -1,0 +1,238 @@
+"""What a user sees while a run goes on and at its end: a live line on a terminal, else plain lines.
+
+The live line is redrawn in place, without a thread and without hiding the cursor: a rank that is
+killed leaves nothing to repair.
+"""
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from ddp_runner.host.streams import ERASE_LINE, has_live_line
+from ddp_runner.job import Status
+from ddp_runner.metric_names import HEADLINES
+from ddp_runner.tracking.run_dir import OUTPUTS, RunDir
+from ddp_runner.tracking.start_block import shown_path
+
+REFRESH_S = 0.1  # between two redraws: drawing must not slow down training
+MIN_BAR, MAX_BAR, MIN_TITLE = 6, 40, 12  # columns
+LINE_WIDTH = 80  # of what is printed without asking the terminal
+EVALUATED = tuple(name for name in HEADLINES if name.startswith("eval/"))
+
+
+class PlainLines:
+    """Prints one line for each step that has metrics: for files, pipes and terminals of no size.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        total_epochs: epochs of the whole run.
+        stream: where the lines go.
+    """
+
+    def __init__(self, total_steps: int, *, total_epochs: int, stream: TextIO) -> None:
+        self._total_steps, self._total_epochs, self._stream = total_steps, total_epochs, stream
+
+    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Print the loss, evaluation and samples/s of a step, if it has any.
+
+        Args:
+            step: optimizer steps taken.
+            epoch: the epoch in progress, counted from 1.
+            metrics: what was logged at this step.
+        """
+        evaluated = {name: metrics[name] for name in metrics if name in EVALUATED}
+        parts = _parts(metrics, evaluated=evaluated)
+        if parts:
+            where = [f"epoch {epoch}/{self._total_epochs}", f"step {step}/{self._total_steps}"]
+            print("  ".join([*where, *parts]), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: every line is complete."""
+
+
+class LiveLine:
+    """Shows epoch, step, loss, the last evaluation and samples/s in one line of a terminal.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        total_epochs: epochs of the whole run.
+        initial_step: steps taken before this session.
+        stream: the terminal.
+        title: the job of a sweep. Its line is erased at the end, for its result to take its place.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        total_epochs: int,
+        initial_step: int = 0,
+        stream: TextIO,
+        title: str = "",
+    ) -> None:
+        self._total_steps, self._total_epochs = total_steps, total_epochs
+        self._initial_step, self._began = initial_step, time.monotonic()
+        self._stream, self._title = stream, title
+        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._step, self._epoch = initial_step, 1
+        self._metrics: dict[str, float] = {}
+        self._drawn_at = -REFRESH_S
+        self._draw()
+
+    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Show a step; what it has no metric for keeps its last value.
+
+        Args:
+            step: optimizer steps taken.
+            epoch: the epoch in progress, counted from 1.
+            metrics: what was logged at this step.
+        """
+        self._step, self._epoch = step, epoch
+        self._metrics |= metrics
+        if time.monotonic() - self._drawn_at >= REFRESH_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the last state on a line of its own; erase the line of a sweep's job."""
+        if self._title:
+            self._stream.write(ERASE_LINE)
+        else:
+            self._draw()
+            self._stream.write("\n")
+        self._stream.flush()
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        try:  # each time: a window is resized, or closed while the run goes on
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except OSError:
+            columns = LINE_WIDTH
+        width = columns - 1  # some terminals wrap after a full last column
+        self._console.width = width
+        with self._console.capture() as drawn:
+            self._console.print(self._line(width), end="", no_wrap=True, overflow="ellipsis")
+        self._stream.write(ERASE_LINE + drawn.get())
+        self._stream.flush()
+
+    def _line(self, width: int) -> Text:
+        """Return the line: what matters first; a bar and the time left only if they fit."""
+        epoch = f"epoch {self._epoch}/{self._total_epochs}  "
+        found = [name for name in EVALUATED if name in self._metrics][:1]
+        evaluated = {_brief(name): self._metrics[name] for name in found}
+        step = f"step {self._step}/{self._total_steps}"
+        rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
+        room = width - len(epoch) - len(rest)
+        if self._title and room < MIN_TITLE + 2:
+            rest = "  ".join([step, *_parts(self._metrics, evaluated={})])
+            room = width - len(epoch) - len(rest)
+        line = Text()
+        if self._title:
+            title = self._title
+            if len(title) > room - 2:  # the job's name says more than the words before it
+                title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
+            title = _shortened(title, max(MIN_TITLE, room - 2))
+            line.append(f"{title}  ", style="bold")
+            room -= len(title) + 2
+        line.append(epoch)
+        left = self._time_left()
+        if left and room >= MIN_BAR + len(left) + 4:
+            rest, room = f"{rest}  {left}", room - len(left) - 2
+        if room >= MIN_BAR + 2:
+            cells = min(room - 2, MAX_BAR)
+            full = min(cells, cells * self._step // max(1, self._total_steps))
+            ascii_only = self._console.options.ascii_only
+            line.append(("#" if ascii_only else "━") * full, style="green")
+            line.append(("." if ascii_only else "─") * (cells - full) + "  ", style="dim")
+        return line.append(rest)
+
+    def _time_left(self) -> str:
+        num_done = self._step - self._initial_step
+        if num_done <= 0 or self._step >= self._total_steps:
+            return ""
+        pace_s = (time.monotonic() - self._began) / num_done
+        minutes, seconds = divmod(round(pace_s * (self._total_steps - self._step)), 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return f"{clock} left"
+
+
+def progress(
+    total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str = ""
+) -> LiveLine | PlainLines:
+    """Return a live line if the stream is a terminal that can draw it, else plain lines."""
+    if not has_live_line(stream):
+        return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
+    return LiveLine(
+        total_steps,
+        total_epochs=total_epochs,
+        initial_step=initial_step,
+        stream=stream,
+        title=title,
+    )
+
+
+def end_summary(
+    status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path, title: str = ""
+) -> str:
+    """Return how a run ended and how to look at it; of a sweep's job one line, without the latter.
+
+    Args:
+        status: how the run ended.
+        metrics: the last value of each metric; None: not finite.
+        wall_s: seconds that this command took.
+        run_dir: the run's folder.
+        title: the job of a sweep.
+    """
+    results = {name: metrics[name] for name in HEADLINES if metrics.get(name) is not None}
+    took = f"{status} in {wall_s:.1f} s"
+    if title:
+        first = [name for name in EVALUATED if name in results][:1]
+        parts = _parts(results, evaluated={_brief(name): results[name] for name in first})
+        lines = ["  ".join([title, took, *parts])]
+    else:
+        lines = _filled([took, *(f"{name} {value:.4f}" for name, value in results.items())])
+    if status == Status.PREEMPTED:
+        lines.append(f"go on: python -m ddp_runner {RunDir(run_dir).resume_argument}")
+    if not title:
+        lines.append(f"tensorboard --logdir {shlex.quote(str(_logdir(run_dir)))}")
+    return "\n".join(lines)
+
+
+def _logdir(run_dir: Path) -> Path:
+    """Return the folder below which TensorBoard shows the run by its name."""
+    folder = shown_path(run_dir)
+    return OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
+
+
+def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> list[str]:
+    parts = [f"loss {metrics['train/loss']:.4f}"] if "train/loss" in metrics else []
+    parts += [f"{name} {value:.4f}" for name, value in evaluated.items()]
+    if "perf/samples_per_s" in metrics:
+        parts.append(f"{metrics['perf/samples_per_s']:.0f} samples/s")
+    return parts
+
+
+def _filled(parts: Sequence[str]) -> list[str]:
+    """Return the parts in lines of at most 80 columns."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= LINE_WIDTH:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"  {part}")
+    return lines
+
+
+def _brief(name: str) -> str:
+    return name if name.endswith("loss") else name.removeprefix("eval/")
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,153 @@
+"""What a run prints at its start: that it starts, its facts, and on request what the words mean."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.job import Job
+from ddp_runner.tracking.run_record import RunFields
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def starting_lines(job: Job) -> str:
+    """Return what is printed before torch is imported, which takes seconds."""
+    config = job.config
+    nodes = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
+    device = "GPU" if config.backend.device == "cuda" else "CPU"
+    starting = (
+        f"starting {counted(config.world_size, 'rank')}{nodes}, {config.backend.name} on {device}; "
+        "importing torch …"
+    )
+    run = [fact_lines({"run": str(shown_path(job.run_dir))})] if job.run_dir else []
+    return "\n".join([*run, starting])
+
+
+def start_block(
+    config: Config,
+    env: DistEnv,
+    run_dir: Path | None,
+    *,
+    num_parameters: int,
+    dataset: str,
+    num_train: int,
+    num_eval: int,
+    num_shares: int,
+    max_steps: int,
+    steps_per_epoch: int,
+    devices: Sequence["torch.device"],
+) -> str:
+    """Return the facts of a run, one a line.
+
+    Args:
+        config: resolved.
+        env: of rank 0.
+        run_dir: the run's folder; None: the launcher has printed it.
+        num_parameters: of the model.
+        dataset: its name.
+        num_train: samples of the training set.
+        num_eval: samples of the evaluation set.
+        num_shares: into how many shares a global batch is split.
+        max_steps: optimizer steps of the whole run.
+        steps_per_epoch: optimizer steps of an epoch.
+        devices: of rank 0.
+    """
+    batch = config.batch
+    who = "rank" if num_shares == env.world_size else "trainer"
+    shares = f"{batch.per_rank} a rank x {counted(num_shares, who)}"
+    if config.train.grad_accum_steps > 1:
+        shares += f" x {config.train.grad_accum_steps} micro-steps"
+    facts = {
+        "run": str(shown_path(run_dir)) if run_dir else "",
+        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, "
+        f"{config.train.precision}",
+        "data": f"{dataset}, {num_train:,} training and {num_eval:,} evaluation samples",
+        "parallelism": f"{config.parallelism.get('name')}, {config.backend.name}, "
+        f"{ranks_on_nodes(env)}",
+        "device": gpu_names(devices),
+        "batch": f"{batch.global_size} a step = {shares}",
+        "steps": f"{max_steps} in all, {steps_per_epoch} an epoch",
+    }
+    return fact_lines(facts)
+
+
+def word_lines(
+    config: Config, env: DistEnv, *, device: "torch.device", versions: Mapping[str, Any]
+) -> str:
+    """Return what the words of distributed training mean for this very run, one a line.
+
+    Args:
+        config: resolved.
+        env: of rank 0.
+        device: of rank 0.
+        versions: of Python and of each package.
+    """
+    words = {
+        "world size": f"{env.world_size}, the number of ranks over all nodes",
+        "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
+        f"{os.getpid()}",
+        "local rank": f"{_numbers(env.local_world_size)} within a node, chooses the device; this "
+        f"is {env.local_rank}, on {device}",
+        "node rank": f"{_numbers(env.num_nodes)}, a number for each node; this is {env.node_rank}",
+        "timeout": f"{config.backend.timeout_s:g} s for a collective",
+        "versions": f"torch {versions['torch']}, Python {versions['python']}",
+    }
+    return fact_lines(words)
+
+
+def fact_lines(facts: Mapping[str, str]) -> str:
+    """Return the facts that are not empty, one a line, each with its name in front."""
+    return "\n".join(f"{name:<12} {text}" for name, text in facts.items() if text)
+
+
+def ranks_on_nodes(env: DistEnv) -> str:
+    """Return how many ranks there are, on how many nodes, with how many CPU threads."""
+    import torch
+
+    threads = counted(torch.get_num_threads(), "CPU thread")
+    each = " each" if env.world_size > 1 else ""
+    place = f"{counted(env.world_size, 'rank')} on {counted(env.num_nodes, 'node')}"
+    return f"{place} ({threads}{each})"
+
+
+def gpu_names(devices: Sequence["torch.device"]) -> str:
+    """Return the GPUs of rank 0 with their model; empty for a CPU."""
+    import torch
+
+    if devices[0].type != "cuda":
+        return ""
+    place = ", ".join(map(str, devices))
+    return f"rank 0 on {place} ({torch.cuda.get_device_name(devices[0])})"
+
+
+def shown_path(path: Path) -> Path:
+    """Return a path relative to the current folder if it lies in it."""
+    with suppress(ValueError, OSError):  # OSError: the current folder is gone
+        return path.absolute().relative_to(Path.cwd())
+    return path
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count and its noun, in the plural unless the count is 1."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def sizes(module: "nn.Module") -> RunFields:
+    """Return how many parameters a model has, and how many bytes its gradients take."""
+    parameters = list(module.parameters())
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "gradient_bytes": sum(
+            parameter.nbytes for parameter in parameters if parameter.requires_grad
+        ),
+    }
+
+
+def _numbers(count: int) -> str:
+    return "0" if count == 1 else f"0 to {count - 1}"

@@ -1,0 +1,79 @@
+"""What whole commands show on a terminal of 80 columns: one line a job, and nothing twice."""
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from commands import RUNNER, TIME_LIMIT_S, run_command
+from terminals import terminal
+
+SWEEP = ("-m", "model=toy", "world_size=1,2", "seed=1,2", "train.epochs=2")
+
+
+def on_a_terminal(*arguments: str, folder: Path, interrupt_at: str = "") -> tuple[int, str]:
+    """Return a command's exit code and all that it wrote; Ctrl-C once it shows a text."""
+    with terminal() as (stream, shown):
+        process = subprocess.Popen(
+            [*RUNNER, *arguments],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+        )
+        deadline = time.monotonic() + TIME_LIMIT_S
+        while interrupt_at and interrupt_at not in "".join(shown):
+            assert process.poll() is None, "".join(shown)
+            assert time.monotonic() < deadline, "".join(shown)
+            time.sleep(0.05)
+        if interrupt_at:
+            process.send_signal(signal.SIGINT)
+        exit_code = process.wait(TIME_LIMIT_S)
+    return exit_code, re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown))
+
+
+def left_on_screen(text: str) -> list[str]:
+    """Return the lines as they are at the end, each after its last redraw."""
+    return [line.rstrip("\r").split("\r\x1b[2K")[-1] for line in text.split("\n")]
+
+
+def test_a_sweep_shows_its_header_once_and_a_line_for_each_job(tmp_path: Path) -> None:
+    """The live line of a job is gone at the end; its result stands in its place."""
+    exit_code, text = on_a_terminal(*SWEEP, folder=tmp_path)
+    assert exit_code == 0, text
+    lines = left_on_screen(text)
+    for name in ("run", "model", "data", "parallelism", "batch", "steps"):
+        assert len([line for line in lines if line.startswith(f"{name:<12} ")]) == 1
+    results = [line for line in lines if re.match(r"job \d of 4: ", line)]
+    names = [f"world_size={size},seed={seed}" for size in (1, 2) for seed in (1, 2)]
+    assert [re.split(r": |  ", line)[1] for line in results] == names
+    assert all("  completed in " in line for line in results)
+    assert re.search(r"(job 4 of 4: |4/4 )world_size=2,seed=2 .*epoch \d/2  .*step \d+/10", text)
+    assert "\x1b[?25l" not in text, "a killed rank would leave the cursor hidden"
+    first = lines.index(results[0])
+    assert lines[first : first + 4] == results
+    assert lines[-2].startswith("tensorboard --logdir outputs/sweep-")
+
+
+def test_a_sweep_in_a_file_has_its_header_once(tmp_path: Path) -> None:
+    """And plain lines, each job under its title."""
+    end = run_command(*SWEEP, folder=tmp_path)
+    assert end.exit_code == 0, end.stderr
+    assert end.stdout.count("\nmodel        toy") == 1
+    assert len(re.findall(r"^job \d of 4: \S+$", end.stdout, flags=re.MULTILINE)) == 4
+    assert len(re.findall(r"^job \d of 4: \S+  completed in ", end.stdout, re.MULTILINE)) == 4
+    assert "\x1b" not in end.stdout
+
+
+def test_ctrl_c_leaves_a_terminal_as_it_was(tmp_path: Path) -> None:
+    """The live line stays as it is, then the end; nothing of it is drawn afterwards."""
+    long = ("model=toy", "train.epochs=100000", "train.log_every_steps=50")
+    exit_code, text = on_a_terminal(*long, folder=tmp_path, interrupt_at="samples/s")
+    assert exit_code == 130, text
+    *_, end, go_on, command, nothing = left_on_screen(text)
+    assert end.startswith("preempted in ")
+    assert go_on.startswith("go on: python -m ddp_runner resume=")
+    assert command == "tensorboard --logdir outputs"
+    assert nothing == ""
+    assert "\x1b[?25l" not in text

@@ -1,0 +1,143 @@
+"""The terminal of a run: a live line that fits, plain lines elsewhere, the summary at the end."""
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from terminals import terminal
+
+from ddp_runner.metric_names import HEADLINES
+from ddp_runner.tracking.console import LiveLine, PlainLines, end_summary, progress
+
+METRICS = {"train/loss": 0.12341, "perf/samples_per_s": 12345.4}
+EVALUATION = {"eval/loss": 0.2, "eval/accuracy": 0.97, "eval/f1": 0.96}
+TITLE = "job 12 of 60: world_size=2,parallelism=ddp,optimizer.lr=0.1"
+
+
+def frames(shown: list[str]) -> list[str]:
+    """Return what a terminal's line held after each redraw, without colours."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown))
+    return [frame.rstrip("\r\n") for frame in plain.split("\r\x1b[2K")]
+
+
+def drawn(
+    *, columns: int, title: str = "", metrics: Mapping[str, float] = METRICS | EVALUATION
+) -> list[str]:
+    """Return the frames of a run that is shown at one step and closed."""
+    with terminal(columns=columns) as (stream, shown):
+        line = progress(600, total_epochs=10, initial_step=100, stream=stream, title=title)
+        assert isinstance(line, LiveLine)
+        line._drawn_at = -1.0  # the next step is shown, however soon it comes
+        line.update(300, epoch=5, metrics=metrics)
+        line.close()
+    return frames(shown)
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    """One line for each step that has metrics, none for the others."""
+    stream = io.StringIO()
+    lines = progress(600, total_epochs=10, initial_step=100, stream=stream)
+    lines.update(119, epoch=2, metrics={})
+    lines.update(120, epoch=2, metrics={"train/loss": 0.12341, "perf/samples_per_s": 1234.4})
+    lines.update(120, epoch=2, metrics={"eval/accuracy": 0.97})
+    lines.close()
+    assert stream.getvalue().splitlines() == [
+        "epoch 2/10  step 120/600  loss 0.1234  1234 samples/s",
+        "epoch 2/10  step 120/600  eval/accuracy 0.9700",
+    ]
+
+
+@pytest.mark.parametrize(("columns", "has_bar"), [(80, True), (120, True), (75, False)])
+def test_the_live_line_fits_its_terminal(columns: int, has_bar: bool) -> None:
+    """All that matters is there at 80 columns; the bar takes what is left."""
+    first, *_, last = [frame for frame in drawn(columns=columns) if frame]
+    assert "step 100/600" in first, "a resumed run does not begin at 0"
+    assert len(last) < columns
+    assert last.startswith("epoch 5/10  ")
+    assert ("━" in last) == has_bar
+    assert "step 300/600  loss 0.1234  accuracy 0.9700  12345 samples/s" in last
+    assert ("left" in last) == (columns == 120)
+
+
+def test_a_line_too_long_for_its_terminal_is_cut_at_its_end() -> None:
+    """It never wraps: the next redraw would leave its first half behind."""
+    assert all(len(frame) < 40 for frame in drawn(columns=40))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_sweeps_job_has_its_title_in_the_line_and_leaves_none(columns: int) -> None:
+    """Its result takes the place of the line."""
+    *_, last, nothing = drawn(columns=columns, title=TITLE)
+    assert len(last) < columns
+    assert last.startswith("12/60 world_size=2,")
+    assert "epoch 5/10" in last
+    assert "step 300/600  loss 0.1234" in last
+    assert last.endswith("samples/s") or last.endswith("left")
+    assert nothing == ""
+
+
+@pytest.mark.parametrize(("lines", "columns", "term"), [(0, 80, ""), (24, 0, ""), (24, 80, "dumb")])
+def test_a_terminal_that_cannot_draw_shows_plain_lines(
+    lines: int, columns: int, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mpirun gives one, or Emacs."""
+    if term:
+        monkeypatch.setenv("TERM", term)
+    with terminal(lines=lines, columns=columns) as (stream, shown):
+        assert isinstance(progress(600, total_epochs=10, initial_step=0, stream=stream), PlainLines)
+    assert not shown
+
+
+def test_the_line_is_drawn_ten_times_a_second_at_most() -> None:
+    """However fast the steps are; and the cursor is never hidden: a killed rank leaves it so."""
+    with terminal() as (stream, shown):
+        line = LiveLine(10**6, total_epochs=1, stream=stream)
+        for step in range(1000):
+            line.update(step, epoch=1, metrics=METRICS)
+        drawn_at = line._drawn_at
+        line._drawn_at = drawn_at - 1
+        line.update(1000, epoch=1, metrics=METRICS)
+        line.close()
+    text = "".join(shown)
+    assert text.count("\x1b[2K") < 20
+    assert "step 1000/1000000" in text
+    assert "\x1b[?25l" not in text
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in the background outlives its window."""
+
+    def gone(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with terminal() as (stream, shown):
+        line = LiveLine(10, total_epochs=1, stream=stream)
+        monkeypatch.setattr("os.get_terminal_size", gone)
+        line._drawn_at = -1.0
+        line.update(5, epoch=1, metrics=METRICS)
+        line.close()
+    assert "step 5/10" in "".join(shown)
+
+
+def test_the_end_names_results_and_a_command_that_shows_the_runs_name(tmp_path: Path) -> None:
+    """Within 80 columns; in a shell the command can be pasted."""
+    metrics = dict.fromkeys(HEADLINES, 0.5)
+    run_dir = Path("outputs/toy-random-ddp-ws2/2026-01-01_00-00-00")
+    *results, command = end_summary("completed", metrics, wall_s=1.23, run_dir=run_dir).split("\n")
+    assert results[0].startswith("completed in 1.2 s  eval/accuracy 0.5000  eval/loss 0.5000")
+    assert all(len(line) <= 80 for line in results)
+    assert command == "tensorboard --logdir outputs"
+    elsewhere = tmp_path / "my runs" / "one"
+    text = end_summary("preempted", {}, wall_s=1.23, run_dir=elsewhere)
+    assert text.splitlines()[0] == "preempted in 1.2 s"
+    assert text.splitlines()[1].startswith("go on: python -m ddp_runner ")
+    assert text.splitlines()[2] == f"tensorboard --logdir '{tmp_path / 'my runs'}'"
+
+
+def test_the_result_of_a_sweeps_job_is_one_line() -> None:
+    """The table and the command for TensorBoard follow at the end of the sweep."""
+    metrics = {**METRICS, **EVALUATION, "eval/f1": None}
+    text = end_summary("completed", metrics, wall_s=4.6, run_dir=Path("outputs/s/j"), title=TITLE)
+    assert text == f"{TITLE}  completed in 4.6 s  loss 0.1234  accuracy 0.9700"

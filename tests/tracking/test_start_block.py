@@ -1,0 +1,78 @@
+"""The first lines of a run: they fit a terminal, and explain the words only when asked to."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import resolved
+
+from ddp_runner.config.schema import Config, config_hash, work_hash
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.job import Job
+from ddp_runner.tracking.start_block import shown_path, start_block, starting_lines, word_lines
+
+RUN = Path("outputs/mobilenet_v3_small-fashion_mnist-ddp_mp-ws128/2026-11-21_10-30-00")
+WORDS = ("world size", "rank", "local rank", "node rank", "timeout", "versions")
+
+
+def block(config: Config, env: DistEnv) -> list[str]:
+    """Return the lines of a start block."""
+    text = start_block(
+        config,
+        env,
+        RUN,
+        num_parameters=11_173_962,
+        dataset="fashion_mnist",
+        num_train=60_000,
+        num_eval=10_000,
+        num_shares=env.world_size,
+        max_steps=12_345,
+        steps_per_epoch=600,
+        devices=[torch.device("cpu")],
+    )
+    return text.splitlines()
+
+
+def test_the_facts_and_the_words_of_a_run_fit_80_columns() -> None:
+    """A few lines each."""
+    config = resolved("train.grad_accum_steps=2", "world_size=8")[0]
+    env = DistEnv(rank=0, local_rank=0, world_size=8, local_world_size=4)
+    versions = {"torch": "2.15.0+cu132", "python": "3.11.7"}
+    words = word_lines(config, env, device=torch.device("cpu"), versions=versions).splitlines()
+    facts = block(config, env)
+    assert max(map(len, [*facts[1:], *words])) <= 80  # a path is never cut
+    names = ("run", "model", "data", "parallelism", "batch", "steps")
+    assert tuple(line[:12].strip() for line in facts) == names
+    assert tuple(line[:12].strip() for line in words) == WORDS
+    assert "8 ranks on 2 nodes (" in facts[3]
+
+
+def test_one_rank_is_written_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of one has no plural."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    line = block(resolved("world_size=1")[0], env)[3]
+    assert line == "parallelism  ddp, gloo, 1 rank on 1 node (2 CPU threads)"
+
+
+def test_the_first_line_says_what_starts_and_where(tmp_path: Path) -> None:
+    """Before torch is imported; the folder as short as the user's own folder allows."""
+    job = Job(config=resolved("world_size=2")[0], started_at=time.time(), code={}, run_dir=RUN)
+    assert starting_lines(job).splitlines() == [
+        f"run          {RUN}",
+        "starting 2 ranks, gloo on CPU; importing torch …",
+    ]
+    nodes = resolved("world_size=4", "launch.nnodes=2", "launch.rdzv_endpoint=here:1")[0]
+    (line,) = starting_lines(replace(job, config=nodes, run_dir=None)).splitlines()
+    assert line == "starting 4 ranks on 2 nodes, gloo on CPU; importing torch …"
+    assert shown_path(Path.cwd() / "outputs" / "a") == Path("outputs/a")
+    assert shown_path(tmp_path) == tmp_path
+
+
+def test_how_much_is_shown_is_no_part_of_a_runs_identity() -> None:
+    """A run that is resumed or compared is the same with and without it."""
+    plain, verbose = (resolved(f"verbose={value}")[0] for value in (False, True))
+    assert config_hash(plain) == config_hash(verbose)
+    assert work_hash(plain) == work_hash(verbose)
