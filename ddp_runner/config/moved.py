@@ -22,6 +22,10 @@ MOVED_MODULES = {
 }
 
 
+RENAMED_OBJECTS = {
+    "ddp_runner.parallelism.ddp_mp.DDPModelParallel": "ddp_runner.parallelism.ddp.DDP"
+}
+
 RENAMED_KEYS = {"skip_refused": "skip_invalid"}
 
 
@@ -43,5 +47,6 @@ def present_name(name: Any) -> Any:
     """Return the present dotted name of what a config names; anything else as it is."""
     if not isinstance(name, str):
         return name
+    name = RENAMED_OBJECTS.get(name, name)
     module, _, last = name.rpartition(".")
     return f"{MOVED_MODULES[module]}.{last}" if module in MOVED_MODULES else name

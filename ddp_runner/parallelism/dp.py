@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Role, alike, rank_devices
+from ddp_runner.parallelism.mode import Role, rank_devices, same_role
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DataParallelMode:
 
     def role(self, env: DistEnv) -> Role:
         """Return the same role for every rank."""
-        return alike(env)
+        return same_role(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the first GPU, which holds the model and gathers the outputs; or the CPU."""

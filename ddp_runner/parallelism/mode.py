@@ -71,7 +71,7 @@ class Role:
     serve: Callable[[Duties], Status] | None = None
 
 
-def alike(env: DistEnv) -> Role:
+def same_role(env: DistEnv) -> Role:
     """Return the role of a rank where all ranks do the same."""
     return Role(share=env.rank, num_shares=env.world_size, loop=env)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Role, alike, count_devices, rank_devices
+from ddp_runner.parallelism.mode import Role, count_devices, rank_devices, same_role
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Single:
 
     def role(self, env: DistEnv) -> Role:
         """Return the same role for every rank."""
-        return alike(env)
+        return same_role(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
         """Return the one device."""

@@ -28,7 +28,6 @@ from trainees import (
 from ddp_runner.cli.resolvers import CONFIG_DIR
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.ddp import DDP
 from ddp_runner.train.loop import forward
 
 MODES = {
@@ -37,13 +36,13 @@ MODES = {
 }
 MODELS = {"toy": TOY, "mnist_net": (*MNIST_NET, *NO_DROPOUT)}
 NUM_STEPS = 2 * STEPS_PER_EPOCH + 2
-GANGS = [
+GROUPS = [
     (mode, num_replicas + keys.get("num_servers", 0))
     for mode, keys in MODES.items()
     for num_replicas in (1, 2, 4)
     if num_replicas <= keys.get("max_ranks", 4)
 ]
-GANGS_OF_TWO = [mode for mode, size in GANGS if size == 2 and not MODES[mode].get("num_servers")]
+GROUPS_OF_TWO = [mode for mode, size in GROUPS if size == 2 and not MODES[mode].get("num_servers")]
 
 
 def overrides(mode: str, model: str) -> tuple[str, ...]:
@@ -70,7 +69,7 @@ def reference(model: str) -> dict[torch.dtype, Trace]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("grad_accum_steps", [1, 2])
-@pytest.mark.parametrize(("mode", "world_size"), GANGS)
+@pytest.mark.parametrize(("mode", "world_size"), GROUPS)
 def test_steps_equal_those_of_one_process(
     mode: str, world_size: int, grad_accum_steps: int, model: str
 ) -> None:
@@ -115,7 +114,7 @@ def initial_weights(env: DistEnv, config: Config) -> Tensor:
     return flat_weights(build(env, replace(config, seed=config.seed + env.rank)).module)
 
 
-@pytest.mark.parametrize("mode", GANGS_OF_TWO)
+@pytest.mark.parametrize("mode", GROUPS_OF_TWO)
 def test_weights_of_rank_zero_reach_all_ranks(mode: str) -> None:
     """Even ranks that drew different weights begin with those that a single process begins with."""
     config = compose_config(*overrides(mode, "toy"), world_size=2)
@@ -153,14 +152,6 @@ def test_each_setting_of_a_mode_reaches_ddp(mode: str) -> None:
         ]
 
 
-def test_batchnorm_is_converted_where_its_statistics_are_synchronized() -> None:
-    """It then counts over the samples of all ranks; only CUDA computes that."""
-    for is_synced, kind in ((False, nn.BatchNorm1d), (True, nn.SyncBatchNorm)):
-        keys = {key: value for key, value in MODES["ddp"].items() if key != "_target_"}
-        mode = DDP(**{**keys, "sync_batchnorm": is_synced})
-        assert type(mode.place(lambda: nn.BatchNorm1d(2), (torch.device("cpu"),))) is kind
-
-
 def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
     """Return this rank's own gradient, that of a skipped sync, and that of a sync after it."""
     state = build(env, config)
@@ -187,7 +178,7 @@ def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("mode", GANGS_OF_TWO)
+@pytest.mark.parametrize("mode", GROUPS_OF_TWO)
 def test_gradients_are_the_mean_over_ranks_unless_the_sync_is_skipped(mode: str) -> None:
     """Inside no_sync each rank has its own gradient; after it, all have the mean, not the sum."""
     config = compose_config(*overrides(mode, "toy"), world_size=2)
