@@ -1,4 +1,4 @@
-"""What a completed run leaves besides its checkpoints: its best model, evaluated and exported."""
+"""Exports the best model of a completed run, and evaluates it on request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from ddp_runner.train.state import Position, TrainState
 
 
 def validate_monitor(config: Config, dataset: Dataset) -> None:
-    """Refuse to train for a metric that this dataset will not have.
+    """Validate that this dataset has the metric that selects the best checkpoint.
 
     Raises:
-        UserError: the metric needs classes.
+        UserError: the metric needs classes, and the dataset has none.
     """
     monitor = config.checkpoint.monitor
     if monitor in CLASS_METRICS and dataset.num_classes is None:
@@ -41,13 +41,20 @@ def export_best(
     logger: Logger,
     log: Callable[[str], None],
 ) -> None:
-    """Export the best model, without a monitor the last; with load_best evaluate it once more.
+    """Export the best model, or the last one without checkpoint.monitor.
 
-    Rank 0 alone reads checkpoints; the other ranks get the model from it. Collective: every rank
-    of the loop must call.
+    With checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
+    checkpoint and broadcasts it. Collective: every rank of the loop must call.
+
+    Args:
+        state: of this rank; load_best replaces its model.
+        config: resolved.
+        run_dir: the run folder.
+        logger: of this rank.
+        log: prints a line to the run's log.
 
     Raises:
-        UserError: the model could not be written.
+        UserError: the model cannot be written.
     """
     folder, settings, position = run_dir / "checkpoints", config.checkpoint, state.position
     is_rank_zero = state.setup.env.rank == 0
@@ -69,8 +76,8 @@ def export_best(
         export_weights(run_dir / EXPORT, best.state, step=best.step, metrics=best.metrics)
         if settings.monitor is not None:
             score = best.metrics.get(settings.monitor)
-            told = "not finite" if score is None else f"{score:.4f}"
-            log(f"best by {settings.monitor}: {told} at step {best.step}, in {EXPORT}")
+            value = "not finite" if score is None else f"{score:.4f}"
+            log(f"best by {settings.monitor}: {value} at step {best.step}, in {EXPORT}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class _Model:
 
 
 def _metrics_of(folder: Path, position: Position) -> Mapping[str, float | None]:
-    """Return the last step's metrics; none where its checkpoint does not tell them any more."""
+    """Return the last step's metrics, or none if its checkpoint is gone or damaged."""
     try:
         return read_manifest(folder / f"step-{position.step:08d}").metrics
     except UserError:
@@ -91,10 +98,10 @@ def _metrics_of(folder: Path, position: Position) -> Mapping[str, float | None]:
 
 
 def _best(folder: Path, last: _Model, config: Config, *, log: Callable[[str], None]) -> _Model:
-    """Return the best model that can be loaded; what is damaged is said. Rank 0 only.
+    """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
 
-    The training is complete: no damage to a file may turn it into a failure, so the last model,
-    which is in memory, is what remains in the end.
+    Training is complete, so a damaged file must not fail the run: if no checkpoint can be loaded,
+    return the last model, which is in memory.
     """
     settings = config.checkpoint
     assert settings.monitor is not None
@@ -105,18 +112,18 @@ def _best(folder: Path, last: _Model, config: Config, *, log: Callable[[str], No
                 return last
             state = _fitting(load_checkpoint(path, map_location="cpu"), last.state, path)
         except UserError as error:
-            log(f"{error}: it is not the best model then, the next best one is taken")
+            log(f"{error}; trying the next best checkpoint")
         else:
             return _Model(state, manifest.step, manifest.metrics)
-    log(f"no whole checkpoint has a finite {settings.monitor}: the last model is the best")
+    log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
     return last
 
 
 def _fitting(state: object, expected: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
-    """Return the model of a checkpoint's state.
+    """Return the model in a checkpoint's state.
 
     Raises:
-        UserError: its names or shapes are not the model's.
+        UserError: its names or shapes differ from the expected ones.
     """
     model = state.get("model") if isinstance(state, Mapping) else None
     if not isinstance(model, Mapping) or {

@@ -92,11 +92,22 @@ class Counting(torch.optim.SGD):
 
 # An epoch is a batch of 12 and one of a single sample, of which most ranks get none.
 BASE = (
-    *("dataset=fake_images", "dataset.height=8", "dataset.width=8", "dataset.eval_samples=9"),
-    *("dataset.num_samples=13", "batch.global_size=12", "train.epochs=3", "optimizer=momentum"),
-    *("optimizer.lr=0.05", "train.log_every_steps=1", "checkpoint.every_steps=1"),
-    *("checkpoint.keep=99", f"model._target_={__name__}.Tiny"),
-    *(f"allowed_targets=[{__name__}]", "model.dropout1=0.0", "model.dropout2=0.0"),
+    "dataset=fake_images",
+    "dataset.height=8",
+    "dataset.width=8",
+    "dataset.eval_samples=9",
+    "dataset.num_samples=13",
+    "batch.global_size=12",
+    "train.epochs=3",
+    "optimizer=momentum",
+    "optimizer.lr=0.05",
+    "train.log_every_steps=1",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=99",
+    f"model._target_={__name__}.Tiny",
+    f"allowed_targets=[{__name__}]",
+    "model.dropout1=0.0",
+    "model.dropout2=0.0",
 )
 NUM_STEPS = 6
 LARGE = 2.0**20  # times the loss: its scale makes it overflow
@@ -117,7 +128,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "warm-up": WARM_UP,
     "step": ("scheduler=step",),
     "plateau": (
-        *("scheduler=plateau", "scheduler.patience=0", "scheduler.factor=0.5"),
+        "scheduler=plateau",
+        "scheduler.patience=0",
+        "scheduler.factor=0.5",
         "+scheduler.threshold=0.9",
     ),
     "one cycle": (
@@ -126,8 +139,13 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "scaled loss": (f"optimizer.lr={0.05 / LARGE}",),
     "all": (
-        *("+model.batch_norm=true", "train.precision=bf16", "optimizer=adamw", *DROPOUT),
-        *(*AUGMENTED, *WARM_UP, *ACCUMULATED),
+        "+model.batch_norm=true",
+        "train.precision=bf16",
+        "optimizer=adamw",
+        *DROPOUT,
+        *AUGMENTED,
+        *WARM_UP,
+        *ACCUMULATED,
     ),
 }
 MODES = {
@@ -204,7 +222,7 @@ def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = Fals
     if with_scaler:  # its scale goes up and down, and some steps are not taken
         large = state.setup.loss_fn
         scaler = torch.amp.GradScaler(
-            *("cpu", 2.0**120), growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
+            "cpu", 2.0**120, growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
         )
         state = with_setup(state, loss_fn=lambda *both: LARGE * large(*both))
         state.scaler = scaler
@@ -433,10 +451,21 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
 
 # All that a step depends on, on two ranks.
 KILLED = (
-    *("model=mnist_net", "dataset=fake_images", "dataset.height=10", "dataset.width=10"),
-    *("dataset.num_samples=60", "dataset.eval_samples=20", "batch.global_size=8"),
-    *("train.epochs=6", "train.precision=bf16", "train.num_threads=1", "train.log_every_steps=1"),
-    *("checkpoint.every_steps=3", *AUGMENTED, *WARM_UP, *ACCUMULATED),
+    "model=mnist_net",
+    "dataset=fake_images",
+    "dataset.height=10",
+    "dataset.width=10",
+    "dataset.num_samples=60",
+    "dataset.eval_samples=20",
+    "batch.global_size=8",
+    "train.epochs=6",
+    "train.precision=bf16",
+    "train.num_threads=1",
+    "train.log_every_steps=1",
+    "checkpoint.every_steps=3",
+    *AUGMENTED,
+    *WARM_UP,
+    *ACCUMULATED,
 )
 NUM_KILLED_STEPS = 48
 

@@ -52,7 +52,9 @@ def delivered(
 def run(folder: Path, *damaged: int, load_best: bool = True) -> tuple[list[Tensor], list[str]]:
     """Return the weights of two ranks after the delivery, and what the first one said."""
     config = compose_config(
-        *(*TOY, "checkpoint.monitor=eval/loss", "checkpoint.mode=min"),
+        *TOY,
+        "checkpoint.monitor=eval/loss",
+        "checkpoint.mode=min",
         f"checkpoint.load_best={str(load_best).lower()}",
         world_size=2,
     )
@@ -95,7 +97,7 @@ def test_a_finished_training_never_fails_for_a_manifest(tmp_path: Path) -> None:
     (said,) = run_ranks(without_manifests, 1, config, tmp_path)
     assert not list(folder.glob("*/manifest.json"))
     assert exported(tmp_path) == (3.0, "4")
-    assert said[0].startswith("no whole checkpoint has a finite eval/loss")
+    assert said[0].startswith("no valid checkpoint has a finite eval/loss")
 
 
 def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
