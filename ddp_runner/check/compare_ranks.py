@@ -46,9 +46,7 @@ class Difference:
 
 
 def differences(tensors: Mapping[str, Tensor | None]) -> list[Difference]:
-    """Return the tensors that are not equal on all ranks, bit for bit.
-
-    Collective: every rank must call.
+    """Return the tensors that differ between ranks in any bit. Collective: every rank must call.
 
     Args:
         tensors: by name; a tensor that is None or missing on only some ranks differs, too.
@@ -74,10 +72,7 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[Difference]:
 
 
 def largest_difference(tensor: Tensor) -> float:
-    """Return the largest difference of an element between two ranks.
-
-    Collective: every rank must call.
-    """
+    """Return how far an element differs between ranks at most. Collective: every rank."""
     lowest = tensor.detach().to(dtype=torch.float64, copy=True).contiguous()
     highest = lowest.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)

@@ -34,9 +34,7 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     """Return the gradients of only this rank's samples, without changing the state.
 
     A copy of the model computes them, with the random numbers that the next backward will draw.
-
-    Returns:
-        Gradients by parameter name, scaled like the reduced ones.
+    They are scaled like the reduced ones.
     """
     copied = copy.deepcopy(state.module).train()
     total: dict[str, Tensor] = {}
@@ -47,9 +45,8 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
             share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
             # Listed after forward: lazy modules create parameters there.
             parameters = {name: p for name, p in copied.named_parameters() if p.requires_grad}
-            gradients = torch.autograd.grad(
-                loss * share, list(parameters.values()), allow_unused=True
-            )
+            values = tuple(parameters.values())
+            gradients = torch.autograd.grad(loss * share, values, allow_unused=True)
             for name, gradient in zip(parameters, gradients, strict=True):
                 part = torch.zeros_like(parameters[name]) if gradient is None else gradient
                 total[name] = total[name] + part if name in total else part
@@ -86,13 +83,7 @@ def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
 def mean_gradients(
     state: TrainState, own: Mapping[str, Tensor], synced: Mapping[str, Tensor | None]
 ) -> Finding:
-    """Check that the reduced gradients are the mean of the ranks' own.
-
-    Args:
-        state: of this rank.
-        own: from ``own_gradients``.
-        synced: from ``synced_gradients``, of the same batch.
-    """
+    """Check that a batch's ``synced_gradients`` are the mean of the ranks' ``own_gradients``."""
     name = "gradients are the mean of the ranks' own, not the sum"
     names = sorted(set.intersection(*map(set, gather_objects(list(own)))))
     distances = torch.zeros(3, len(names), dtype=torch.float64)

@@ -34,8 +34,8 @@ def equal_start(state: TrainState) -> Finding:
     tensors = registered_tensors(state.module)
     differing = differences(tensors)
     detail = f"{len(tensors)} parameters and buffers, bit for bit"
-    text = format_differences(differing) or detail
-    return Finding("all ranks begin with rank 0's weights", not differing, text)
+    name, text = "all ranks begin with rank 0's weights", format_differences(differing)
+    return Finding(name, not differing, text or detail)
 
 
 def equal_parameters(state: TrainState) -> Finding:
@@ -54,12 +54,7 @@ def equal_parameters(state: TrainState) -> Finding:
 
 
 def equal_buffers(state: TrainState, config: Config) -> Finding:
-    """Check that all ranks evaluate and save the same buffers.
-
-    Args:
-        state: of this rank, after some training steps.
-        config: resolved.
-    """
+    """Check that all ranks evaluate and save the same buffers, after some training steps."""
     buffers = dict(state.module.named_buffers())
     differed = differences(buffers)
     size = EVAL_STEPS * state.setup.eval_batch_size * state.setup.env.world_size

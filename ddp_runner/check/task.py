@@ -30,10 +30,7 @@ from ddp_runner.train.state import TrainState
 
 
 def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Run all checks and log their findings. Collective: every rank must call.
-
-    Returns:
-        COMPLETED, or PREEMPTED if a rank was asked to stop.
+    """Run all checks, log the findings, return the status. Collective: every rank must call.
 
     Raises:
         UserError: a check failed. All ranks raise, after all findings are logged.
@@ -77,11 +74,6 @@ def run_checks(state: TrainState, config: Config, env: DistEnv) -> Iterator[Find
     """Yield the finding of each check, in the order in which a fault shows first.
 
     Collective: every rank must call, and take all findings.
-
-    Args:
-        state: of this rank.
-        config: resolved.
-        env: this rank's place.
 
     Raises:
         UserError: model, loss and data do not fit.

@@ -99,12 +99,7 @@ class Mode(Protocol):
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
     ) -> nn.Module:
-        """Build the model on the devices.
-
-        Args:
-            build: builds the model; takes ``dev0``, ``dev1``, ... if it has several stages.
-            devices: of this rank, one per stage.
-        """
+        """Build the model on the devices; with several, ``build`` takes them as dev0, dev1, ..."""
 
     def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
         """Return the module that the loop trains. Collective: every rank must call."""
@@ -118,11 +113,6 @@ def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.d
 
     A rank that sees only its own GPUs, as when Slurm binds them, counts from 0. On the CPU all
     stages share the same device, so a model of several stages runs there too.
-
-    Args:
-        env: this rank's place.
-        kind: cpu or cuda.
-        per_rank: number of devices of a rank.
     """
     if kind == "cpu":
         return (torch.device("cpu"),) * per_rank

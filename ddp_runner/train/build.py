@@ -35,11 +35,7 @@ MOST_GPU_DATA_GIB = 2.0  # a split up to this size is copied to the GPU once, no
 
 
 def build_session_state(session: Session, config: Config) -> TrainState:
-    """Load the data and build the state of one rank. Collective: every rank must call.
-
-    Args:
-        session: of this rank.
-        config: the session's, or a changed copy of it.
+    """Load the data and build the state of a rank. Collective: every rank must call.
 
     Raises:
         UserError: see ``load_dataset``, ``starting_weights`` and ``build_state``.
@@ -83,7 +79,7 @@ def build_state(
             the object that it names, or the model has nothing to train.
     """
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
-    _validate_monitor(config, dataset)
+    validate_monitor("scheduler", config.scheduler.get("monitor"), dataset)
     role, allowed = mode.role(env), config.allowed_targets
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
     module = _build_module(config, mode, devices, weights=weights)
@@ -191,12 +187,16 @@ def build_schedule(
     return wrap_scheduler(scheduler, monitor=monitor)
 
 
-def _validate_monitor(config: Config, dataset: Dataset) -> None:
-    monitor = config.scheduler.get("monitor")
+def validate_monitor(group: str, monitor: str | None, dataset: Dataset) -> None:
+    """Validate that evaluations of this dataset have the metric ``<group>.monitor``.
+
+    Raises:
+        UserError: the metric needs classes, and the dataset has none.
+    """
     if monitor in CLASS_METRICS and dataset.num_classes is None:
         raise UserError(
-            f"scheduler.monitor={monitor} needs classes and dataset={dataset.name} has none; "
-            "write scheduler.monitor=eval/loss scheduler.mode=min"
+            f"{group}.monitor={monitor} needs classes and dataset={dataset.name} has none; "
+            f"write {group}.monitor=eval/loss {group}.mode=min"
         )
 
 

@@ -10,27 +10,11 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
 from ddp_runner.checkpoint.weights import EXPORT, export_weights
 from ddp_runner.config.schema import Config
-from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.loop import evaluate
 from ddp_runner.train.state import Position, TrainState
-
-
-def validate_monitor(config: Config, dataset: Dataset) -> None:
-    """Validate that this dataset has the metric that selects the best checkpoint.
-
-    Raises:
-        UserError: the metric needs classes, and the dataset has none.
-    """
-    monitor = config.checkpoint.monitor
-    if monitor in CLASS_METRICS and dataset.num_classes is None:
-        raise UserError(
-            f"checkpoint.monitor={monitor} needs classes and dataset={dataset.name} has none; "
-            "write checkpoint.monitor=eval/loss checkpoint.mode=min"
-        )
 
 
 def export_best(
@@ -45,13 +29,6 @@ def export_best(
 
     With checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
     checkpoint and broadcasts it. Collective: every rank of the loop must call.
-
-    Args:
-        state: of this rank; load_best replaces its model.
-        config: resolved.
-        run_dir: the run folder.
-        logger: of this rank.
-        log: prints a line to the run's log.
 
     Raises:
         UserError: the model cannot be written.

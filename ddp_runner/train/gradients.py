@@ -44,15 +44,9 @@ def duties_of(
     ended: Callable[[], Collection[int]],
     log: Callable[[str], None],
 ) -> Duties:
-    """Return the duties for a mode in which some ranks compute gradients for the loop.
+    """Return the duties of a run that continues at the state's position and ends at max_steps.
 
-    Args:
-        state: of this rank, at the position where the run continues.
-        max_steps: the step at which the run ends.
-        seed: of the run.
-        timeout_s: a rank that sends nothing for this long counts as lost.
-        ended: returns the ranks whose processes are known to have ended.
-        log: prints a line to the run's log.
+    The other arguments are the fields of ``Duties``.
     """
     position, batches = state.position, state.setup.batches
     order = lru_cache(maxsize=2)(batches.order)

@@ -37,11 +37,6 @@ class Control:
 def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
     """Train from the state's position to the last step. Collective: every rank must call.
 
-    Args:
-        state: of this rank; changed in place.
-        control: the same on all ranks, apart from ``stop_requested``.
-        logger: of this rank.
-
     Returns:
         COMPLETED, or PREEMPTED if a rank was asked to stop; the state is then saved.
 
@@ -122,11 +117,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
 
 
 def backward(state: TrainState, batch: StepBatch) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches. Collective: every rank must call.
-
-    Returns:
-        This rank's part of the mean loss over the global batch, a scalar.
-    """
+    """Accumulate the micro-batches' gradients; return this rank's part of the mean loss."""
     setup = state.setup
     timer, has_peers = setup.timer, setup.env.world_size > 1
     total = torch.zeros((), device=setup.devices[-1])

@@ -53,11 +53,7 @@ class Schedule:
             ) from error
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Advance after an evaluation if the schedule follows a metric.
-
-        Args:
-            metrics: of the evaluation, the same on all ranks.
-        """
+        """Advance by an evaluation's metrics, which must be the same on all ranks."""
         if self.monitor is not None:
             self.scheduler.step(metrics[self.monitor])
 

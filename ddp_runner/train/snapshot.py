@@ -58,12 +58,6 @@ def restore(
 
     Every rank loads onto its own devices. Collective: every rank must call.
 
-    Args:
-        state: of this rank; changed in place.
-        config: without secrets; see ``Secrets.written``.
-        folder: of the run's checkpoints.
-        log: prints a line to the run's log.
-
     Returns:
         The step that the run continues from; None if it starts at step 0.
 
@@ -81,7 +75,8 @@ def restore(
     content = load_checkpoint(path, map_location="cpu")
     saved = read_position(content, path)
     steps_per_epoch = state.setup.batches.steps_per_epoch
-    changed = _changed_keys(content, config)
+    made_of, current = content["made_of"], _made_of(config)
+    changed = [key for key, value in current.items() if made_of.get(key) != value]
     at_epoch_end = saved.step_in_epoch == 0 and not saved.outstanding
     schedule_step = None
     if at_epoch_end and "batch.global_size" in changed:
@@ -90,21 +85,20 @@ def restore(
             # The run is measured in epochs, so our schedules continue as if all epochs had had
             # batches of this size.
             schedule_step = saved.epoch * steps_per_epoch
-    _validate_keys(changed, content, config, path)
+    if changed:
+        raise UserError(
+            f"checkpoint {path} was made with "
+            + ", ".join(f"{key}={made_of.get(key)}" for key in changed)
+            + ", this run has "
+            + ", ".join(f"{key}={current[key]}" for key in changed)
+            + "; leave these keys as they were"
+        )
     _validate_order(content, saved, path, steps_per_epoch=steps_per_epoch)
     validate_same_data(content.get("data"), state.setup.dataset, path)
     rehearse(state)
     try:
-        state.module.load_state_dict(content["model"])
-        _restore_optimizer(state, content, keys=config.optimizer, schedule_step=schedule_step)
-        if content["scaler"]:  # empty if the run's precision scaled no loss
-            state.scaler.load_state_dict(content["scaler"])
-        if len(content["rng"]) == state.setup.env.world_size:
-            _set_rng_state(content["rng"][state.setup.env.rank], state.setup.devices[0])
-        elif state.setup.env.is_rank_zero:
-            log("the world size differs from the checkpoint's: dropout draws new random numbers")
-    # Torch's load_state_dict may raise anything for a foreign state.
-    except Exception as error:
+        _load(state, content, config, schedule_step=schedule_step, log=log)
+    except Exception as error:  # torch raises anything for a foreign state
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
     metrics = read_manifest(path).metrics
@@ -115,22 +109,23 @@ def restore(
     return saved.step
 
 
-def _changed_keys(content: dict[str, Any], config: Config) -> list[str]:
-    saved = content["made_of"]
-    return [key for key, value in _made_of(config).items() if saved.get(key) != value]
-
-
-def _validate_keys(keys: list[str], content: dict[str, Any], config: Config, path: Path) -> None:
-    """Raise if keys differ from the checkpoint's that a resumed run must keep."""
-    if keys:
-        saved, current = content["made_of"], _made_of(config)
-        raise UserError(
-            f"checkpoint {path} was made with "
-            + ", ".join(f"{key}={saved.get(key)}" for key in keys)
-            + ", this run has "
-            + ", ".join(f"{key}={current[key]}" for key in keys)
-            + "; leave these keys as they were"
-        )
+def _load(
+    state: TrainState,
+    content: dict[str, Any],
+    config: Config,
+    *,
+    schedule_step: int | None,
+    log: Callable[[str], None],
+) -> None:
+    """Load the model, optimizer, schedule, scaler and random numbers of a checkpoint."""
+    state.module.load_state_dict(content["model"])
+    _restore_optimizer(state, content, keys=config.optimizer, schedule_step=schedule_step)
+    if content["scaler"]:  # empty if the run's precision scaled no loss
+        state.scaler.load_state_dict(content["scaler"])
+    if len(content["rng"]) == state.setup.env.world_size:
+        _set_rng_state(content["rng"][state.setup.env.rank], state.setup.devices[0])
+    elif state.setup.env.is_rank_zero:
+        log("the world size differs from the checkpoint's: dropout draws new random numbers")
 
 
 def _validate_order(
@@ -174,7 +169,7 @@ def _restore_optimizer(
     groups besides its settings is restored: some optimizers count their steps there.
 
     Args:
-        state: of this rank; changed in place.
+        state: of this rank.
         content: of the checkpoint.
         keys: of the config's optimizer group.
         schedule_step: the step at which our schedules continue; None for the saved one.

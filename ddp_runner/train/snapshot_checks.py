@@ -22,10 +22,6 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
 def read_position(state: Any, path: Path) -> Position:
     """Return the position in a checkpoint's state.
 
-    Args:
-        state: as loaded; of any type if another program wrote it.
-        path: of the checkpoint.
-
     Raises:
         UserError: ``snapshot`` did not make the state, even if its checksum is right.
     """
@@ -61,11 +57,6 @@ def read_position(state: Any, path: Path) -> Position:
 
 def validate_same_data(saved: Any, dataset: Dataset, path: Path) -> None:
     """Validate that the samples did not change: the order of an epoch depends on their number.
-
-    Args:
-        saved: ``data_facts`` of the checkpoint.
-        dataset: of this run.
-        path: of the checkpoint.
 
     Raises:
         UserError: the samples changed.

@@ -50,10 +50,6 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
 def global_loss(state: TrainState, loss: Tensor) -> float:
     """Return the mean loss over the global batch. Collective: every rank must call.
 
-    Args:
-        state: of this rank.
-        loss: this rank's part of the mean loss, a scalar.
-
     Raises:
         UserError: the loss is NaN or infinite.
     """
@@ -63,10 +59,6 @@ def global_loss(state: TrainState, loss: Tensor) -> float:
 
 def finite_loss(loss: float, *, step: int) -> float:
     """Return the loss if it is finite.
-
-    Args:
-        loss: the mean over the global batch.
-        step: the number of steps taken so far.
 
     Raises:
         UserError: the loss is NaN or infinite.

@@ -56,21 +56,13 @@ class StepTimer:
         self._last = now
 
     def mark_end_of_backward(self, loss: Tensor) -> None:
-        """Mark the moment when autograd has computed all gradients; DDP may still wait after it.
-
-        Args:
-            loss: the scalar whose backward comes next.
-        """
+        """Mark the moment when autograd has computed all gradients; DDP may still wait after it."""
         # Autograd has no public callback for its end. Checked with torch 2.11 to 2.15.
         engine = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda _: engine.queue_callback(lambda: self.mark(StepPart.BACKWARD)))
 
     def add(self, *, samples: int) -> None:
-        """Count a step.
-
-        Args:
-            samples: of the global batch.
-        """
+        """Count a step and the samples of its global batch."""
         self._steps += 1
         self._samples += samples
 

@@ -20,8 +20,8 @@ from ddp_runner.scratch import READY, ended_ranks
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
-from ddp_runner.train.build import build_session_state
-from ddp_runner.train.export import export_best, validate_monitor
+from ddp_runner.train.build import build_session_state, validate_monitor
+from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import Trial, try_first_batch, validate_loss, warnings_of
 from ddp_runner.train.gradients import duties_of
 from ddp_runner.train.loop import Control, train
@@ -37,7 +37,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir = session.config, session.run_dir
     state = build_session_state(session, config)
-    validate_monitor(config, state.setup.dataset)
+    validate_monitor("checkpoint", config.checkpoint.monitor, state.setup.dataset)
     trial = try_first_batch(state, config)
     validate_loss(trial, config)
     written = session.job.secrets.written(config)

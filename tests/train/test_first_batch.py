@@ -57,7 +57,7 @@ INVALID: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "not a tensor": (loss("broken_models.a_float", *TOY), ["returns a float, not a single number"]),
     "too few outputs": (
         of("SevenOutputs", *CONVNET),
-        ["gives (2, 7) for 2 samples of dataset=fake_images with 10 classes"],
+        ["returns (2, 7) for 2 samples of dataset=fake_images with 10 classes"],
     ),
     "outputs in a dict": (of("DictOutputs"), ["model=toy returns a dict of logits, not a tensor"]),
     "foreign inputs": (

@@ -11,14 +11,9 @@ ALIVE = -3  # ... or there is no batch yet, but the server is alive
 ALIVE_PER_TIMEOUT = 4  # how often it sends ALIVE within a timeout
 
 EXACT_IN_FLOAT32 = {
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-}
+    torch.float32, torch.bfloat16, torch.float16,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
 
 
 def message_dtype(module: nn.Module) -> torch.dtype:

@@ -86,15 +86,12 @@ class ParameterServer:
         return nullcontext()
 
     def start_server(self, duties: Duties) -> Server:
-        """Return the loop's source of gradients. Collective: trainers call ``run_trainer``."""
+        """Return the loop's source of gradients. Collective with ``run_trainer``."""
         groups = _connect(duties.timeout_s)
         return Server(duties, groups=groups, waits_for_all=self.mode == "sync")
 
     def run_trainer(self, duties: Duties) -> Status:
-        """Compute gradients until the run ends. Collective: rank 0 calls ``start_server``.
-
-        Returns:
-            The run's status.
+        """Compute gradients to the end of the run; return its status. Collective with the server.
 
         Raises:
             UserError: no parameter has a gradient.

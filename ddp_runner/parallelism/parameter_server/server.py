@@ -88,14 +88,9 @@ class Server:
             thread.start()
 
     def compute(self, state: Any, batch: Any) -> Tensor:
-        """Leave a step's gradients in the module.
+        """Leave a step's gradients in the module; return its mean loss, a scalar.
 
-        Args:
-            state: not used.
-            batch: of the loop; in sync the trainers compute the batch of this number.
-
-        Returns:
-            The mean loss over the samples of the step, a scalar.
+        In sync the trainers compute the loop's batch; in async they have batches already.
 
         Raises:
             RuntimeError: a trainer is lost in sync, or all trainers are lost in async.
