@@ -124,13 +124,13 @@ def test_weights_of_rank_zero_reach_all_ranks(mode: str) -> None:
 
 
 def ddp_settings(env: DistEnv, configs: list[Config]) -> list[dict[str, int]]:
-    """Return what DDP says that it was given for each config."""
-    told = []
+    """Return the settings that DDP got, for each config."""
+    settings = []
     for config in configs:
         model = build(env, config).model
         assert isinstance(model, DistributedDataParallel)
-        told.append(model._get_ddp_logging_data())
-    return told
+        settings.append(model._get_ddp_logging_data())
+    return settings
 
 
 @pytest.mark.parametrize("mode", ["ddp", "ddp_mp"])
@@ -146,8 +146,8 @@ def test_each_setting_of_a_mode_reaches_ddp(mode: str) -> None:
     configs = [compose_config(*overrides(mode, "toy"), *key) for key in keys]
     ((plain, *changed),) = run_ranks(ddp_settings, 1, configs)
     names = [name for name, _ in changes.values()]
-    for told, expected in zip(changed, changes.values(), strict=True):
-        assert [(name, told[name]) for name in names if told.get(name) != plain.get(name)] == [
+    for logged, expected in zip(changed, changes.values(), strict=True):
+        assert [(name, logged[name]) for name in names if logged.get(name) != plain.get(name)] == [
             expected
         ]
 
