@@ -1,1 +1,1 @@
-"""task=check: what data parallelism guarantees, asserted on the user's model and data."""
+"""task=check: verifies the guarantees of data parallelism on the user's model and data."""

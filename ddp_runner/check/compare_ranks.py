@@ -1,7 +1,7 @@
-"""What a check finds, and how tensors are compared over ranks: by their digests.
+"""Compares tensors over ranks, and holds the result of a check.
 
-Where these differ, minimum and maximum over ranks tell how far. No tensor is gathered, so a large
-model costs no more memory than it has. Used by ``check``.
+Ranks exchange digests. Where these differ, the minimum and maximum over ranks show by how much. No
+tensor is gathered, so a large model needs little extra memory.
 """
 
 import hashlib
@@ -17,62 +17,62 @@ from ddp_runner.errors import listed
 from ddp_runner.train.loop import DTYPES
 from ddp_runner.train.state import TrainState
 
-# How far apart results may be that are equal but for rounding, in parts of the largest: a GPU adds
-# in no fixed order.
+# How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
+# adds in no fixed order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has shown."""
+    """The result of a check."""
 
-    name: str  # what is guaranteed
+    name: str  # the guarantee
     ok: bool
     detail: str  # what was compared, and the numbers
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same on all ranks."""
+    """A tensor that is not equal on all ranks."""
 
     name: str
-    ranks: tuple[int, ...]  # whose tensor is another than rank 0's
-    what: str  # how far apart, or which shapes
+    ranks: tuple[int, ...]  # ranks whose tensor differs from rank 0's
+    what: str  # the largest difference, or the shapes
 
     def __str__(self) -> str:
-        """Name it with its ranks."""
+        """Return the tensor's name, its ranks and what differs."""
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         return f"{self.name} on {ranks} is not rank 0's ({self.what})"
 
 
 def differences(tensors: Mapping[str, Tensor | None]) -> list[Difference]:
-    """Return which tensors are not equal on all ranks, bit for bit. Collective: every rank.
+    """Return the tensors that differ between ranks in any bit. Collective: every rank must call.
 
     Args:
-        tensors: by name; a name that is None or missing on some ranks only differs, too.
+        tensors: by name; a tensor that is None or missing on only some ranks differs, too.
     """
-    own = {name: _facts(tensor) for name, tensor in tensors.items() if tensor is not None}
+    own = {name: _fingerprint(tensor) for name, tensor in tensors.items() if tensor is not None}
     by_rank = gather_objects(own)
-    found = []
-    for name in dict.fromkeys(name for facts in by_rank for name in facts):
-        facts = [one.get(name) for one in by_rank]
-        ranks = tuple(rank for rank, one in enumerate(facts) if one != facts[0])
+    result = []
+    for name in dict.fromkeys(name for prints in by_rank for name in prints):
+        prints = [of_rank.get(name) for of_rank in by_rank]
+        ranks = tuple(rank for rank, mark in enumerate(prints) if mark != prints[0])
         if not ranks:
             continue
-        shapes = [None if one is None else one[:2] for one in facts]
+        shapes = [None if mark is None else mark[:2] for mark in prints]
         if any(shape != shapes[0] for shape in shapes):
-            shown = ("none" if one is None else f"{one[0]} of {one[1]}" for one in shapes)
+            shown = ("none" if shape is None else f"{shape[0]} of {shape[1]}" for shape in shapes)
             what = f"by rank: {'; '.join(shown)}"
         else:
             tensor = tensors[name]
             assert tensor is not None
-            what = f"largest difference {spread(tensor):.3g}"
-        found.append(Difference(name, ranks, what))
-    return found
+            what = f"largest difference {largest_difference(tensor):.3g}"
+        result.append(Difference(name, ranks, what))
+    return result
 
 
-def spread(tensor: Tensor) -> float:
-    """Return the largest difference of an element between any two ranks. Collective: every rank."""
+def largest_difference(tensor: Tensor) -> float:
+    """Return how far an element differs between ranks at most. Collective: every rank."""
     lowest = tensor.detach().to(dtype=torch.float64, copy=True).contiguous()
     highest = lowest.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -80,38 +80,38 @@ def spread(tensor: Tensor) -> float:
     return float((highest - lowest).max()) if lowest.numel() else 0.0
 
 
-def told(found: Sequence[Difference]) -> str:
-    """Return the differences as one phrase."""
-    return listed([str(one) for one in found], separator="; ")
+def format_differences(differing: Sequence[Difference]) -> str:
+    """Return the differences as a phrase; empty if there are none."""
+    return listed([str(difference) for difference in differing], separator="; ")
 
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:
-    """Return the tolerance for a parameter's or output's dtype, or for that of autocast."""
+    """Return the tolerance for a tensor's dtype, or for autocast's if that is on."""
     precision = state.setup.config.precision
     return TOLERANCES.get(dtype if precision == "fp32" else DTYPES[precision], 2e-2)
 
 
-def registered(module: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers, also those that are not saved."""
+def registered_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers, including those that are not saved."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors and numbers that a model keeps as attributes of its modules.
+def unregistered_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors and numbers that are plain attributes of a model's modules.
 
-    No state_dict has them and no mode sends them.
+    They are in no state_dict, and no mode sends them to other ranks.
     """
-    found = {}
+    values = {}
     for prefix, part in module.named_modules():
         for key, value in vars(part).items():
             if isinstance(value, float | int | Tensor):
-                name = f"{prefix}.{key}".lstrip(".") + ", an attribute and no buffer,"
-                found[name] = value if isinstance(value, Tensor) else torch.tensor(float(value))
-    return found
+                name = f"{prefix}.{key}".lstrip(".") + ", a plain attribute,"
+                values[name] = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    return values
 
 
-def _facts(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
-    """Return shape, dtype and digest."""
+def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    """Return the tensor's shape, dtype and digest."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()

@@ -1,4 +1,4 @@
-"""Whether gradients are the mean over ranks, and whether all wait for it; called by ``check``.
+"""Checks that gradients are the mean over ranks, and that all ranks wait for it.
 
 Collective: every rank must call each check, and gets the same finding.
 """
@@ -12,41 +12,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_runner.check.compare_ranks import Finding, differences, told, tolerance
+from ddp_runner.check.compare_ranks import (
+    Finding,
+    differences,
+    format_differences,
+    tolerance,
+)
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.train.loop import backward, forward
 from ddp_runner.train.state import TrainState
 
-DELAY_S = 0.3  # by which one rank begins its backward late
-# Where a gradient is zero but for rounding (a bias before BatchNorm), the model's largest counts.
+DELAY_S = 0.3  # how much later the last rank begins its backward
+# A gradient that is only rounding (a bias before BatchNorm) is compared with this part of the
+# model's largest.
 SMALLEST_PART = 1e-3
 
 
 def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
-    """Return the gradients of this rank's samples alone, by a twin of the model; leaves no trace.
+    """Return the gradients of only this rank's samples, without changing the state.
 
-    Random numbers are drawn as the next backward will draw them.
+    A copy of the model computes them, with the random numbers that the next backward will draw.
+    They are scaled like the reduced ones.
     """
-    twin = copy.deepcopy(state.module).train()
+    copied = copy.deepcopy(state.module).train()
     total: dict[str, Tensor] = {}
     cuda = [device for device in state.setup.devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
-        for piece in batch.micro_batches:
-            loss, _ = forward(state, twin, piece)
-            scale = piece.weight / batch.global_count * state.setup.batches.num_shares
-            # Asked for after the forward, which may have made some.
-            parameters = {name: one for name, one in twin.named_parameters() if one.requires_grad}
-            found = torch.autograd.grad(loss * scale, list(parameters.values()), allow_unused=True)
-            for name, gradient in zip(parameters, found, strict=True):
+        for micro_batch in batch.micro_batches:
+            loss, _ = forward(state, copied, micro_batch)
+            share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
+            # Listed after forward: lazy modules create parameters there.
+            parameters = {name: p for name, p in copied.named_parameters() if p.requires_grad}
+            values = tuple(parameters.values())
+            gradients = torch.autograd.grad(loss * share, values, allow_unused=True)
+            for name, gradient in zip(parameters, gradients, strict=True):
                 part = torch.zeros_like(parameters[name]) if gradient is None else gradient
                 total[name] = total[name] + part if name in total else part
     return total
 
 
 def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | None]:
-    """Return the gradients that the mode leaves on this rank."""
+    """Return the gradients that the mode leaves on this rank, by parameter name. Collective."""
     state.model.train()
     state.module.zero_grad(set_to_none=True)
     backward(state, batch)
@@ -58,15 +66,16 @@ def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | 
 
 
 def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
-    """Compare the gradients after a backward."""
-    name, found = "gradients are equal on all ranks", differences(synced)
-    if not found:
+    """Check that all ranks have equal gradients after a backward."""
+    name, differing = "gradients are equal on all ranks", differences(synced)
+    if not differing:
         return Finding(name, True, f"{len(synced)} of them after backward, bit for bit")
-    detail = told(found)
-    if idle := [key for key, gradient in synced.items() if gradient is None]:
-        # DDP waits for every parameter, and so never finishes the reduction.
+    detail = format_differences(differing)
+    if unused := [key for key, gradient in synced.items() if gradient is None]:
+        # DDP waits for every parameter, so it never finishes the reduction.
         detail += (
-            f"; the loss does not depend on {listed(idle)}: parallelism.find_unused_parameters=true"
+            f"; the loss does not depend on {listed(unused)}; write "
+            "parallelism.find_unused_parameters=true"
         )
     return Finding(name, False, detail)
 
@@ -74,23 +83,23 @@ def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
 def mean_gradients(
     state: TrainState, own: Mapping[str, Tensor], synced: Mapping[str, Tensor | None]
 ) -> Finding:
-    """Compare the gradients after a backward with the mean of what each rank alone computes."""
+    """Check that a batch's ``synced_gradients`` are the mean of the ranks' ``own_gradients``."""
     name = "gradients are the mean of the ranks' own, not the sum"
     names = sorted(set.intersection(*map(set, gather_objects(list(own)))))
-    figures = torch.zeros(3, len(names), dtype=torch.float64)
+    distances = torch.zeros(3, len(names), dtype=torch.float64)
     for index, key in enumerate(names):
         total = own[key].detach().to_dense().to(torch.float64, copy=True).contiguous()
         gradient = synced.get(key)
-        found = torch.zeros_like(total) if gradient is None else gradient.to_dense().double()
-        figures[0, index] = total.abs().max()
+        reduced = torch.zeros_like(total) if gradient is None else gradient.to_dense().double()
+        distances[0, index] = total.abs().max()
         dist.all_reduce(total)
-        figures[1, index] = (found - total / state.setup.batches.num_shares).abs().max()
-        figures[2, index] = (found - total).abs().max()
-    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    largest, from_mean, from_sum = figures
+        distances[1, index] = (reduced - total / state.setup.batches.num_shares).abs().max()
+        distances[2, index] = (reduced - total).abs().max()
+    dist.all_reduce(distances, op=dist.ReduceOp.MAX)
+    largest, from_mean, from_sum = distances
     scale = largest.clamp(min=SMALLEST_PART * float(largest.max()) or 1.0)
     allowed = torch.tensor([tolerance(state, own[key].dtype) for key in names]) * scale
-    wrong = [key for key, one in zip(names, from_mean <= allowed, strict=True) if not one]
+    wrong = [key for key, is_near in zip(names, from_mean <= allowed, strict=True) if not is_near]
     index = int((from_mean / scale).argmax())
     detail = (
         f"of {len(names)} the farthest is {names[index]}: {float(from_mean[index]):.2g} off the "
@@ -99,8 +108,8 @@ def mean_gradients(
     return Finding(name, not wrong, f"not {listed(wrong)}; {detail}" if wrong else detail)
 
 
-def waiting(state: TrainState, batch: StepBatch, *, num_nodes: int) -> Finding:
-    """Let the last rank begin its backward late, and see when the others can read gradients."""
+def wait_for_mean(state: TrainState, batch: StepBatch, *, num_nodes: int) -> Finding:
+    """Check that ranks wait for the mean: delay the last one and time when the others have it."""
     name = "no rank reads a gradient before all have computed theirs"
     if num_nodes > 1:
         return Finding(name, True, f"not measured: {num_nodes} machines have no common clock")
@@ -111,13 +120,13 @@ def waiting(state: TrainState, batch: StepBatch, *, num_nodes: int) -> Finding:
         nonlocal began
         loss = state.setup.loss_fn(outputs, targets)
         _finish_kernels(state)
-        gather_objects(None)  # every rank stands before its backward
+        gather_objects(None)  # every rank is about to begin its backward
         if state.setup.env.rank == late:
             time.sleep(DELAY_S)
-        began = time.monotonic_ns()  # the same clock for all processes of a machine
+        began = time.monotonic_ns()  # all processes of a machine share this clock
         return loss
 
-    last = replace(batch, micro_batches=batch.micro_batches[-1:])  # the one whose backward reduces
+    last = replace(batch, micro_batches=batch.micro_batches[-1:])  # the only one that reduces
     synced_gradients(replace(state, setup=replace(state.setup, loss_fn=late_loss)), last)
     _finish_kernels(state)
     times = gather_objects((began, time.monotonic_ns()))

@@ -1,4 +1,4 @@
-"""Whether the data are split over ranks without loss or overlap; called by ``check``.
+"""Checks that the data are split over ranks without loss or overlap.
 
 Collective: every rank must call each check, and gets the same finding.
 """
@@ -10,42 +10,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_runner.check.compare_ranks import Finding, differences, told
+from ddp_runner.check.compare_ranks import Finding, differences, format_differences
 from ddp_runner.data.batches import eval_batches
 from ddp_runner.data.dataset import Split
 from ddp_runner.train.state import TrainState
 
-MOST_BYTES = 16 * 2**20  # of a split that are compared over ranks
+MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
 
 
 def same_data(state: TrainState) -> Finding:
-    """Compare the samples that the ranks hold, or evenly spaced ones of many."""
+    """Check that all ranks hold the same samples; of a large split only evenly spaced ones."""
     tensors = dict[str, Tensor | None]()
     for name, split in (("train", state.setup.batches.split), ("eval", state.setup.dataset.eval)):
-        every = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
-        tensors |= {f"{name} inputs": split.inputs[::every], f"{name} targets": split.targets}
-    found = differences(tensors)
+        stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
+        tensors |= {f"{name} inputs": split.inputs[::stride], f"{name} targets": split.targets}
+    differing = differences(tensors)
     train, evaluation = state.setup.batches.split, state.setup.dataset.eval
     sizes = f"{len(train)} train and {len(evaluation)} eval samples"
-    return Finding("all ranks hold the same data", not found, told(found) or sizes)
+    return Finding(
+        "all ranks hold the same data", not differing, format_differences(differing) or sizes
+    )
 
 
 def train_samples(state: TrainState) -> Finding:
-    """Count how often an epoch's micro-batches hold each training sample, over all ranks."""
+    """Check that the ranks' micro-batches use each training sample once in an epoch."""
     batches = replace(state.setup.batches, split=_numbered(state.setup.batches.split))
     counts = torch.zeros(len(batches.split), dtype=torch.float64)
     most = 0
     for step in batches.epoch(0):
         most = max(most, len(step.micro_batches))
-        for piece in step.micro_batches:
-            weights = torch.full((len(piece.targets),), piece.weight, dtype=counts.dtype)
-            counts.index_add_(0, piece.targets, weights)
+        for batch in step.micro_batches:
+            weights = torch.full((len(batch.targets),), batch.weight, dtype=counts.dtype)
+            counts.index_add_(0, batch.targets, weights)
     how = f"in {batches.steps_per_epoch} steps x {batches.num_shares} ranks x {most} micro-batches"
     return _tally("each training sample is used once an epoch", counts, how)
 
 
 def eval_samples(state: TrainState) -> Finding:
-    """Count how often an evaluation's batches hold each sample, over all ranks."""
+    """Check that the ranks' evaluation batches hold each sample once."""
     numbered = _numbered(state.setup.dataset.eval)
     counts = torch.zeros(len(numbered), dtype=torch.int64)
     for batch in eval_batches(
@@ -60,18 +62,19 @@ def eval_samples(state: TrainState) -> Finding:
 
 
 def _numbered(split: Split) -> Split:
-    """Return a split of as many samples, each of which is its own number."""
+    """Return a split of the same length in which each sample is its own index."""
     numbers = torch.arange(len(split))
     return Split(numbers, numbers)
 
 
 def _tally(name: str, counts: Tensor, how: str) -> Finding:
+    """Return whether the counts of all ranks add up to 1 per sample."""
     dist.all_reduce(counts)
     missed, repeated = (counts == 0).nonzero().flatten(), (counts > 1).nonzero().flatten()
     faults = [
-        f"{len(found)} are {what} (the first is sample {int(found[0])})"
-        for found, what in ((missed, "in no batch"), (repeated, "in several"))
-        if len(found)
+        f"{len(samples)} are {what} (the first is sample {int(samples[0])})"
+        for samples, what in ((missed, "in no batch"), (repeated, "in several"))
+        if len(samples)
     ]
     if faults:
         return Finding(name, False, f"of {len(counts)} samples {' and '.join(faults)}, {how}")

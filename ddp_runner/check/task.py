@@ -1,4 +1,4 @@
-"""``task=check``: asserts on the user's own model and data what data parallelism guarantees."""
+"""``task=check``: verifies the guarantees of data parallelism on the user's model and data."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from ddp_runner.check.gradients import (
     mean_gradients,
     own_gradients,
     synced_gradients,
-    waiting,
+    wait_for_mean,
 )
 from ddp_runner.check.samples import eval_samples, same_data, train_samples
 from ddp_runner.check.state import equal_buffers, equal_outputs, equal_parameters, equal_start
@@ -29,11 +29,11 @@ from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.state import TrainState
 
 
-def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
-    """Check everything and report it; return completed or preempted. Collective: every rank.
+def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
+    """Run all checks, log the findings, return the status. Collective: every rank must call.
 
     Raises:
-        UserError: a check failed; on every rank, after the report.
+        UserError: a check failed. All ranks raise, after all findings are logged.
     """
     config, env, log = session.config, session.env, session.log
     note_restart(session, step=0)
@@ -48,7 +48,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
         f"{state.setup.devices[0].type}, run {session.run_dir}"
     )
     status, findings = Status.COMPLETED, list[Finding]()
-    for finding in findings_of(state, config, env):
+    for finding in run_checks(state, config, env):
         findings.append(finding)
         log(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
         if any(gather_objects(stop_requested())):
@@ -61,7 +61,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     if failed:
         raise UserError(
             f"task=check ({len(failed)} of {len(findings)} failed): {failed[0].name}: "
-            f"{failed[0].detail}; mend what is named, then check again"
+            f"{failed[0].detail}; fix it, then check again"
         )
     wall_s = time.time() - session.job.started_at
     log(f"{status} in {wall_s:.1f} s, {len(findings)} checks ok")
@@ -70,18 +70,18 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> str:
     return status
 
 
-def findings_of(state: TrainState, config: Config, env: DistEnv) -> Iterator[Finding]:
-    """Yield what each check finds, in an order in which a fault is named by what it breaks first.
+def run_checks(state: TrainState, config: Config, env: DistEnv) -> Iterator[Finding]:
+    """Yield the finding of each check, in the order in which a fault shows first.
 
-    Collective: every rank must call, and exhaust it.
+    Collective: every rank must call, and take all findings.
 
     Raises:
-        UserError: model, loss and data do not fit together.
+        UserError: model, loss and data do not fit.
     """
     yield train_samples(state)
     yield eval_samples(state)
     trials = gather_objects(try_first_batch(state, config))
-    trial = next((one for one in trials if one.kind != "sum"), trials[0])
+    trial = next((trial for trial in trials if trial.kind != "sum"), trials[0])
     yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
     if env.world_size == 1:
         yield Finding("what ranks have in common", True, "nothing to compare: one rank")
@@ -91,12 +91,12 @@ def findings_of(state: TrainState, config: Config, env: DistEnv) -> Iterator[Fin
     batch = next(state.setup.batches.epoch(0))
     own = own_gradients(state, batch)
     synced = synced_gradients(state, batch)
-    of_gradients = equal_gradients(synced), mean_gradients(state, own, synced)
-    yield from of_gradients
-    if not all(finding.ok for finding in of_gradients):
-        return  # DDP refuses to go on after a backward that it could not finish
+    findings = equal_gradients(synced), mean_gradients(state, own, synced)
+    yield from findings
+    if not all(finding.ok for finding in findings):
+        return  # after an unfinished reduction DDP raises in the next forward
     del own, synced
-    yield waiting(state, batch, num_nodes=env.num_nodes)
+    yield wait_for_mean(state, batch, num_nodes=env.num_nodes)
     yield equal_parameters(state)
     yield equal_buffers(state, config)
     yield equal_outputs(state)
@@ -105,8 +105,8 @@ def findings_of(state: TrainState, config: Config, env: DistEnv) -> Iterator[Fin
 def _build(session: Session) -> TrainState:
     config = session.config
     if config.train.compile:
-        session.log("train.compile=true is left out: its random numbers are not the bare model's")
+        session.log("train.compile=true is ignored: compiled code draws other random numbers")
         config = replace(config, train=replace(config.train, compile=False))
     state = build_session_state(session, config)
-    # A scaled loss may overflow at first; what is checked does not depend on its scale.
+    # A scaled loss may overflow at first, and no check depends on the scale.
     return replace(state, scaler=torch.amp.GradScaler("cuda", enabled=False))

@@ -16,11 +16,16 @@ MOVED_MODULES = {
     "ddp_runner.data.mnist": "ddp_runner.data.sources.mnist",
     "ddp_runner.data.random": "ddp_runner.data.sources.random",
 }
+
+RENAMED_OBJECTS = {
+    "ddp_runner.parallelism.ddp_mp.DDPModelParallel": "ddp_runner.parallelism.ddp.DDP"
+}
+
 RENAMED_KEYS = {"skip_refused": "skip_invalid"}
 DROPPED_KEYS = {"ddp_runner.models.bert.Bert": ("tokenizer",)}  # the dataset passes its facts
-# Keys of `parallelism` that are in its block `needs` now. ddp_mp has the first in both places.
+# Keys of `parallelism` that are in its block `needs` now. DDP takes the first as well.
 NEEDS = ("devices_per_rank", "max_ranks", "num_servers", "data_parallel")
-IN_BOTH_PLACES = "ddp_runner.parallelism.ddp_mp.DDPModelParallel"
+IN_BOTH_PLACES = "ddp_runner.parallelism.ddp.DDP"
 
 
 def with_moved_names(tree: Any) -> Any:
@@ -52,5 +57,6 @@ def present_name(name: Any) -> Any:
     """Return the present dotted name of what a config names; anything else as it is."""
     if not isinstance(name, str):
         return name
+    name = RENAMED_OBJECTS.get(name, name)
     module, _, last = name.rpartition(".")
     return f"{MOVED_MODULES[module]}.{last}" if module in MOVED_MODULES else name

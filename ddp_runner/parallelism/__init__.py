@@ -1,1 +1,1 @@
-"""The forms of parallelism, one file each; one that needs more is a folder."""
+"""The forms of parallelism: a file each, or a folder if it needs more."""

@@ -1,6 +1,8 @@
-"""DistributedDataParallel: one replica a rank, gradients averaged while backward still runs.
+"""DistributedDataParallel: each rank has a replica, and backward averages the gradients.
 
-Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+and, for replicas that span several devices,
+https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
 import inspect
@@ -14,69 +16,69 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Role, alike, count_devices, rank_devices
+from ddp_runner.parallelism.mode import Role, count_devices, rank_devices, same_role
 
 
 @dataclass(frozen=True)
 class DDP:
-    """Replicas on one device each."""
+    """A replica per rank, on one device or cut into stages on ``devices_per_rank`` devices."""
 
     name: str
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool
     forward_sync_buffers: bool
-    sync_batchnorm: bool
+    devices_per_rank: int = 1
+    sync_batchnorm: bool = False
 
     def role(self, env: DistEnv) -> Role:
         """Return the same role for every rank."""
-        return alike(env)
+        return same_role(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return the one device of this rank."""
-        return rank_devices(env, kind=kind)
+        """Return this rank's devices, one per stage."""
+        return rank_devices(env, kind=kind, per_rank=self.devices_per_rank)
 
     def num_devices(self, env: DistEnv, *, kind: str) -> int:
-        """Return one device a rank."""
-        return count_devices(env, kind=kind)
+        """Return the number of devices of all replicas."""
+        return count_devices(env, kind=kind, per_rank=self.devices_per_rank)
 
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
     ) -> nn.Module:
-        """Build the model and move it to this rank's device."""
-        module = build()
-        if self.sync_batchnorm:
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        return module.to(devices[0])
+        """Build the model on this rank's device, or let it place its stages on several."""
+        if len(devices) == 1:
+            module = build().to(devices[0])
+        else:
+            module = build(**{f"dev{stage}": device for stage, device in enumerate(devices)})
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module) if self.sync_batchnorm else module
 
     def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
-        """Give every rank rank 0's weights and reduce gradients. Collective: every rank."""
-        device_ids = None if devices[0].type == "cpu" else [devices[0]]
-        return replicate(
+        """Return the model under DDP, with rank 0's weights. Collective: every rank must call."""
+        # A model of several stages moves its own activations, so DDP must not move its inputs.
+        moves_inputs = len(devices) == 1 and devices[0].type != "cpu"
+        parameters = inspect.signature(DistributedDataParallel).parameters
+        # Newer versions of torch renamed broadcast_buffers.
+        new_name, old_name = "forward_sync_buffers", "broadcast_buffers"
+        settings: dict[str, Any] = {
+            new_name if new_name in parameters else old_name: self.forward_sync_buffers
+        }
+        return DistributedDataParallel(
             module,
-            device_ids=device_ids,
-            forward_sync_buffers=self.forward_sync_buffers,
+            device_ids=[devices[0]] if moves_inputs else None,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
+            gradient_as_bucket_view=True,  # saves one copy of the gradients
+            **settings,
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's own context: the reduction waits for the next backward outside it."""
-        assert isinstance(model, DistributedDataParallel)
+        """Return DDP's own context: the next backward outside it reduces what was accumulated.
+
+        Raises:
+            TypeError: the model is not what ``wrap`` returned.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(f"no_sync needs the model that wrap returned, not {type(model)}")
         return model.no_sync()
-
-
-def replicate(module: nn.Module, *, forward_sync_buffers: bool, **settings: Any) -> nn.Module:
-    """Return the module under DDP, whatever the version calls its settings. Collective.
-
-    Args:
-        module: on its devices.
-        forward_sync_buffers: broadcast rank 0's buffers before each forward.
-        settings: further arguments of DistributedDataParallel.
-    """
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
-    settings[name] = forward_sync_buffers
-    # gradient_as_bucket_view saves one copy of the gradients.
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, **settings)

@@ -1,7 +1,7 @@
-"""The forms of parallelism, one file each: how a model is placed, wrapped and stepped.
+"""The interface of a form of parallelism: how it places, wraps and steps a model.
 
-A mode is a frozen dataclass whose fields are the keys of its YAML and whose methods are those of
-``Mode``. The training loop is the same for all of them.
+A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. The
+training loop is the same for all modes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,43 +18,46 @@ from ddp_runner.metric_names import StepPart
 
 
 class GradientSource(Protocol):
-    """Where a step's gradients come from: this rank's own backward, or ranks that serve it."""
+    """Where a step's gradients come from: this rank's backward, or other ranks."""
 
     @property
     def lost(self) -> Collection[int]:
-        """Ranks that died while the run went on."""
+        """Return the ranks that the run has lost and continues without."""
 
     def compute(self, state: Any, batch: Any) -> Tensor:
-        """Leave a step's gradients in the module; return this rank's part of the mean loss.
+        """Leave a step's gradients in the module.
 
         Args:
             state: the loop's TrainState, which this package does not import.
             batch: this rank's part of the step, with its ``number``.
+
+        Returns:
+            This rank's part of the mean loss, a scalar.
         """
 
     def outstanding(self, state: Any) -> tuple[int, ...]:
         """Return the batches before the state's position whose gradients were never applied."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of the steps since the last call."""
+        """Return the source's own metrics of the steps since the last call."""
 
     def close(self, status: Status) -> None:
-        """Tell the ranks that serve the loop how the run ended."""
+        """Send the run's status to the ranks that compute for the loop."""
 
 
 @dataclass(frozen=True)
 class Duties:
-    """What the loop needs from a mode in which some ranks serve it."""
+    """What a mode needs in which some ranks compute gradients for the loop."""
 
     module: nn.Module
-    first_step: int  # number of the batch with which this session begins
-    num_steps: int  # that the loop will take
+    first_step: int  # number of the first batch of this session
+    num_steps: int  # number of steps that the loop will take
     outstanding: Sequence[int]  # batches to compute before any new one
-    compute: Callable[[int], Tensor]  # leaves the gradients of a batch, by its number; its loss
+    compute: Callable[[int], Tensor]  # (batch number) -> loss; leaves the gradients
     seed: int
-    timeout_s: float  # a rank that is silent for so long counts as lost
-    ended: Callable[[], Collection[int]]  # ranks whose processes are known to have ended
-    mark: Callable[[StepPart], None]  # counts the time of a step up to now for a part
+    timeout_s: float  # a rank that sends nothing for this long counts as lost
+    ended: Callable[[], Collection[int]]  # ranks whose processes have ended
+    mark: Callable[[StepPart], None]  # adds the time since the last mark to a part
     log: Callable[[str], None]
 
 
@@ -62,54 +65,54 @@ class Duties:
 class Role:
     """What one rank does in a run."""
 
-    share: int  # which part of each global batch it computes ...
-    num_shares: int  # ... of so many, whose gradients are averaged
-    loop: DistEnv | None  # its place among the ranks of the training loop; None: it serves them
-    # Where some ranks serve the loop: how it gets their gradients, and how they serve it to its
-    # end. Collective: every rank calls one of the two.
+    share: int  # the part of each global batch that it computes, from 0
+    num_shares: int  # parts of a global batch; their gradients are averaged
+    loop: DistEnv | None  # its place among the ranks of the loop; None if it serves them
+    # Only if some ranks serve the loop: how the loop gets their gradients, and how they compute
+    # them until it ends. Collective: every rank calls one of the two.
     gradients: Callable[[Duties], GradientSource] | None = None
     serve: Callable[[Duties], Status] | None = None
 
 
-def alike(env: DistEnv) -> Role:
-    """Return the role of a rank where all ranks do the same."""
+def same_role(env: DistEnv) -> Role:
+    """Return the role of a rank in a mode in which all ranks do the same."""
     return Role(share=env.rank, num_shares=env.world_size, loop=env)
 
 
 @runtime_checkable
 class Mode(Protocol):
-    """What the worker asks of a mode."""
+    """What a run needs of a mode."""
 
     @property
     def name(self) -> str:
-        """The name of the mode's YAML."""
+        """Return the name of the mode's YAML."""
 
     def role(self, env: DistEnv) -> Role:
-        """Return what this rank does."""
+        """Return what this rank does in a run."""
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return the devices of this rank's replica, first stage first; kind is cpu or cuda."""
+        """Return this rank's devices, one per stage of the model; kind is cpu or cuda."""
 
     def num_devices(self, env: DistEnv, *, kind: str) -> int:
-        """Return how many devices all ranks use together; on the CPU a rank counts as one."""
+        """Return how many devices all ranks use together; a rank on the CPU counts as one."""
 
     def place(
         self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
     ) -> nn.Module:
-        """Build the model with its parameters on the devices."""
+        """Build the model on the devices; with several, ``build`` takes them as dev0, dev1, ..."""
 
     def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
-        """Return what the loop calls. Collective for modes of several ranks: every rank."""
+        """Return the module that the loop trains. Collective: every rank must call."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which backward leaves the gradients of this rank unreduced."""
+        """Return a context in which backward does not reduce this rank's gradients."""
 
 
 def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.device, ...]:
-    """Return local rank r's block of devices: per_rank of them, from r * per_rank on.
+    """Return the devices of local rank r: ``per_rank`` of them, from number r * per_rank.
 
-    A rank that sees its own GPUs alone, as Slurm's binding lets it, has them from 0 on. On the CPU
-    every "device" is the same one, so that a replica of two stages runs there too.
+    A rank that sees only its own GPUs, as when Slurm binds them, counts from 0. On the CPU all
+    stages share the same device, so a model of several stages runs there too.
     """
     if kind == "cpu":
         return (torch.device("cpu"),) * per_rank
@@ -118,5 +121,5 @@ def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.d
 
 
 def count_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> int:
-    """Return the devices of all ranks, where each has its own: see ``rank_devices``."""
+    """Return how many devices all ranks use; a rank on the CPU counts as one."""
     return env.world_size * (1 if kind == "cpu" else per_rank)

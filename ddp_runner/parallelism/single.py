@@ -1,4 +1,4 @@
-"""One process, one device: what every other mode is compared with."""
+"""A process with a device: the reference that every other mode is compared with."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,25 +8,25 @@ import torch
 from torch import nn
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Role, alike, count_devices, rank_devices
+from ddp_runner.parallelism.mode import Role, count_devices, rank_devices, same_role
 
 
 @dataclass(frozen=True)
 class Single:
-    """A bare model on one device."""
+    """An unwrapped model on a device."""
 
     name: str
 
     def role(self, env: DistEnv) -> Role:
         """Return the same role for every rank."""
-        return alike(env)
+        return same_role(env)
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return the one device."""
+        """Return the rank's device."""
         return rank_devices(env, kind=kind)
 
     def num_devices(self, env: DistEnv, *, kind: str) -> int:
-        """Return 1: there is one rank."""
+        """Return 1, since there is only one rank."""
         return count_devices(env, kind=kind)
 
     def place(
@@ -36,9 +36,9 @@ class Single:
         return build().to(devices[0])
 
     def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return an empty context: there is nobody to reduce with."""
+        """Return an empty context: there is no other rank to reduce with."""
         return nullcontext()

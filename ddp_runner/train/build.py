@@ -1,4 +1,4 @@
-"""From a resolved config's groups to the state of a rank."""
+"""Builds what a rank trains from the groups of a resolved config."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +26,7 @@ from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
 from ddp_runner.train.gradients import OwnGradients
-from ddp_runner.train.schedules import Schedule, Scheduler, follow
+from ddp_runner.train.schedules import Schedule, Scheduler, wrap_scheduler
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step_timer import StepTimer
 
@@ -34,11 +34,7 @@ MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not
 
 
 def build_session_state(session: Session, config: Config) -> TrainState:
-    """Load the data and build the state of one rank. Collective: every rank must call.
-
-    Args:
-        session: of this rank.
-        config: the session's, or one with other settings.
+    """Load the data and build the state of a rank. Collective: every rank must call.
 
     Raises:
         UserError: see ``load_dataset``, ``starting_weights`` and ``build_state``.
@@ -67,38 +63,28 @@ def build_state(
     dataset: Dataset,
     weights: Path | None = None,
 ) -> TrainState:
-    """Build model, optimizer and batches of one rank. Collective: every rank must call.
+    """Build the model, optimizer and batches of a rank. Collective: every rank must call.
 
     Args:
         config: resolved.
-        env: this rank among all.
+        env: this rank's place among all ranks.
         mode: the form of parallelism.
-        devices: of this rank.
-        dataset: both splits.
-        weights: what rank 0 loads into the model, the other ranks None.
+        devices: of this rank, one per stage of the model.
+        dataset: training and evaluation split.
+        weights: the file that rank 0 loads into the model; None on the other ranks.
 
     Raises:
-        UserError: the dataset has fewer samples than there are ranks, or a group's keys do not
-            fit what it names, or the model has nothing to train.
+        UserError: the dataset has fewer samples than there are ranks, a group's keys do not fit
+            the object that it names, or the model has nothing to train.
     """
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
+    validate_monitor("scheduler", config.scheduler.get("monitor"), dataset)
     role, allowed = mode.role(env), config.allowed_targets
     torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
-    module = mode.place(model_factory(config, dataset), devices)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UserError(
-            f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
-            "is nothing to train; unfreeze some, or name another model"
-        )
-    if config.model.get("channels_last"):
-        module = module.to(memory_format=torch.channels_last)
-    if weights is not None:
-        load_weights(module, weights)
-    if config.model.get("weights") is not None:
-        broadcast_buffers(module)  # a mode that wraps nothing sends its parameters alone
+    module = _build_module(config, mode, devices, dataset=dataset, weights=weights)
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = mode.wrap(compiled, devices)
-    torch.manual_seed(derive(config.seed, "dropout", env.rank))  # it differs between ranks
+    torch.manual_seed(derive(config.seed, "dropout", env.rank))  # each rank drops other units
 
     batches = GlobalBatches(
         split=_near(dataset.train, devices[0]),
@@ -114,7 +100,6 @@ def build_state(
     optimizer = complete(
         "optimizer", config.optimizer, factory, module.parameters(), kind=Optimizer
     )
-    _validate_monitor(config, dataset)
     steps_per_epoch = batches.steps_per_epoch
     schedule = build_schedule(
         config,
@@ -160,42 +145,73 @@ def model_factory(config: Config, dataset: Dataset) -> Callable[..., nn.Module]:
 def build_schedule(
     config: Config, optimizer: torch.optim.Optimizer, *, total_steps: int, steps_per_epoch: int
 ) -> Schedule:
-    """Return the schedule of the learning rate: ours, torch's as they are, or the user's own.
+    """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
 
     Args:
         config: resolved.
-        optimizer: whose rates it changes.
-        total_steps: of the whole run; passed on if the scheduler takes it, as OneCycleLR does.
-        steps_per_epoch: likewise.
+        optimizer: the schedule changes its learning rates.
+        total_steps: of the whole run; passed to schedulers that take it, such as OneCycleLR.
+        steps_per_epoch: passed to schedulers that take it.
 
     Raises:
         UserError: a key of the group does not fit the scheduler.
     """
     settings = dict(config.scheduler)
-    make_it = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
-    factory = make_it(settings)
+    make_factory = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
+    factory = make_factory(settings)
     monitor = None if "monitor" in keywords(factory) else settings.pop("monitor", None)
     scheduler = complete(
-        *("scheduler", settings, make_it(settings), optimizer),
+        "scheduler",
+        settings,
+        make_factory(settings),
+        optimizer,
         kind=Scheduler,
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
     )
-    return follow(scheduler, monitor=monitor)
+    return wrap_scheduler(scheduler, monitor=monitor)
 
 
-def _validate_monitor(config: Config, dataset: Dataset) -> None:
-    monitor = config.scheduler.get("monitor")
+def validate_monitor(group: str, monitor: str | None, dataset: Dataset) -> None:
+    """Validate that evaluations of this dataset have the metric ``<group>.monitor``.
+
+    Raises:
+        UserError: the metric needs classes, and the dataset has none.
+    """
     if monitor in CLASS_METRICS and dataset.num_classes is None:
         raise UserError(
-            f"scheduler.monitor={monitor} needs classes and dataset={dataset.name} has none; "
-            "write scheduler.monitor=eval/loss scheduler.mode=min"
+            f"{group}.monitor={monitor} needs classes and dataset={dataset.name} has none; "
+            f"write {group}.monitor=eval/loss {group}.mode=min"
         )
 
 
 def _near(split: Split, device: torch.device) -> Split:
-    """Return the split on a GPU if it is small enough, else as it is, memory-mapped."""
+    """Return the split on the GPU if it is small enough, else memory-mapped as it is."""
     size_gib = (split.inputs.nbytes + split.targets.nbytes) / 2**30
     if device.type != "cuda" or size_gib > MOST_GPU_DATA_GIB:
         return split
     return Split(split.inputs.to(device), split.targets.to(device))
+
+
+def _build_module(
+    config: Config,
+    mode: Mode,
+    devices: tuple[torch.device, ...],
+    *,
+    dataset: Dataset,
+    weights: Path | None,
+) -> nn.Module:
+    """Return the bare model on its devices, with rank 0's weights loaded there."""
+    module = mode.place(model_factory(config, dataset), devices)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
+            "is nothing to train; unfreeze some, or name another model"
+        )
+    if config.model.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)
+    if weights is not None:
+        load_weights(module, weights)
+    if config.model.get("weights") is not None:
+        broadcast_buffers(module)  # ps sends only parameters, so ranks need rank 0's buffers now
+    return module

@@ -1,4 +1,4 @@
-"""What a confusion matrix says about a classifier; used by ``train``.
+"""Confusion counts of a classifier, and the metrics that follow from them.
 
 Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#classification-metrics
 """
@@ -8,15 +8,18 @@ from torch import Tensor
 
 
 def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> Tensor:
-    """Return how often each class was taken for each, int64 (num_classes, num_classes + 1).
+    """Return how often each true class was predicted as each class.
 
-    The last column counts what was taken for none of them: a model may have more outputs than the
+    The last column counts predictions outside the classes: a model may have more outputs than the
     dataset has classes.
 
     Args:
         outputs: scores (batch, num_classes or more), on any device.
-        targets: classes (batch,), on the same device; they are the rows of the result.
-        num_classes: how many classes there are.
+        targets: true classes (batch,), on the same device.
+        num_classes: of the dataset.
+
+    Returns:
+        Counts, int64 (num_classes, num_classes + 1): a row per true class, a column per prediction.
     """
     predicted = outputs.argmax(dim=1).clamp(max=num_classes)
     pairs = targets * (num_classes + 1) + predicted
@@ -25,16 +28,19 @@ def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> T
 
 
 def classification_metrics(counts: Tensor) -> dict[str, float]:
-    """Return accuracy, precision, recall and F1 of a whole set's `confusion_counts`.
+    """Return accuracy, precision, recall and F1 of an evaluation set.
 
-    Of two classes the second is the positive one; of more the unweighted mean over the classes
-    counts (macro average). A class that never occurs, or is never predicted, counts as 0.
+    With two classes the second is the positive one; with more, each metric is the unweighted mean
+    over the classes (macro average). A class that never occurs or is never predicted scores 0.
+
+    Args:
+        counts: from ``confusion_counts``, summed over all batches and ranks.
     """
     hits = counts.diagonal().double()
-    taken, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # of each class
-    precision = hits / taken.clamp(min=1)
+    predicted, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # of each class
+    precision = hits / predicted.clamp(min=1)
     recall = hits / true.clamp(min=1)
-    f1 = 2 * hits / (taken + true).clamp(min=1)
+    f1 = 2 * hits / (predicted + true).clamp(min=1)
     is_binary = len(counts) == 2
     by_class = {"precision": precision, "recall": recall, "f1": f1}
     return {

@@ -1,4 +1,4 @@
-"""What a completed run leaves besides its checkpoints: its best model, evaluated and exported."""
+"""Exports the best model of a completed run, and evaluates it on request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,28 +10,12 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
 from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.schema import Config
-from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.loop import evaluate
 from ddp_runner.train.state import Position, TrainState
-
-
-def validate_monitor(config: Config, dataset: Dataset) -> None:
-    """Refuse to train for a metric that this dataset will not have.
-
-    Raises:
-        UserError: the metric needs classes.
-    """
-    monitor = config.checkpoint.monitor
-    if monitor in CLASS_METRICS and dataset.num_classes is None:
-        raise UserError(
-            f"checkpoint.monitor={monitor} needs classes and dataset={dataset.name} has none; "
-            "write checkpoint.monitor=eval/loss checkpoint.mode=min"
-        )
 
 
 def export_best(
@@ -42,13 +26,13 @@ def export_best(
     logger: Logger,
     log: Callable[[str], None],
 ) -> None:
-    """Export the best model, without a monitor the last; with load_best evaluate it once more.
+    """Export the best model, or the last one without checkpoint.monitor.
 
-    Rank 0 alone reads checkpoints; the other ranks get the model from it. Collective: every rank
-    of the loop must call.
+    With checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
+    checkpoint and broadcasts it. Collective: every rank of the loop must call.
 
     Raises:
-        UserError: the model could not be written.
+        UserError: the model cannot be written.
     """
     folder, settings, position = run_dir.checkpoints, config.checkpoint, state.position
     is_rank_zero = state.setup.env.rank == 0
@@ -70,8 +54,10 @@ def export_best(
         export_weights(run_dir.export, best.state, step=best.step, metrics=best.metrics)
         if settings.monitor is not None:
             score = best.metrics.get(settings.monitor)
-            told = "not finite" if score is None else f"{score:.4f}"
-            log(f"best by {settings.monitor}: {told} at step {best.step}, in {run_dir.export.name}")
+            value = "not finite" if score is None else f"{score:.4f}"
+            log(
+                f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,7 @@ class _Model:
 
 
 def _metrics_of(folder: Path, position: Position) -> Mapping[str, float | None]:
-    """Return the last step's metrics; none where its checkpoint does not tell them any more."""
+    """Return the last step's metrics, or none if its checkpoint is gone or damaged."""
     try:
         return read_manifest(folder / f"step-{position.step:08d}").metrics
     except UserError:
@@ -92,10 +78,10 @@ def _metrics_of(folder: Path, position: Position) -> Mapping[str, float | None]:
 
 
 def _best(folder: Path, last: _Model, config: Config, *, log: Callable[[str], None]) -> _Model:
-    """Return the best model that can be loaded; what is damaged is said. Rank 0 only.
+    """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
 
-    The training is complete: no damage to a file may turn it into a failure, so the last model,
-    which is in memory, is what remains in the end.
+    Training is complete, so a damaged file must not fail the run: if no checkpoint can be loaded,
+    return the last model, which is in memory.
     """
     settings = config.checkpoint
     assert settings.monitor is not None
@@ -106,18 +92,18 @@ def _best(folder: Path, last: _Model, config: Config, *, log: Callable[[str], No
                 return last
             state = _fitting(load_checkpoint(path, map_location="cpu"), last.state, path)
         except UserError as error:
-            log(f"{error}: it is not the best model then, the next best one is taken")
+            log(f"{error}; trying the next best checkpoint")
         else:
             return _Model(state, manifest.step, manifest.metrics)
-    log(f"no whole checkpoint has a finite {settings.monitor}: the last model is the best")
+    log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
     return last
 
 
 def _fitting(state: object, expected: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
-    """Return the model of a checkpoint's state.
+    """Return the model in a checkpoint's state.
 
     Raises:
-        UserError: its names or shapes are not the model's.
+        UserError: its names or shapes differ from the expected ones.
     """
     model = state.get("model") if isinstance(state, Mapping) else None
     if not isinstance(model, Mapping) or {

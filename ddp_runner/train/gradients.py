@@ -1,4 +1,4 @@
-"""Where the gradients of a step come from: this rank's own backward, or ranks that serve it."""
+"""Computes gradients on this rank, for its own loop or for a loop on another rank."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache, partial
@@ -13,26 +13,26 @@ from ddp_runner.train.state import TrainState
 
 
 class OwnGradients:
-    """Computes each step's gradients on this rank; see ``GradientSource``."""
+    """Gradients from this rank's own backward; see ``GradientSource``."""
 
     lost: Collection[int] = ()
 
     def compute(self, state: TrainState, batch: StepBatch) -> Tensor:
-        """Accumulate, skip the reduction but for the last micro-batch, and run backward."""
+        """Accumulate over the micro-batches and reduce with the last one. Collective."""
         return backward(state, batch)
 
     def outstanding(self, state: TrainState) -> tuple[int, ...]:
-        """Return the batches that an asynchronous run left out and this one has yet to compute."""
+        """Return the batches that an asynchronous run skipped and this run has yet to compute."""
         position, batches = state.position, state.setup.batches
-        here = position.epoch * batches.steps_per_epoch + position.step_in_epoch
-        return tuple(batch for place, batch in batches.instead.items() if place >= here)
+        first = position.epoch * batches.steps_per_epoch + position.step_in_epoch
+        return tuple(batch for place, batch in batches.instead.items() if place >= first)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return no metrics of its own."""
+        """Return no metrics: there is no other rank to measure."""
         return {}
 
     def close(self, status: Status) -> None:
-        """Do nothing: nobody else waits for the end of the run."""
+        """Do nothing: no other rank waits for the end of the run."""
 
 
 def duties_of(
@@ -44,15 +44,9 @@ def duties_of(
     ended: Callable[[], Collection[int]],
     log: Callable[[str], None],
 ) -> Duties:
-    """Return what a mode needs in which some ranks compute gradients for the loop.
+    """Return the duties of a run that continues at the state's position and ends at max_steps.
 
-    Args:
-        state: of this rank, at the position where the run goes on.
-        max_steps: the step at which the run ends.
-        seed: of the run.
-        timeout_s: a rank that is silent for so long counts as lost.
-        ended: returns the ranks whose processes are known to have ended.
-        log: takes a line for the user.
+    The other arguments are the fields of ``Duties``.
     """
     position, batches = state.position, state.setup.batches
     return Duties(

@@ -1,6 +1,6 @@
 """The training loop: epochs, optimizer steps, evaluations and checkpoints, in ordinary PyTorch.
 
-A loss is a sum over samples, divided by the number of samples in the whole global batch. So every
+A loss is summed over samples and divided by the number of samples in the global batch, so every
 world size and every mode of parallelism takes the same steps.
 """
 
@@ -25,28 +25,28 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Control:
-    """When the loop ends, saves or stops."""
+    """When the loop ends, saves and stops early."""
 
     max_steps: int
     save_every_steps: int | None
     save_every_epochs: int | None
-    save: Callable[[TrainState], None]  # collective: every rank must call
+    save: Callable[[TrainState], None]  # Collective: every rank must call.
     stop_requested: Callable[[], bool]
 
 
 def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
-    """Train from the state's position on. Collective: every rank must call.
+    """Train from the state's position to the last step. Collective: every rank must call.
 
     Returns:
-        COMPLETED, or PREEMPTED where a rank was asked to stop and the state was saved.
+        COMPLETED, or PREEMPTED if a rank was asked to stop; the state is then saved.
 
     Raises:
-        UserError: the loss became NaN or infinite; on all ranks at the same step.
+        UserError: the loss became NaN or infinite. All ranks raise at the same step.
     """
     setup, position = state.setup, state.position
     config, timer, steps_per_epoch = setup.config, setup.timer, setup.batches.steps_per_epoch
     vote = StopVote(setup.group)
-    # A run that was stopped after the last step of an epoch has yet to evaluate the epoch.
+    # A run that stopped after the last step of an epoch still has to evaluate it.
     while position.step < control.max_steps or position.step_in_epoch == steps_per_epoch:
         epoch = position.epoch + 1
         state.model.train()
@@ -57,7 +57,7 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
             loss = train_step(state, batch)
             position.step += 1
             position.step_in_epoch += 1
-            position.metrics.clear()  # a checkpoint holds the metrics of its own step only
+            position.metrics.clear()  # a checkpoint keeps only its own step's metrics
             timer.add(samples=batch.global_count)
             logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
@@ -66,7 +66,7 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
-            # After the last step only the evaluation is left, and a stop would lose it.
+            # After the last step only the evaluation is left; stopping now would lose it.
             if not finished and vote.agreed(control.stop_requested()):
                 control.save(state)
                 return Status.PREEMPTED
@@ -94,9 +94,11 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
 
 
 def train_step(state: TrainState, batch: StepBatch) -> Tensor:
-    """Take one optimizer step; return this rank's part of the mean loss, a scalar.
+    """Take an optimizer step. Collective: every rank must call.
 
-    The parts of all ranks add up to the mean over the global batch. Collective: every rank.
+    Returns:
+        This rank's part of the loss, a scalar. The parts of all ranks add up to the mean over the
+        global batch.
     """
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
@@ -108,14 +110,14 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    if scaler.get_scale() >= scale:  # else the gradients overflowed, and no step was taken
+    if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
         state.scheduler.step()
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
 
 
 def backward(state: TrainState, batch: StepBatch) -> Tensor:
-    """Accumulate the gradients of this rank's micro-batches; return its part of the mean loss."""
+    """Accumulate the micro-batches' gradients; return this rank's part of the mean loss."""
     setup = state.setup
     timer, has_peers = setup.timer, setup.env.world_size > 1
     total = torch.zeros((), device=setup.devices[-1])
@@ -124,7 +126,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
             loss_sum, _ = forward(state, state.model, micro_batch)
             loss = loss_sum * (micro_batch.weight / batch.global_count)
-            # The reduction divides by the shares; global_count already covers all of them.
+            # The reduction averages over the shares, but global_count already counts them all.
             scaled = state.scaler.scale(loss * setup.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
             if has_peers:
@@ -136,7 +138,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
 
 
 def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over the batch's samples, and the model's outputs."""
+    """Return the loss summed over the batch (a scalar), and the model's outputs (batch, ...)."""
     setup = state.setup
     inputs = setup.dataset.prepare(batch.inputs, setup.devices[0], randoms=batch.randoms)
     targets = batch.targets.to(setup.devices[-1], non_blocking=True)
@@ -151,17 +153,18 @@ def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> tuple[Ten
 
 @torch.no_grad()
 def evaluate(state: TrainState) -> tuple[dict[str, float], Tensor | None]:
-    """Return the metrics of the whole evaluation set and, for classes, their confusion counts.
+    """Evaluate the whole evaluation set. Each sample counts once at every world size.
 
-    Each sample counts exactly once, whatever the world size. Collective: every rank must call.
+    Collective: every rank must call.
 
     Returns:
-        eval/loss and, for classes, eval/accuracy, eval/precision, eval/recall and eval/f1; the
-        counts, int64 (num_classes, num_classes) on the CPU, a row for each true class. A
-        prediction outside the classes is wrong, and in no column.
+        Metrics: eval/loss and, if the dataset has classes, eval/accuracy, eval/precision,
+        eval/recall and eval/f1. Confusion counts, int64 (num_classes, num_classes) on the CPU
+        with a row per true class, or None without classes. A prediction outside the classes
+        counts as wrong and is in no column.
     """
     setup, device = state.setup, state.setup.devices[-1]
-    # The bare module: DDP's forward is a collective, and ranks may have unequal shares.
+    # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
     broadcast_buffers(state.module, group=setup.group)
     state.module.eval()
     num_classes = setup.dataset.num_classes or 0

@@ -1,4 +1,4 @@
-"""Losses as sums over the samples of a batch; the training loop divides by the global count.
+"""Losses summed over the samples of a batch; the training loop divides by the global count.
 
 Sums can be added over micro-batches and ranks of different sizes; means of means cannot.
 """
@@ -22,14 +22,14 @@ def nll(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum over samples of the squared error averaged over a sample's features.
+    """Return each sample's mean squared error, summed over the samples.
 
     Args:
-        outputs: Predictions (batch, ...).
-        targets: Values of the same shape.
+        outputs: predictions (batch, ...).
+        targets: values of the same shape.
 
     Raises:
-        UserError: If the shapes differ; torch would broadcast them.
+        UserError: the shapes differ; torch would broadcast them.
     """
     if outputs.shape != targets.shape:
         raise UserError(

@@ -1,28 +1,31 @@
-"""A first backward that counts for nothing, so that a resumed run sums as an unbroken one does."""
+"""An extra first backward, so that a resumed run adds gradients in an unbroken run's order."""
 
 import torch
 
 from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.dataset import Split
 from ddp_runner.train.loop import forward
 from ddp_runner.train.state import TrainState
 
 
 def rehearse(state: TrainState) -> None:
-    """Let the model's wrapper see a backward that counts for nothing. Collective: every rank.
+    """Run a backward whose gradients are dropped. Collective: every rank must call.
 
-    DDP lines its gradients up anew after its first backward. Where in line a gradient stands
-    decides in which order three ranks or more are added, hence how the sum is rounded: a resumed
-    run must not take a step with the line that a new one begins with. Call it before the state is
-    loaded: random numbers and buffers are not as they were.
+    DDP rebuilds its buckets after its first backward. A gradient's place in its bucket decides in
+    which order three or more ranks are added, and so how the sum is rounded. A resumed run must
+    therefore not take its first step with the initial buckets. Call this before loading the state,
+    since it changes random numbers and buffers.
     """
     if state.model is state.module or state.setup.env.world_size < 3:
-        return  # nothing is wrapped, or the sum has one order only
+        return  # the mode wraps nothing, or the sum has only one order
     state.model.train()
-    batches = state.setup.batches
-    split = batches.split
-    # As many as in a real one: a compiled model is compiled for them.
-    few = torch.arange(batches.micro_size, device=split.inputs.device)
-    few = few.clamp(max=len(split) - 1)
-    batch = MicroBatch(split.inputs.index_select(0, few), split.targets.index_select(0, few))
+    # The real batch size, since torch.compile compiles for it.
+    batch = first_samples(state.setup.batches.split, state.setup.batches.micro_size)
     loss, _ = forward(state, state.model, batch)
-    loss.backward()  # the next step drops these gradients, as it does those of any step
+    loss.backward()  # the next step sets these gradients to None
+
+
+def first_samples(split: Split, count: int) -> MicroBatch:
+    """Return the first samples of a split, the last one repeated if there are too few."""
+    indices = torch.arange(count, device=split.inputs.device).clamp(max=len(split) - 1)
+    return MicroBatch(split.inputs.index_select(0, indices), split.targets.index_select(0, indices))

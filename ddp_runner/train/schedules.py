@@ -1,7 +1,7 @@
-"""Learning-rate schedules; the worker builds the named one, or one of torch's as it is.
+"""Learning-rate schedules, and when they advance.
 
-Each of ours is a closed formula of the step, so its state is the step alone: a run resumed with
-another length or number of ranks follows the new formula, not a remembered one.
+Each of our schedules is a function of the step, so its only state is the step: a run resumed with
+another length or number of ranks follows the new function.
 """
 
 import inspect
@@ -18,57 +18,57 @@ from ddp_runner.errors import UserError
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """What a run asks of a scheduler, torch's or the user's own, besides its ``step``."""
+    """What a run needs of a scheduler, besides its ``step``."""
 
     optimizer: Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+        """Return the scheduler's state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """When a scheduler advances: at each optimizer step, or by a metric at each evaluation."""
 
-    scheduler: Any  # a LRScheduler; torch types the step of those that take a metric otherwise
+    scheduler: Any  # an LRScheduler; Any, since the types of step differ between schedulers
     monitor: str | None = None  # the metric, for schedulers such as ReduceLROnPlateau
 
     def step(self) -> None:
-        """Take note of an optimizer step.
+        """Advance after an optimizer step, unless the schedule follows a metric.
 
         Raises:
-            UserError: the scheduler was made for fewer steps.
+            UserError: the scheduler was built for fewer steps.
         """
         if self.monitor is not None:
             return
         try:
             self.scheduler.step()
-        except ValueError as error:  # OneCycleLR beyond its end
+        except ValueError as error:  # OneCycleLR past its end
             raise UserError(
                 f"{type(self.scheduler).__name__}: {' '.join(str(error).split())}; a resumed run "
                 "keeps its schedule: start anew for more steps"
             ) from error
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Take note of an evaluation, whose metrics are the same on all ranks."""
+        """Advance by an evaluation's metrics, which must be the same on all ranks."""
         if self.monitor is not None:
             self.scheduler.step(metrics[self.monitor])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scheduler."""
+        """Return the scheduler's state."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, initial_rates: list[float]) -> None:
-        """Go on from a state; the optimizer holds the rates that were saved with it.
+        """Continue from a state. The optimizer must hold the learning rates saved with it.
 
         Args:
-            state: as ``state_dict`` returned it.
-            initial_rates: of each parameter group, as this run's config gives them. Where they
-                differ from the saved ones, the rates and their bounds change in proportion.
+            state: from ``state_dict``.
+            initial_rates: this run's configured learning rate for each parameter group. If it
+                differs from the saved one, all saved rates and bounds are scaled by the ratio.
         """
         self.scheduler.load_state_dict(state)
         groups = self.scheduler.optimizer.param_groups
@@ -83,31 +83,31 @@ class Schedule:
                 self.scheduler.base_lrs[index] *= ratio
 
 
-def follow(scheduler: LRScheduler, *, monitor: str | None) -> Schedule:
-    """Return when a scheduler advances, which its own ``step`` tells: by a metric if it takes one.
+def wrap_scheduler(scheduler: LRScheduler, *, monitor: str | None) -> Schedule:
+    """Return a schedule that follows a metric if the scheduler's ``step`` needs one, else steps.
 
     Args:
-        scheduler: built, with its optimizer.
-        monitor: the metric if the config names one.
+        scheduler: built with its optimizer.
+        monitor: the metric that the config names, if any.
 
     Raises:
-        UserError: a metric is named, and the scheduler takes none.
+        UserError: the config names a metric, but the scheduler takes none.
     """
     for group in scheduler.optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not note it
+        group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
     parameters = list(inspect.signature(scheduler.step).parameters.values())
     if parameters and parameters[0].default is parameters[0].empty:
         return Schedule(scheduler, monitor=monitor or "eval/loss")
     if monitor is not None:
         raise UserError(
-            f"scheduler.monitor ({monitor}): {type(scheduler).__name__} follows the steps and no "
+            f"scheduler.monitor ({monitor}): {type(scheduler).__name__} counts steps and takes no "
             "metric; leave it out"
         )
     return Schedule(scheduler)
 
 
 def constant(optimizer: Optimizer, *, total_steps: int, steps_per_epoch: int) -> LambdaLR:
-    """Return a schedule that keeps the optimizer's learning rate."""
+    """Return a schedule that never changes the learning rate."""
     return LambdaLR(optimizer, lambda step: 1.0)
 
 
@@ -119,17 +119,17 @@ def cosine(
     warmup_steps: int = 0,
     min_factor: float = 0.0,
 ) -> LambdaLR:
-    """Return linear warm-up, then half a cosine (without restarts, arXiv:1608.03983).
+    """Return a linear warm-up followed by half a cosine (arXiv:1608.03983, without restarts).
 
     Args:
-        optimizer: Its learning rates are the peak.
-        total_steps: Optimizer steps of the whole run; the cosine ends there.
-        steps_per_epoch: Not used.
-        warmup_steps: Steps that climb to the peak; the first already takes a part of it.
-        min_factor: Fraction of the peak at the end.
+        optimizer: its learning rates are the peak.
+        total_steps: optimizer steps of the whole run; the cosine ends there.
+        steps_per_epoch: not used.
+        warmup_steps: steps that climb to the peak; the first one starts above zero.
+        min_factor: fraction of the peak at the end.
 
     Raises:
-        UserError: If the warm-up does not fit in the run.
+        UserError: the warm-up does not fit in the run.
     """
     if not 0 <= warmup_steps <= total_steps:
         raise UserError(
@@ -154,17 +154,17 @@ def step(
     every_epochs: int,
     gamma: float,
 ) -> LambdaLR:
-    """Return a schedule that multiplies the learning rate by ``gamma`` every few epochs.
+    """Return a schedule that multiplies the learning rate by ``gamma`` at fixed intervals.
 
     Args:
-        optimizer: Its learning rates are those of the first epochs.
-        total_steps: Not used.
-        steps_per_epoch: Optimizer steps of an epoch.
-        every_epochs: Epochs between two changes.
-        gamma: Factor of each change.
+        optimizer: its learning rates apply until the first change.
+        total_steps: not used.
+        steps_per_epoch: optimizer steps of an epoch.
+        every_epochs: epochs between two changes.
+        gamma: factor of each change.
 
     Raises:
-        UserError: If ``every_epochs`` is not positive.
+        UserError: ``every_epochs`` is not positive.
     """
     if every_epochs < 1:
         raise UserError(f"scheduler.every_epochs ({every_epochs}) must be 1 or more; use 1")

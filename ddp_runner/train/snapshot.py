@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a run goes on from it."""
+"""Saves everything that the next step depends on, and restores it."""
 
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
@@ -18,20 +18,20 @@ from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.rank.cuda import rng_states, set_rng_states
 from ddp_runner.train.rehearsal import rehearse
-from ddp_runner.train.snapshot_checks import checked_position, data_facts, refuse_other_data
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.snapshot_checks import data_facts, read_position, validate_same_data
+from ddp_runner.train.state import Position, TrainState
 
 
 def snapshot(state: TrainState, config: Config) -> dict[str, Any]:
-    """Return all that the next step depends on. Collective: every rank must call.
+    """Return everything that the next step depends on. Collective: every rank must call.
 
     Args:
         state: of this rank.
-        config: as it may be written down; see ``Secrets.written``.
+        config: without secrets; see ``Secrets.written``.
 
     Raises:
-        UserError: a parameter is NaN or infinite, or a tensor is only this rank's part of one;
-            such a state is never saved.
+        UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard. Such
+            a state is never saved.
     """
     tensors = {"model": state.module.state_dict(), "optimizer": state.optimizer.state_dict()}
     refuse_sharded(tensors)
@@ -55,16 +55,16 @@ def restore(
     *,
     log: Callable[[str], None],
 ) -> int | None:
-    """Load the newest whole checkpoint of `folder` into the state, if there is one.
+    """Load the newest valid checkpoint of a folder into the state, if there is one.
 
     Every rank loads onto its own devices. Collective: every rank must call.
 
     Returns:
-        The step that the run goes on from; None where it begins anew.
+        The step that the run continues from; None if it starts at step 0.
 
     Raises:
-        UserError: on every rank alike: the checkpoint belongs to another model, optimizer or
-            dataset, or every checkpoint is damaged.
+        UserError: the checkpoint belongs to another model, optimizer or dataset, or every
+            checkpoint is damaged. All ranks raise the same error.
     """
     path = from_rank_zero(lambda: latest_checkpoint(folder, log=log))
     if path is None:
@@ -74,50 +74,34 @@ def restore(
     # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
     # counts on the CPU, where a step reads them without waiting for a GPU.
     content = load_checkpoint(path, map_location="cpu")
-    saved, current = checked_position(content, path), _made_of(config)
+    saved = read_position(content, path)
+    steps_per_epoch = state.setup.batches.steps_per_epoch
     # A loss may have moved to another module since.
     made_of = {key: present_name(value) for key, value in content["made_of"].items()}
-    differing = [key for key, value in current.items() if made_of.get(key) != value]
+    current = _made_of(config)
+    changed = [key for key, value in current.items() if made_of.get(key) != value]
     at_epoch_end = saved.step_in_epoch == 0 and not saved.outstanding
     schedule_step = None
-    if at_epoch_end and "batch.global_size" in differing:
-        differing.remove("batch.global_size")  # between two epochs it may change
+    if at_epoch_end and "batch.global_size" in changed:
+        changed.remove("batch.global_size")  # it may change between epochs
         if config.train.max_steps is None:
-            # The epochs are the measure of the run: our schedules go on as if all of them had had
+            # The run is measured in epochs, so our schedules continue as if all epochs had had
             # batches of this size.
-            schedule_step = saved.epoch * state.setup.batches.steps_per_epoch
-    if differing:
+            schedule_step = saved.epoch * steps_per_epoch
+    if changed:
         raise UserError(
             f"checkpoint {path} was made with "
-            + ", ".join(f"{key}={content['made_of'].get(key)}" for key in differing)
+            + ", ".join(f"{key}={made_of.get(key)}" for key in changed)
             + ", this run has "
-            + ", ".join(f"{key}={current[key]}" for key in differing)
+            + ", ".join(f"{key}={current[key]}" for key in changed)
             + "; leave these keys as they were"
         )
-    if saved.step_in_epoch > state.setup.batches.steps_per_epoch:
-        raise UserError(
-            f"checkpoint {path} stands at step {saved.step_in_epoch} of an epoch that has "
-            f"{state.setup.batches.steps_per_epoch}; use a checkpoint that this program wrote"
-        )
-    if not at_epoch_end and content.get("order_version", 1) != ORDER_VERSION:
-        raise UserError(
-            f"checkpoint {path} was saved amid epoch {saved.epoch + 1} by a version of ddp_runner "
-            "that puts the samples in another order, so that some would be used twice and others "
-            "never; finish the epoch with that version, or resume from a checkpoint between epochs"
-        )
-    refuse_other_data(content.get("data"), state.setup.dataset, path)
+    _validate_order(content, saved, path, steps_per_epoch=steps_per_epoch)
+    validate_same_data(content.get("data"), state.setup.dataset, path)
     rehearse(state)
     try:
-        state.module.load_state_dict(content["model"])
-        _restore_optimizer(state, content, keys=config.optimizer, schedule_step=schedule_step)
-        if content["scaler"]:  # empty where the run's precision scaled no loss
-            state.scaler.load_state_dict(content["scaler"])
-        if len(content["rng"]) == state.setup.env.world_size:
-            _set_rng_state(content["rng"][state.setup.env.rank], state.setup.devices[0])
-        elif state.setup.env.is_rank_zero:
-            log("the world size differs from the checkpoint's: dropout draws new random numbers")
-    # Of any kind: what a foreign state makes of torch's loaders.
-    except Exception as error:
+        _load(state, content, config, schedule_step=schedule_step, log=log)
+    except Exception as error:  # torch raises anything for a foreign state
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
     metrics = read_manifest(path).metrics
@@ -128,14 +112,51 @@ def restore(
     return saved.step
 
 
+def _load(
+    state: TrainState,
+    content: dict[str, Any],
+    config: Config,
+    *,
+    schedule_step: int | None,
+    log: Callable[[str], None],
+) -> None:
+    """Load the model, optimizer, schedule, scaler and random numbers of a checkpoint."""
+    state.module.load_state_dict(content["model"])
+    _restore_optimizer(state, content, keys=config.optimizer, schedule_step=schedule_step)
+    if content["scaler"]:  # empty if the run's precision scaled no loss
+        state.scaler.load_state_dict(content["scaler"])
+    if len(content["rng"]) == state.setup.env.world_size:
+        _set_rng_state(content["rng"][state.setup.env.rank], state.setup.devices[0])
+    elif state.setup.env.is_rank_zero:
+        log("the world size differs from the checkpoint's: dropout draws new random numbers")
+
+
+def _validate_order(
+    content: dict[str, Any], saved: Position, path: Path, *, steps_per_epoch: int
+) -> None:
+    """Raise if the run cannot continue at the saved place of the epoch's order."""
+    if saved.step_in_epoch > steps_per_epoch:
+        raise UserError(
+            f"checkpoint {path} stands at step {saved.step_in_epoch} of an epoch that has "
+            f"{steps_per_epoch}; use a checkpoint that this program wrote"
+        )
+    is_amid_epoch = saved.step_in_epoch > 0 or bool(saved.outstanding)
+    if is_amid_epoch and content.get("order_version", 1) != ORDER_VERSION:
+        raise UserError(
+            f"checkpoint {path} was saved amid epoch {saved.epoch + 1} by a version of ddp_runner "
+            "that puts the samples in another order, so that some would be used twice and others "
+            "never; finish the epoch with that version, or resume from a checkpoint between epochs"
+        )
+
+
 def _saved_position(state: TrainState) -> dict[str, Any]:
-    """Return the position as a checkpoint keeps it; its metrics are in the manifest."""
+    """Return the position without its metrics, which the manifest keeps."""
     position = replace(state.position, outstanding=state.gradients.outstanding(state))
     return {name: value for name, value in asdict(position).items() if name != "metrics"}
 
 
 def _put_outstanding_first(state: TrainState) -> None:
-    """Let the loop begin with the batches that an asynchronous run handed out and never applied."""
+    """Make the loop begin with the batches that an asynchronous run never applied."""
     position, batches = state.position, state.setup.batches
     first = position.epoch * batches.steps_per_epoch + position.step_in_epoch
     instead = dict(enumerate(position.outstanding, start=first))
@@ -145,25 +166,25 @@ def _put_outstanding_first(state: TrainState) -> None:
 def _restore_optimizer(
     state: TrainState, content: dict[str, Any], *, keys: Collection[str], schedule_step: int | None
 ) -> None:
-    """Take up the moments and the schedule's step; the rates are those of this run's config.
+    """Restore the optimizer and the schedule, but keep the settings of this run's config.
 
-    So the way out of a diverged run works: resuming it with a smaller optimizer.lr. What else an
-    optimizer has in its groups is content: some count their steps there.
+    So a diverged run can be resumed with a smaller optimizer.lr. What the optimizer keeps in its
+    groups besides its settings is restored: some optimizers count their steps there.
 
     Args:
         state: of this rank.
         content: of the checkpoint.
-        keys: of the config's optimizer.
-        schedule_step: where a closed formula goes on; None: where it stood.
+        keys: of the config's optimizer group.
+        schedule_step: the step at which our schedules continue; None for the saved one.
     """
     optimizer, scheduler = state.optimizer, state.scheduler.scheduler
     chosen = [
-        {k: v for k, v in one.items() if k in (*keys, "initial_lr")}
-        for one in optimizer.param_groups
+        {k: v for k, v in group.items() if k in (*keys, "initial_lr")}
+        for group in optimizer.param_groups
     ]
     optimizer.load_state_dict(content["optimizer"])
-    if not isinstance(scheduler, LambdaLR):  # it may have changed the rates as it went
-        initial_rates = [one["initial_lr"] for one in chosen]
+    if not isinstance(scheduler, LambdaLR):  # its saved rates are part of its state
+        initial_rates = [settings["initial_lr"] for settings in chosen]
         state.scheduler.load_state_dict(content["scheduler"], initial_rates=initial_rates)
         return
     saved_step = content["scheduler"]["last_epoch"]
@@ -177,7 +198,7 @@ def _restore_optimizer(
 
 
 def validate_finite(state: TrainState) -> None:
-    """Refuse to go on with broken parameters; they are equal on all ranks, so all refuse alike.
+    """Validate that all parameters are finite. They are equal on all ranks, so all ranks raise.
 
     Raises:
         UserError: a parameter is NaN or infinite.
@@ -192,16 +213,16 @@ def validate_finite(state: TrainState) -> None:
 
 
 def _made_of(config: Config) -> dict[str, Any]:
-    """Return what a checkpoint cannot be resumed without."""
+    """Return the keys that a resumed run must keep, with their values."""
     groups = {
         f"{group}.{key}": value
         for group, keys in (("model", config.model), ("dataset", config.dataset))
         for key, value in keys.items()
         if isinstance(value, str | int | float | bool) and not key.startswith("_")
     }
-    # A model and its split form share their parameters: one resumes what the other left.
+    # A model and its _mp form have the same parameters, so each can resume the other.
     groups.pop("model.num_stages", None)
-    groups.pop("model.weights", None)  # read once, when the run began
+    groups.pop("model.weights", None)  # only read at step 0
     made_of = {
         **groups,
         "model.name": str(config.model.get("name")).removesuffix("_mp"),
@@ -210,7 +231,7 @@ def _made_of(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
     }
-    # What comes from the environment is not written down; it may differ when a run is resumed.
+    # Values from the environment are not saved; they may differ when a run is resumed.
     return {key: value for key, value in made_of.items() if "${" not in str(value)}
 
 
@@ -224,5 +245,5 @@ def _rng_state(device: torch.device) -> dict[str, Any]:
 def _set_rng_state(content: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(content["cpu"])
     if "cuda" in content and device.type == "cuda":
-        saved = content["cuda"]  # in checkpoints of earlier versions the first device's alone
+        saved = content["cuda"]  # earlier versions saved only the first device's
         set_rng_states([saved] if isinstance(saved, torch.Tensor) else saved, device)

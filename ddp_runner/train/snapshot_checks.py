@@ -1,4 +1,4 @@
-"""Whether a loaded checkpoint was saved by this program, from the data that this run has."""
+"""Validates that this program wrote a checkpoint, and that the data are still the same."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +11,7 @@ from ddp_runner.train.state import Position
 
 
 def data_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return what tells the samples that a run was trained on from others."""
+    """Return what identifies the samples of a dataset: their numbers and digest."""
     return {
         "train_samples": len(dataset.train),
         "eval_samples": len(dataset.eval),
@@ -19,11 +19,11 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def checked_position(state: Any, path: Path) -> Position:
-    """Return where the run stood.
+def read_position(state: Any, path: Path) -> Position:
+    """Return the position in a checkpoint's state.
 
     Raises:
-        UserError: the state is not one that `snapshot` made, whatever its checksum says.
+        UserError: ``snapshot`` did not make the state, even if its checksum is right.
     """
     parts = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
     fault = None
@@ -34,7 +34,7 @@ def checked_position(state: Any, path: Path) -> Position:
     else:
         numbers = state["position"]
         known = {field.name: type(field.default) for field in fields(Position)}
-        del known["metrics"]  # the manifest has them
+        del known["metrics"]  # the manifest keeps them
         if (
             not isinstance(numbers, dict)
             or not numbers.keys() <= known.keys()
@@ -49,20 +49,20 @@ def checked_position(state: Any, path: Path) -> Position:
             fault = f"its position is {str(numbers)[:200]}"
     if fault is not None:
         raise UserError(
-            f"checkpoint {path} is not one of a training run: {fault}; use a checkpoint that this "
+            f"checkpoint {path} is not from a training run: {fault}; use a checkpoint that this "
             "program wrote"
         )
     return Position(**state["position"])
 
 
-def refuse_other_data(saved: Any, dataset: Dataset, path: Path) -> None:
-    """Refuse to go on with other samples: the order of the epoch would be another.
+def validate_same_data(saved: Any, dataset: Dataset, path: Path) -> None:
+    """Validate that the samples did not change: the order of an epoch depends on their number.
 
     Raises:
-        UserError: with the number of samples then and now.
+        UserError: the samples changed.
     """
     current = data_facts(dataset)
-    if not isinstance(saved, dict):  # a checkpoint from before they were saved
+    if not isinstance(saved, dict):  # a version that did not save them yet
         return
     names = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
     changed = [
@@ -72,7 +72,9 @@ def refuse_other_data(saved: Any, dataset: Dataset, path: Path) -> None:
     ]
     known = saved.get("digest") is not None and current["digest"] is not None
     if not changed and known and saved["digest"] != current["digest"]:
-        changed = [f"{current['train_samples']:,} training samples then as now, but other ones"]
+        changed = [
+            f"{current['train_samples']:,} training samples then and now, but different ones"
+        ]
     if changed:
         raise UserError(
             f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "

@@ -1,4 +1,4 @@
-"""What one rank trains: the state that a checkpoint holds, and what surrounds it."""
+"""What a rank trains: the state that a checkpoint saves, and the setup that stays the same."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,21 +18,21 @@ from ddp_runner.train.step_timer import StepTimer
 
 @dataclass
 class Position:
-    """Where a run stands, so that a resumed run goes on from there."""
+    """How far a run has come. A resumed run continues from here."""
 
-    epoch: int = 0  # epochs that have ended
+    epoch: int = 0  # completed epochs
     step: int = 0  # optimizer steps since the run began
     step_in_epoch: int = 0
-    # Metrics logged at the last step; a checkpoint keeps them in its manifest.
+    # Metrics of the last step; a checkpoint keeps them in its manifest.
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
     # Batches before this position whose gradients were never applied, numbered from the start of
-    # the run. Only an asynchronous mode leaves some, since it takes batches as they come.
+    # the run. Only an asynchronous mode has them, since it applies batches out of order.
     outstanding: tuple[int, ...] = ()
 
     def last_step(self, config: TrainConfig, *, steps_per_epoch: int) -> int:
         """Return the step at which the run ends: train.max_steps, or the end of its last epoch.
 
-        Epochs count from this position on, since earlier ones may have had another batch size.
+        Epochs are counted from this position: earlier ones may have had another batch size.
         """
         if config.max_steps is not None:
             return config.max_steps
@@ -42,7 +42,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank trains with. It stays the same during a run."""
+    """What a rank trains with; it does not change during a run."""
 
     mode: Mode
     loss_fn: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum over samples
@@ -51,21 +51,21 @@ class Setup:
     eval_batch_size: int
     devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
     config: TrainConfig
-    env: DistEnv  # this rank among those of the loop
+    env: DistEnv  # this rank's place among the ranks of the loop
     timer: StepTimer
     group: ProcessGroup | None = None  # the ranks of the loop; None: all
 
 
 @dataclass
 class TrainState:
-    """What a rank trains: all that the next step depends on, and its setup."""
+    """Everything that the next step depends on, and the setup of the rank."""
 
-    module: nn.Module  # the bare model: evaluated and saved
-    model: nn.Module  # the same model as its mode wrapped it: trained
+    module: nn.Module  # the bare model, which is evaluated and saved
+    model: nn.Module  # the same model wrapped by its mode, which is trained
     optimizer: torch.optim.Optimizer
     scheduler: Schedule
     scaler: torch.amp.GradScaler
     setup: Setup
-    gradients: GradientSource  # this rank's own backward, unless its mode has another source
+    gradients: GradientSource  # this rank's backward, unless the mode has another source
     position: Position = field(default_factory=Position)
-    grad_norm: Tensor | None = None  # of the last step before clipping; None: nothing is clipped
+    grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping

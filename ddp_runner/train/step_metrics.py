@@ -13,12 +13,12 @@ from ddp_runner.train.step_timer import part_metrics
 
 
 def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, float]:
-    """Return the metrics of the last step. Collective: every rank must call.
+    """Return the last step's metrics, over all ranks. Collective: every rank must call.
 
     Args:
         state: of this rank, after the step.
         loss: this rank's part of the mean loss, a scalar.
-        lr: the learning rate that the step was taken with.
+        lr: the learning rate of the step.
 
     Raises:
         UserError: the loss is NaN or infinite.
@@ -48,20 +48,20 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
 
 
 def global_loss(state: TrainState, loss: Tensor) -> float:
-    """Return the mean loss, the sum of the ranks' parts. Collective: every rank must call.
+    """Return the mean loss over the global batch. Collective: every rank must call.
 
     Raises:
-        UserError: it is NaN or infinite.
+        UserError: the loss is NaN or infinite.
     """
     (total,) = sum_over_ranks([loss.item()], group=state.setup.group)
     return finite_loss(total, step=state.position.step)
 
 
 def finite_loss(loss: float, *, step: int) -> float:
-    """Return the loss.
+    """Return the loss if it is finite.
 
     Raises:
-        UserError: it is NaN or infinite.
+        UserError: the loss is NaN or infinite.
     """
     if not math.isfinite(loss):
         raise UserError(
@@ -73,7 +73,7 @@ def finite_loss(loss: float, *, step: int) -> float:
 
 
 def _grad_norm(module: nn.Module) -> Tensor:
-    """Return the L2 norm of all gradients together, a scalar."""
-    gradients = [one.grad for one in module.parameters() if one.grad is not None]
-    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    """Return the L2 norm over all gradients, a scalar."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
     return nn.utils.get_total_norm(dense)

@@ -1,4 +1,4 @@
-"""The training task of one rank: the config becomes objects, the objects a run."""
+"""The training task of a rank: builds everything from the config, trains, and exports the model."""
 
 import math
 import os
@@ -13,9 +13,9 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
-from ddp_runner.train.build import build_session_state
-from ddp_runner.train.export import export_best, validate_monitor
-from ddp_runner.train.first_batch import Trial, refuse_mean, try_first_batch, warnings_of
+from ddp_runner.train.build import build_session_state, validate_monitor
+from ddp_runner.train.export import export_best
+from ddp_runner.train.first_batch import Trial, try_first_batch, validate_loss, warnings_of
 from ddp_runner.train.gradients import duties_of
 from ddp_runner.train.loop import Control, train
 from ddp_runner.train.snapshot import restore, snapshot
@@ -24,24 +24,24 @@ from ddp_runner.train.torch_errors import explained
 
 
 def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Build everything, go on from a checkpoint if there is one, train, and export the model.
+    """Build, resume from the run's newest checkpoint if it has any, train, and export the model.
 
     Collective: every rank must call.
     """
     config, run_dir = session.config, session.run_dir
     state = build_session_state(session, config)
-    validate_monitor(config, state.setup.dataset)
+    validate_monitor("checkpoint", config.checkpoint.monitor, state.setup.dataset)
     trial = try_first_batch(state, config)
-    refuse_mean(trial, config)
+    validate_loss(trial, config)
     written = session.job.secrets.written(config)
     resume_step = restore(state, written, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.position.step)
     if session.env.is_rank_zero:
-        freeze(session.job, run_dir)  # only now: a resume that fails leaves the folder as it was
+        freeze(session.job, run_dir)  # only now, so that a failed resume changes nothing
     steps_per_epoch = state.setup.batches.steps_per_epoch
     max_steps = state.position.last_step(config.train, steps_per_epoch=steps_per_epoch)
 
-    if not session.env.is_rank_zero:  # rank 0 says it among the facts of the run
+    if not session.env.is_rank_zero:  # rank 0 logs it with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
     role = session.mode.role(session.env)
     duties = duties_of(
@@ -52,7 +52,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         ended=session.job.scratch.ended_ranks if session.job.scratch else set,
         log=session.log,
     )
-    if role.serve is not None:  # this rank only computes gradients for those that run the loop
+    if role.serve is not None:  # this rank computes gradients for the ranks of the loop
         return role.serve(duties)
     if role.gradients is not None:
         state.gradients = role.gradients(duties)
@@ -131,7 +131,7 @@ def _logger(
 def _writer(
     session: Session, *, resume_step: int | None
 ) -> AbstractContextManager[CheckpointWriter | None]:
-    """Return what writes checkpoints; None on every rank but 0."""
+    """Return the checkpoint writer on rank 0, None on the other ranks."""
     if not session.env.is_rank_zero:
         return nullcontext()
     writer = CheckpointWriter(

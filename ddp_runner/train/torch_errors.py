@@ -1,4 +1,4 @@
-"""Plain sentences for errors of torch that a user's model causes; used by ``worker``."""
+"""Turns errors of torch that a user's model causes into messages with a fix."""
 
 import re
 from collections.abc import Iterator
@@ -15,23 +15,23 @@ WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 @contextmanager
 def explained(module: nn.Module) -> Iterator[None]:
-    """Name the parameters of which DDP tells the numbers alone.
+    """Name the parameters in DDP's error about missing gradients, which has only their numbers.
 
     Raises:
-        UserError: DDP has waited for gradients that the loss does not depend on.
+        UserError: DDP waited for gradients of parameters that the loss does not depend on.
     """
     try:
         yield
     except RuntimeError as error:
-        told = WITHOUT_GRADIENT.search(str(error))
-        if UNFINISHED not in str(error) or told is None:
+        match = WITHOUT_GRADIENT.search(str(error))
+        if UNFINISHED not in str(error) or match is None:
             raise
-        # DDP counts what requires a gradient, in the model's order.
-        names = [name for name, one in module.named_parameters() if one.requires_grad]
-        unused = [names[index] for index in map(int, told[1].split()) if index < len(names)]
+        # DDP numbers the parameters that require a gradient, in the model's order.
+        names = [name for name, value in module.named_parameters() if value.requires_grad]
+        unused = [names[index] for index in map(int, match[1].split()) if index < len(names)]
         more = f" and {len(unused) - MOST_NAMES} more" if len(unused) > MOST_NAMES else ""
         raise UserError(
-            f"the loss does not depend on {', '.join(unused[:MOST_NAMES])}{more}, for whose "
-            "gradients DDP waits; write parallelism.find_unused_parameters=true, or leave them out "
-            "of the model"
+            f"the loss does not depend on {', '.join(unused[:MOST_NAMES])}{more}, and DDP "
+            "waits for those gradients; write parallelism.find_unused_parameters=true, or remove "
+            "the parameters from the model"
         ) from error

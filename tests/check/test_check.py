@@ -19,8 +19,8 @@ from ranks import run_ranks
 from trainees import MNIST_NET, build, compose_config
 
 from ddp_runner.check.compare_ranks import Finding, differences
-from ddp_runner.check.gradients import waiting
-from ddp_runner.check.task import findings_of
+from ddp_runner.check.gradients import wait_for_mean
+from ddp_runner.check.task import run_checks
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.state import TrainState
 
@@ -87,7 +87,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         of_class("Idle"),
         untouched,
         "gradients are equal on all ranks",
-        "idle.weight, idle.bias: parallelism.find_unused_parameters=true",
+        "idle.weight, idle.bias; write parallelism.find_unused_parameters=true",
     ),
     "wandering": (
         of_class("Wandering"),
@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         of_class("Averaging"),
         untouched,
         "all ranks evaluate a sample alike",
-        "mean, an attribute and no buffer, on ranks 1, 2 is not rank 0's (largest difference ",
+        "mean, a plain attribute, on ranks 1, 2 is not rank 0's (largest difference ",
     ),
     "mean loss": (
         (*TOY, "model.loss=torch.nn.functional.mse_loss"),
@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         of_class("Dropping"),
         untouched,
         "all ranks evaluate a sample alike",
-        "no tensor of the model does: evaluation draws random numbers",
+        "no tensor of the model differs: evaluation draws random numbers",
     ),
 }
 
@@ -129,7 +129,7 @@ def check_all(env: DistEnv) -> dict[str, list[Finding]]:
     cases |= {name: (keys, broken) for name, (keys, broken, *_) in BROKEN.items()}
     for name, (keys, broken) in cases.items():
         config = compose_config(*keys, world_size=WORLD_SIZE)
-        found[name] = list(findings_of(broken(build(env, config), env), config, env))
+        found[name] = list(run_checks(broken(build(env, config), env), config, env))
     return found
 
 
@@ -192,7 +192,7 @@ def unsynced_wait(env: DistEnv) -> Finding:
     """Measure how a rank that waits for nobody reads its gradients."""
     state = build(env, compose_config(*TOY, world_size=WORLD_SIZE))
     batch = next(state.setup.batches.epoch(0))
-    return waiting(no_sync(state, env), batch, num_nodes=1)
+    return wait_for_mean(no_sync(state, env), batch, num_nodes=1)
 
 
 def test_ranks_that_do_not_wait_are_found_out() -> None:
@@ -206,8 +206,11 @@ def test_ranks_that_do_not_wait_are_found_out() -> None:
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """The experiment on three models, on one rank too."""
     return run_command(
-        *("-m", "experiment=what_ddp_guarantees", "model=toy,convnet,mnist_net"),
-        *("world_size=1,2", "hydra.sweep.dir=sweep"),
+        "-m",
+        "experiment=what_ddp_guarantees",
+        "model=toy,convnet,mnist_net",
+        "world_size=1,2",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path_factory.mktemp("check"),
     )
 
@@ -239,7 +242,10 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
         "        loss: ddp_runner.train.losses.mse}\n"
     )
     end = run_command(
-        *("--config-dir", "conf", "model=wandering", "task=check"),
+        "--config-dir",
+        "conf",
+        "model=wandering",
+        "task=check",
         "allowed_targets=[broken_models]",
         folder=tmp_path,
         environ={"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},

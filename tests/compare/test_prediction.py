@@ -17,7 +17,7 @@ from ddp_runner.compare.prediction import num_buckets
 from ddp_runner.compare.render.tables import as_text
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.ddp import replicate
+from ddp_runner.parallelism.ddp import DDP
 
 GRADIENTS = {"gradient_bytes": 4 * 2**20}
 COMPUTED = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0}  # ms, of 16
@@ -117,7 +117,14 @@ def buckets(env: DistEnv, caps: Sequence[float]) -> list[int]:
     counts = []
     for cap in caps:
         module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))
-        model = replicate(module, forward_sync_buffers=False, bucket_cap_mb=cap)
+        mode = DDP(
+            "ddp",
+            bucket_cap_mb=cap,
+            find_unused_parameters=False,
+            static_graph=False,
+            forward_sync_buffers=False,
+        )
+        model = mode.wrap(module, (torch.device("cpu"),))
         assert isinstance(model, DistributedDataParallel)
         for _ in range(3):  # DDP rebuilds its buckets after the first backward
             model(torch.ones(1, 256)).sum().backward()

@@ -99,7 +99,8 @@ def background(
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         if is_ours and not fresh:
             process = WarmCommand(
-                *(program[2], args),
+                program[2],
+                args,
                 folder=folder,
                 environ=variables,
                 twins=twins,

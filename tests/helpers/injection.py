@@ -21,8 +21,20 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 CALLS = (
-    *("open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync", "write"),
-    *("truncate", "ftruncate", "link", "symlink", "utime"),
+    "open",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "remove",
+    "rmdir",
+    "fsync",
+    "write",
+    "truncate",
+    "ftruncate",
+    "link",
+    "symlink",
+    "utime",
 )
 FOR_EVER_S = 10_000.0
 COUNTED = {  # the functions whose calls are places; the first one's are a rank's steps

@@ -42,9 +42,32 @@ def check_sentence(sentence: str) -> None:
 DEEP = 100_000  # deeper than Python's parsers go
 # What stands where something else belongs, as it is written in JSON.
 ODD_JSON = (
-    *("null", "true", "0", "-1", "2.5", "1e400", "-1e400", "NaN", "9" * 400, "9" * 5000, "[]"),
-    *("{}", '""', '"text"', '"\\ud800"', '"\\u0000\\n\\u001b[2J"', "[1, [2]]", '{"a": {"b": 1}}'),
-    *('"../../x"', '"/"', '"."', "[" * DEEP, '{"a":' * DEEP, '[["x", null], 3]', "1e308", "[true]"),
+    "null",
+    "true",
+    "0",
+    "-1",
+    "2.5",
+    "1e400",
+    "-1e400",
+    "NaN",
+    "9" * 400,
+    "9" * 5000,
+    "[]",
+    "{}",
+    '""',
+    '"text"',
+    '"\\ud800"',
+    '"\\u0000\\n\\u001b[2J"',
+    "[1, [2]]",
+    '{"a": {"b": 1}}',
+    '"../../x"',
+    '"/"',
+    '"."',
+    "[" * DEEP,
+    '{"a":' * DEEP,
+    '[["x", null], 3]',
+    "1e308",
+    "[true]",
 )
 
 

@@ -1,8 +1,8 @@
-"""Functions that run as the ranks of a gang, each in a real process of its own.
+"""Runs a test's function on several ranks, each in its own process.
 
-The ranks are forked from a server that conftest.py starts, which has torch already: a gang costs
-some tenths of a second. They import a test's function by name; pytest has this folder on the path,
-and they inherit the path.
+The ranks are forked from a server that conftest.py starts and that has imported torch, so a worker
+group costs some tenths of a second. They import the function by name, from the path that pytest
+sets up and they inherit.
 """
 
 import multiprocessing
@@ -42,14 +42,14 @@ def run_ranks(
     """Return function(env, *args) of every rank, by rank, each run in a real process.
 
     Args:
-        function: found by its name in a module, as are the args' types.
-        world_size: how many ranks there are, all on this machine.
+        function: defined at the top of a module, as are the types of the args.
+        world_size: number of ranks, all on this machine.
         args: pickled for each rank.
-        backend: of the process group that is open around the call; None: no group.
-        timeout_s: after so long the gang is killed.
+        backend: of the process group that is open during the call; None for no group.
+        timeout_s: the ranks are killed after this time.
 
     Raises:
-        RankFailedError: a rank raised or died, or the time was up. The others are killed.
+        RankFailedError: a rank raised, died or ran out of time. The others are killed.
     """
     __tracebackhide__ = True  # the rank's own traceback is what matters
     context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""What the ranks of a test train: a composed config, its state, and two ways to step it."""
+"""Composes configs, builds the state of a rank, and trains it by steps or by the loop."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,15 +29,15 @@ from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import Position, TrainState
 from ddp_runner.train.step_metrics import global_loss
 
-MACHINE = Hardware(num_gpus=0, num_cores=4)  # the same on every machine that runs the tests
-# 27 samples: with 8 a step an epoch has three whole batches and one of three samples.
+MACHINE = Hardware(num_gpus=0, num_cores=4)  # so that the tests resolve alike on every machine
+# 27 samples in batches of 8: an epoch has three full batches and a last one of three samples.
 SMALL = ("dataset.num_samples=27", "batch.global_size=8", "optimizer.lr=0.05")
 TOY = ("model=toy", *SMALL)
 MNIST_NET = ("model=mnist_net", "dataset=fake_images", "optimizer.momentum=0.9", *SMALL)
 NO_DROPOUT = ("model.dropout1=0.0", "model.dropout2=0.0")
 STEPS_PER_EPOCH = 4
-# Of losses and weights after some ten steps that differ by rounding alone, as they do between world
-# sizes, micro-batches, shapes or numbers of threads: more than fifty times what was measured.
+# For losses and weights after about ten steps that differ only by rounding, as between world sizes,
+# micro-batches, shapes or numbers of threads: over fifty times the largest measured difference.
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
     torch.float64: {"rtol": 1e-13, "atol": 1e-14},
@@ -46,7 +46,7 @@ TOLERANCES = {
 
 @dataclass
 class Trace:
-    """What a run leaves on one rank; also the reporter that records it."""
+    """What a rank's run produced; also the logger that records it."""
 
     losses: list[float] = field(default_factory=list)  # of each step, over the global batch
     lines: list[dict[str, float]] = field(default_factory=list)  # as logged, with their step
@@ -59,7 +59,7 @@ class Trace:
     error: str = ""
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Record a line as metrics.jsonl has it: NaN, which equals nothing, is None."""
+        """Record a line as in metrics.jsonl: NaN, which never compares equal, becomes None."""
         self.lines.append({"step": step, **json_safe(metrics)})
 
     def first_loss(self, loss: float) -> None:
@@ -73,7 +73,7 @@ class Trace:
 
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:
-    """Return the resolved config of a command line, as for a machine of four cores."""
+    """Return the resolved config of a command line, on a machine with four cores."""
     register()
     keys = [f"world_size={world_size}", "backend.device=cpu", *overrides]
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -82,9 +82,9 @@ def compose_config(*overrides: str, world_size: int = 1) -> Config:
 
 
 def build(env: DistEnv, config: Config) -> TrainState:
-    """Build one rank's state as a run does. Collective: every rank must call.
+    """Build a rank's state as a run does. Collective: every rank must call.
 
-    Its samples have torch's default dtype, as its parameters do.
+    Samples and parameters have torch's default dtype.
     """
     source = make("dataset", config.dataset, kind=Source)
     data_root = Path(config.data_root)
@@ -106,12 +106,12 @@ def _cast(dataset: Dataset, split: Split) -> Split:
 
 
 def flat_weights(module: nn.Module) -> Tensor:
-    """Return all parameters as one vector."""
+    """Return all parameters as a flat vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def at(state: TrainState, **position: Any) -> TrainState:
-    """Return the state at a position of its own."""
+    """Return the state at another position."""
     return replace(state, position=Position(**position))
 
 
@@ -121,7 +121,7 @@ def with_setup(state: TrainState, **changes: Any) -> TrainState:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Compare two states, tensors bit for bit."""
+    """Return whether two states are equal, tensors bit for bit."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -134,7 +134,7 @@ def equal(one: Any, other: Any) -> bool:
 def serve(
     env: DistEnv, config: Config, state: TrainState, *, max_steps: int, log: Callable[[str], None]
 ) -> str | None:
-    """Take this rank's role; return the run's status where it has served the loop to its end."""
+    """Take this rank's role; return the run's status if the rank served the loop, else None."""
     role = state.setup.mode.role(env)
     duties = duties_of(
         state, max_steps=max_steps, seed=config.seed, timeout_s=240, ended=set, log=log
@@ -172,18 +172,18 @@ def run_loop(
     stop_after: int | None = None,
     state: TrainState | None = None,
 ) -> Trace:
-    """Run the training loop, from the newest checkpoint on if there is one. Collective.
+    """Run the training loop, resuming from the newest checkpoint if there is one. Collective.
 
     Args:
         env: this rank's place.
         config: resolved.
-        max_steps: where the loop ends; None: where the config says.
-        folder: of the checkpoints; None: they are counted, not written.
-        stop_after: the step from which the last rank, and only it, wants to stop.
-        state: one that is built already.
+        max_steps: the last step; None for the config's.
+        folder: of the checkpoints; None only counts them.
+        stop_after: the step after which the last rank asks to stop.
+        state: already built; None builds it.
 
     Returns:
-        The trace; an error of the loop is its `error`.
+        The trace, with the loop's error if it raised.
     """
     state, trace = state or build(env, config), Trace()
     if folder is not None:

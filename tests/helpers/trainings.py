@@ -45,23 +45,42 @@ class Mother(Net):
 
 # Long enough to be hit in its midst; a step takes some milliseconds.
 LONG = (
-    *("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64", "batch.global_size=8"),
-    *("train.epochs=10000", "train.log_every_steps=1", "train.num_threads=1"),
+    "model=mnist_net",
+    "dataset=fake_images",
+    "dataset.num_samples=64",
+    "batch.global_size=8",
+    "train.epochs=10000",
+    "train.log_every_steps=1",
+    "train.num_threads=1",
 )
 
 EQUAL = (
-    *("model=toy", "train.max_steps=400", "train.epochs=1000", "dataset.num_samples=4000"),
-    *("checkpoint.every_steps=20", "train.num_threads=1", "backend.timeout_s=60"),
+    "model=toy",
+    "train.max_steps=400",
+    "train.epochs=1000",
+    "dataset.num_samples=4000",
+    "checkpoint.every_steps=20",
+    "train.num_threads=1",
+    "backend.timeout_s=60",
 )
 
 NUM_STEPS = 18
 RUN = "run"
 # Six epochs of three steps, with an evaluation after each; saved after every other step.
 TOY = (
-    *("model=toy", "dataset.num_samples=24", "batch.global_size=8", f"train.max_steps={NUM_STEPS}"),
-    *("train.epochs=6", "optimizer=adam", "train.log_every_steps=1", "train.num_threads=1"),
-    *("checkpoint.every_steps=2", "checkpoint.every_epochs=null", "checkpoint.keep=3"),
-    *("backend.timeout_s=120", f"hydra.run.dir={RUN}"),
+    "model=toy",
+    "dataset.num_samples=24",
+    "batch.global_size=8",
+    f"train.max_steps={NUM_STEPS}",
+    "train.epochs=6",
+    "optimizer=adam",
+    "train.log_every_steps=1",
+    "train.num_threads=1",
+    "checkpoint.every_steps=2",
+    "checkpoint.every_epochs=null",
+    "checkpoint.keep=3",
+    "backend.timeout_s=120",
+    f"hydra.run.dir={RUN}",
 )
 GONE_S = 60.0  # far above the usual: a busy machine is no failure
 

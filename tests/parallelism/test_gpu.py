@@ -159,7 +159,8 @@ def test_two_ranks_on_one_gpu_are_refused_by_name(tmp_path: Path) -> None:
         processes = [
             stack.enter_context(
                 background(
-                    *("model=toy", "backend=nccl"),
+                    "model=toy",
+                    "backend=nccl",
                     folder=tmp_path / str(rank),
                     environ={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 )
@@ -327,7 +328,9 @@ def test_ranks_that_see_their_own_gpu_alone_train_on_it(tmp_path: Path) -> None:
         processes = [
             stack.enter_context(
                 background(
-                    *("model=toy", "backend=nccl", "train.epochs=1"),
+                    "model=toy",
+                    "backend=nccl",
+                    "train.epochs=1",
                     f"hydra.run.dir={tmp_path / 'run'}",
                     folder=tmp_path / str(rank),
                     environ={**environ, **facts, "CUDA_VISIBLE_DEVICES": str(rank)},

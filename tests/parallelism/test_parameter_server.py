@@ -31,7 +31,11 @@ from trainees import TOY, build, compose_config, take_steps
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.mode import Duties
-from ddp_runner.parallelism.parameter_server.messages import copy_parts, packed
+from ddp_runner.parallelism.parameter_server.messages import (
+    copy_parts,
+    flatten_gradients,
+    flatten_parameters,
+)
 from ddp_runner.parallelism.parameter_server.mode import ParameterServer
 from ddp_runner.parallelism.parameter_server.server import Server
 
@@ -65,15 +69,15 @@ def kill(pid: int) -> None:
 def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
     """Each leaves staleness, waiting and pushes; only asynchronous pushes can be stale."""
     end = run_command(
-        *(
-            "-m",
-            *PS,
-            "model=toy",
-            "optimizer=adam",
-            "train.max_steps=24",
-            "parallelism.needs.num_servers=1",
-        ),
-        *("parallelism.mode=sync,async", "world_size=2,4", "hydra.sweep.dir=sweep"),
+        "-m",
+        *PS,
+        "model=toy",
+        "optimizer=adam",
+        "train.max_steps=24",
+        "parallelism.needs.num_servers=1",
+        "parallelism.mode=sync,async",
+        "world_size=2,4",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path,
     )
     assert (end.exit_code, end.stderr) == (0, "")
@@ -128,7 +132,7 @@ def test_an_asynchronous_run_outlives_its_trainers(tmp_path: Path) -> None:
     assert (end.exit_code, end.stderr) == (0, "")
     fields = record(end.run_dir)
     assert (fields["status"], sorted(fields["lost_ranks"])) == ("completed", [1, 3])
-    assert "rank 3 is lost (its process ended); the run goes on with" in end.stdout
+    assert "rank 3 is lost (its process ended); the run continues with" in end.stdout
     assert metrics(end.run_dir)[-2]["ps/num_trainers"] == 1
     assert fields["metrics"]["eval/accuracy"] > 0.9
 
@@ -204,13 +208,13 @@ def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
         return torch.tensor(float(step))
 
     if env.rank == 0:
-        server = mode.hand_out(duties(module, num_steps=num_steps, first_step=100))
+        server = mode.start_server(duties(module, num_steps=num_steps, first_step=100))
         losses = [int(collected(server, step)) for step in range(100, 100 + num_steps)]
         server.close("completed")
         assert server.lost == [2]
         return losses
     try:
-        assert mode.compute(duties(module, compute)) == "completed"
+        assert mode.run_trainer(duties(module, compute)) == "completed"
     except InterruptedError:
         groups = torch.distributed.distributed_c10d._world.pg_map
         (link,) = (group for group in groups if group is not torch.distributed.group.WORLD)
@@ -242,7 +246,7 @@ def partly_trained(env: DistEnv, config: Config) -> dict[str, Tensor]:
 def test_batches_that_wait_for_a_trainer_are_outstanding() -> None:
     """A run that is stopped before it has handed out what was left over leaves it once more."""
     asked = duties(nn.Linear(1, 1), num_steps=4, outstanding=(7, 3))
-    server = Server(asked, links=[], waits=False)
+    server = Server(asked, groups=[], waits_for_all=False)
     assert server.outstanding(None) == (3, 7)
 
 
@@ -264,7 +268,7 @@ def applied_steps(env: DistEnv, folder: Path) -> list[int]:
     for num_steps in (10, 20):  # of 30
         if env.rank == 0:
             place = len(applied)
-            server = mode.hand_out(
+            server = mode.start_server(
                 duties(
                     module,
                     num_steps=30 - place,
@@ -286,7 +290,7 @@ def applied_steps(env: DistEnv, folder: Path) -> list[int]:
             module(torch.ones(1, 3)).sum().backward()
             return torch.tensor(float(step))
 
-        assert mode.compute(duties(module, compute, timeout_s=30)) == "preempted"
+        assert mode.run_trainer(duties(module, compute, timeout_s=30)) == "preempted"
     return applied
 
 
@@ -302,7 +306,7 @@ def patient_steps(env: DistEnv, how: str) -> list[int]:
     mode = ParameterServer("ps", mode=how)
     module = nn.Linear(3, 1)
     if env.rank == 0:
-        server = mode.hand_out(duties(module, num_steps=4, timeout_s=2))
+        server = mode.start_server(duties(module, num_steps=4, timeout_s=2))
         applied = []
         for step in range(4):
             if step == 2:
@@ -316,7 +320,7 @@ def patient_steps(env: DistEnv, how: str) -> list[int]:
         module(torch.ones(1, 3)).sum().backward()
         return torch.tensor(step / (2 if how == "sync" else 1))
 
-    assert mode.compute(duties(module, compute, timeout_s=2)) == "completed"
+    assert mode.run_trainer(duties(module, compute, timeout_s=2)) == "completed"
     return []
 
 
@@ -336,11 +340,11 @@ def silent_server(env: DistEnv) -> str:
         pids = [os.getpid()]
     torch.distributed.broadcast_object_list(pids, src=0)
     if env.rank == 0:
-        mode.hand_out(duties(module, num_steps=1, timeout_s=2))
+        mode.start_server(duties(module, num_steps=1, timeout_s=2))
         os.kill(os.getpid(), signal.SIGSTOP)
         return ""
     try:
-        mode.compute(duties(module, timeout_s=2))
+        mode.run_trainer(duties(module, timeout_s=2))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -359,7 +363,7 @@ def drawn_numbers(env: DistEnv) -> list[float]:
     mode = ParameterServer("ps", mode="sync")
     module, drawn = nn.Linear(3, 1), list[float]()
     if env.rank == 0:
-        server = mode.hand_out(duties(module, num_steps=2))
+        server = mode.start_server(duties(module, num_steps=2))
         for step in range(2):
             collected(server, step)
         server.close("completed")
@@ -370,7 +374,7 @@ def drawn_numbers(env: DistEnv) -> list[float]:
         module(torch.ones(1, 3)).sum().backward()
         return torch.zeros(())
 
-    assert mode.compute(duties(module, compute)) == "completed"
+    assert mode.run_trainer(duties(module, compute)) == "completed"
     return drawn
 
 
@@ -391,11 +395,11 @@ def served_buffers(env: DistEnv) -> list[float]:
         return torch.zeros(())
 
     if env.rank == 0:
-        server = mode.hand_out(duties(norm, num_steps=1))
+        server = mode.start_server(duties(norm, num_steps=1))
         collected(server, 0)
         server.close("completed")
     else:
-        assert mode.compute(duties(norm, compute)) == "completed"
+        assert mode.run_trainer(duties(norm, compute)) == "completed"
     return [*norm.running_mean.tolist(), int(norm.num_batches_tracked)]
 
 
@@ -420,19 +424,19 @@ def test_a_message_rounds_no_number_of_the_model(wide: str) -> None:
             nn.init.constant_(one, 1 / 3)
     for one in module.parameters():
         one.grad = one.detach().clone()
-    message = packed(module, gradients=True)
+    message = flatten_gradients(module, torch.zeros(0))
     assert message.dtype == torch.float64
     received = [torch.zeros_like(one) for one in module.buffers()]
     copy_parts(message[-sum(one.numel() for one in received) :], received)
     assert all(map(torch.equal, received, module.buffers()))
     received = [torch.zeros_like(one) for one in module.parameters()]
-    copy_parts(packed(module), received)
+    copy_parts(flatten_parameters(module), received)
     assert all(map(torch.equal, received, module.parameters()))
 
 
 def test_a_batchnorm_alone_makes_no_message_longer() -> None:
     """Its count of batches is an int64, and small."""
-    assert packed(nn.BatchNorm1d(1)).dtype == torch.float32
+    assert flatten_parameters(nn.BatchNorm1d(1)).dtype == torch.float32
 
 
 def wide_loss(env: DistEnv) -> float:
@@ -445,11 +449,11 @@ def wide_loss(env: DistEnv) -> float:
         return torch.tensor(1 / 3, dtype=torch.float64)
 
     if env.rank == 0:
-        server = mode.hand_out(duties(module, num_steps=1))
+        server = mode.start_server(duties(module, num_steps=1))
         loss = collected(server, 0)
         server.close("completed")
     else:
-        assert mode.compute(duties(module, compute)) == "completed"
+        assert mode.run_trainer(duties(module, compute)) == "completed"
     return float(loss)
 
 
@@ -474,9 +478,9 @@ def clocked(env: DistEnv) -> list[dict[str, float]]:
 
     with patch.object(time, "perf_counter", passing if env.rank else lambda: now[0]):
         if env.rank:
-            assert mode.compute(duties(module, compute)) == "completed"
+            assert mode.run_trainer(duties(module, compute)) == "completed"
             return figures
-        server = mode.hand_out(duties(module, num_steps=2))
+        server = mode.start_server(duties(module, num_steps=2))
         for step, (begins, ends) in enumerate([(10, 12), (50, 54)]):
             now[0] = begins
             collected(server, step)

@@ -27,7 +27,6 @@ from trainees import (
 
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.ddp import DDP
 from ddp_runner.train.loop import forward
 
 MODES = {
@@ -43,13 +42,13 @@ def needs(mode: str) -> DictConfig:
 
 MODELS = {"toy": TOY, "mnist_net": (*MNIST_NET, *NO_DROPOUT)}
 NUM_STEPS = 2 * STEPS_PER_EPOCH + 2
-GANGS = [
+GROUPS = [
     (mode, num_replicas + needs(mode).get("num_servers", 0))
     for mode in MODES
     for num_replicas in (1, 2, 4)
     if num_replicas <= needs(mode).get("max_ranks", 4)
 ]
-GANGS_OF_TWO = [mode for mode, size in GANGS if size == 2 and not needs(mode).get("num_servers")]
+GROUPS_OF_TWO = [mode for mode, size in GROUPS if size == 2 and not needs(mode).get("num_servers")]
 
 
 def overrides(mode: str, model: str) -> tuple[str, ...]:
@@ -76,7 +75,7 @@ def reference(model: str) -> dict[torch.dtype, Trace]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("grad_accum_steps", [1, 2])
-@pytest.mark.parametrize(("mode", "world_size"), GANGS)
+@pytest.mark.parametrize(("mode", "world_size"), GROUPS)
 def test_steps_equal_those_of_one_process(
     mode: str, world_size: int, grad_accum_steps: int, model: str
 ) -> None:
@@ -121,7 +120,7 @@ def initial_weights(env: DistEnv, config: Config) -> Tensor:
     return flat_weights(build(env, replace(config, seed=config.seed + env.rank)).module)
 
 
-@pytest.mark.parametrize("mode", GANGS_OF_TWO)
+@pytest.mark.parametrize("mode", GROUPS_OF_TWO)
 def test_weights_of_rank_zero_reach_all_ranks(mode: str) -> None:
     """Even ranks that drew different weights begin with those that a single process begins with."""
     config = compose_config(*overrides(mode, "toy"), world_size=2)
@@ -131,13 +130,13 @@ def test_weights_of_rank_zero_reach_all_ranks(mode: str) -> None:
 
 
 def ddp_settings(env: DistEnv, configs: list[Config]) -> list[dict[str, int]]:
-    """Return what DDP says that it was given for each config."""
-    told = []
+    """Return the settings that DDP got, for each config."""
+    settings = []
     for config in configs:
         model = build(env, config).model
         assert isinstance(model, DistributedDataParallel)
-        told.append(model._get_ddp_logging_data())
-    return told
+        settings.append(model._get_ddp_logging_data())
+    return settings
 
 
 @pytest.mark.parametrize("mode", ["ddp", "ddp_mp"])
@@ -153,18 +152,10 @@ def test_each_setting_of_a_mode_reaches_ddp(mode: str) -> None:
     configs = [compose_config(*overrides(mode, "toy"), *key) for key in keys]
     ((plain, *changed),) = run_ranks(ddp_settings, 1, configs)
     names = [name for name, _ in changes.values()]
-    for told, expected in zip(changed, changes.values(), strict=True):
-        assert [(name, told[name]) for name in names if told.get(name) != plain.get(name)] == [
+    for logged, expected in zip(changed, changes.values(), strict=True):
+        assert [(name, logged[name]) for name in names if logged.get(name) != plain.get(name)] == [
             expected
         ]
-
-
-def test_batchnorm_is_converted_where_its_statistics_are_synchronized() -> None:
-    """It then counts over the samples of all ranks; only CUDA computes that."""
-    for is_synced, kind in ((False, nn.BatchNorm1d), (True, nn.SyncBatchNorm)):
-        keys = {key: value for key, value in MODES["ddp"].items() if key != "_target_"}
-        mode = DDP(**{**keys, "sync_batchnorm": is_synced})
-        assert type(mode.place(lambda: nn.BatchNorm1d(2), (torch.device("cpu"),))) is kind
 
 
 def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
@@ -193,7 +184,7 @@ def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("mode", GANGS_OF_TWO)
+@pytest.mark.parametrize("mode", GROUPS_OF_TWO)
 def test_gradients_are_the_mean_over_ranks_unless_the_sync_is_skipped(mode: str) -> None:
     """Inside no_sync each rank has its own gradient; after it, all have the mean, not the sum."""
     config = compose_config(*overrides(mode, "toy"), world_size=2)

@@ -72,15 +72,22 @@ def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) ->
         write_experiment(
             tmp_path / "conf",
             fault,
-            *("model=toy", "model._target_=faulty.Faulty", f"model.fault={fault}"),
-            *("train.log_every_steps=1", "checkpoint.every_epochs=null"),
-            *(f"launch.max_restarts={allowed}", "backend.timeout_s=6"),
+            "model=toy",
+            "model._target_=faulty.Faulty",
+            f"model.fault={fault}",
+            "train.log_every_steps=1",
+            "checkpoint.every_epochs=null",
+            f"launch.max_restarts={allowed}",
+            "backend.timeout_s=6",
         )
     sweep = tmp_path / "sweep"
     runs = {fault: sweep / f"experiment={fault}" for fault in ROWS}
     with background(
-        *("-m", f"--config-dir={tmp_path / 'conf'}", f"experiment={','.join(ROWS)}"),
-        *("allowed_targets=[faulty]", "hydra.sweep.dir=sweep"),
+        "-m",
+        f"--config-dir={tmp_path / 'conf'}",
+        f"experiment={','.join(ROWS)}",
+        "allowed_targets=[faulty]",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path)},
     ) as process:

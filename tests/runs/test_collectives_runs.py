@@ -25,8 +25,12 @@ from ddp_runner.config.schema import OPS
 
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
 TINY = (
-    *("task=collectives", "collectives.min_bytes=1001", "collectives.max_bytes=5005"),
-    *("collectives.size_factor=5", "collectives.warmup_steps=1", "collectives.steps=3"),
+    "task=collectives",
+    "collectives.min_bytes=1001",
+    "collectives.max_bytes=5005",
+    "collectives.size_factor=5",
+    "collectives.warmup_steps=1",
+    "collectives.steps=3",
 )
 # The runner, but rank 1 gets nothing of a broadcast.
 LOSING_A_BROADCAST = """
@@ -49,8 +53,12 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     refused = ("collectives.dtypes=[int32]", "collectives.reduce_ops=[sum,mean]")
     write_experiment(folder / "conf", "refused", *TINY, *refused)
     return run_command(
-        *("-m", "--config-dir", "conf", "experiment=all,refused", "world_size=2,3"),
-        *("hydra.sweep.dir=sweep",),
+        "-m",
+        "--config-dir",
+        "conf",
+        "experiment=all,refused",
+        "world_size=2,3",
+        "hydra.sweep.dir=sweep",
         folder=folder,
     )
 
@@ -139,7 +147,8 @@ def test_a_wrong_result_fails_the_run(tmp_path: Path) -> None:
     script = tmp_path / "losing.py"
     script.write_text(LOSING_A_BROADCAST)
     end = run_command(
-        *(*TINY, "collectives.ops=[all_gather,broadcast]"),
+        *TINY,
+        "collectives.ops=[all_gather,broadcast]",
         folder=tmp_path,
         program=(*TORCHRUN, str(script)),
     )

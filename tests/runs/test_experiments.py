@@ -24,8 +24,14 @@ OFFLINE = {
 }
 # Covered elsewhere: by files of their own, or below.
 OTHERS = {
-    *("mnist_ddp", "parameter_server", "two_nodes", "start_from_weights"),
-    *("reviews_bert", "reviews_bert_finetune", "resnet18_cifar10", "scaling_study"),
+    "mnist_ddp",
+    "parameter_server",
+    "two_nodes",
+    "start_from_weights",
+    "reviews_bert",
+    "reviews_bert_finetune",
+    "resnet18_cifar10",
+    "scaling_study",
 }
 
 
@@ -33,8 +39,13 @@ OTHERS = {
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """All of them as one sweep, six steps each."""
     return run_command(
-        *("-m", f"experiment={','.join(OFFLINE)}", "train.max_steps=6", "train.log_every_steps=2"),
-        *("collectives.max_bytes=1024", "train.num_threads=1", "hydra.sweep.dir=sweep"),
+        "-m",
+        f"experiment={','.join(OFFLINE)}",
+        "train.max_steps=6",
+        "train.log_every_steps=2",
+        "collectives.max_bytes=1024",
+        "train.num_threads=1",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path_factory.mktemp("offline"),
     )
 
@@ -63,8 +74,12 @@ def test_a_rank_that_is_late_is_named_with_its_stack(offline: Ended) -> None:
 def test_the_experiments_on_mnist_complete(data_root: Path, tmp_path: Path) -> None:
     """The tutorial's ConvNet and the parameter server, a few steps of each."""
     end = run_command(
-        *("-m", "experiment=mnist_ddp,parameter_server", "train.max_steps=6"),
-        *("train.log_every_steps=2", "train.eval_every_epochs=0", "hydra.sweep.dir=sweep"),
+        "-m",
+        "experiment=mnist_ddp,parameter_server",
+        "train.max_steps=6",
+        "train.log_every_steps=2",
+        "train.eval_every_epochs=0",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path,
     )
     assert (end.exit_code, end.stderr) == (0, "")
@@ -109,8 +124,12 @@ def test_two_nodes_make_one_world(tmp_path: Path, is_static: bool) -> None:
 def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
     """Strong and weak, without -m: what cannot be is skipped, ddp is predicted, parity holds."""
     end = run_command(
-        *("experiment=scaling_study", "seed=0", "parallelism=single,ddp", "train.max_steps=6"),
-        *("train.log_every_steps=2", "hydra.sweep.dir=sweep"),
+        "experiment=scaling_study",
+        "seed=0",
+        "parallelism=single,ddp",
+        "train.max_steps=6",
+        "train.log_every_steps=2",
+        "hydra.sweep.dir=sweep",
         folder=tmp_path,
     )
     assert (end.exit_code, end.stderr) == (0, "")

@@ -81,8 +81,11 @@ def two_launchers(folder: Path, *overrides: str, loses_a_rank: bool = False) -> 
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     command = (
-        *("launch.nnodes=2", "launch.nproc_per_node=1", "launch.max_restarts=2"),
-        *(f"launch.rdzv_endpoint={endpoint}", *overrides),
+        "launch.nnodes=2",
+        "launch.nproc_per_node=1",
+        "launch.max_restarts=2",
+        f"launch.rdzv_endpoint={endpoint}",
+        *overrides,
     )
     places = [place(folder, name) for name in ("first", "second")]
     with ExitStack() as stack:

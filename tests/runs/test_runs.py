@@ -31,15 +31,33 @@ from texts import write_reviews
 from ddp_runner.tracking.run_dir import RunDir, claim
 
 FIELDS = (
-    *("status", "config_hash", "git_revision", "versions", "world_size", "parallelism"),
-    *("backend", "num_threads", "started_at", "finished_at", "wall_s", "startup_s"),
-    *("epoch", "step", "metrics", "error"),
+    "status",
+    "config_hash",
+    "git_revision",
+    "versions",
+    "world_size",
+    "parallelism",
+    "backend",
+    "num_threads",
+    "started_at",
+    "finished_at",
+    "wall_s",
+    "startup_s",
+    "epoch",
+    "step",
+    "metrics",
+    "error",
 )
 ODD_NAME = "a b=1,c='d' {é}"  # what a shell, Hydra and a URL each read in their own way
 TOY = ("model=toy", "train.max_steps=6", "train.log_every_steps=2", "train.num_threads=1")
 STOPPABLE = (
-    *("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64", "batch.global_size=8"),
-    *("train.epochs=20", "train.log_every_steps=1", "train.num_threads=1"),
+    "model=mnist_net",
+    "dataset=fake_images",
+    "dataset.num_samples=64",
+    "batch.global_size=8",
+    "train.epochs=20",
+    "train.log_every_steps=1",
+    "train.num_threads=1",
 )
 # arguments, what is special about them, number of ranks
 TABLE = {
@@ -106,7 +124,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         filled = [one.replace("PORT", port).replace("FOLDER", str(folder)) for one in overrides]
         write_experiment(folder / "conf", name, *filled)
     return run_command(
-        *("-m", "--config-dir", "conf", f"experiment={','.join(TABLE)}", "hydra.sweep.dir=sweep"),
+        "-m",
+        "--config-dir",
+        "conf",
+        f"experiment={','.join(TABLE)}",
+        "hydra.sweep.dir=sweep",
         folder=folder,
     )
 

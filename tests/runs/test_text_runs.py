@@ -27,15 +27,27 @@ from ddp_runner.errors import UserError
 from ddp_runner.train.build import model_factory
 
 SMALL = (
-    *("model=bert", "model.num_layers=1", "model.width=32", "model.feedforward=64"),
-    *("dataset.vocab_size=100", "dataset.max_length=32", "dataset.eval_fraction=0.25"),
-    *("batch.global_size=16", "optimizer.lr=0.003", "train.num_threads=1"),
+    "model=bert",
+    "model.num_layers=1",
+    "model.width=32",
+    "model.feedforward=64",
+    "dataset.vocab_size=100",
+    "dataset.max_length=32",
+    "dataset.eval_fraction=0.25",
+    "batch.global_size=16",
+    "optimizer.lr=0.003",
+    "train.num_threads=1",
 )
 TABLE = {
     "clean": (*SMALL, "dataset.path=clean.csv", "train.epochs=5", "world_size=2"),
     "noisy": (
-        *(*SMALL, "dataset.path=noisy.csv", "train.epochs=4", "world_size=2"),
-        *("model.ngrams=2", "model.ngram_buckets=64", "dataset.vocabulary=wordpiece"),
+        *SMALL,
+        "dataset.path=noisy.csv",
+        "train.epochs=4",
+        "world_size=2",
+        "model.ngrams=2",
+        "model.ngram_buckets=64",
+        "dataset.vocabulary=wordpiece",
     ),
     "one": (*SMALL, "dataset.path=clean.csv", "train.epochs=2", "world_size=1", "model.dropout=0"),
     "two": (*SMALL, "dataset.path=clean.csv", "train.epochs=2", "world_size=2", "model.dropout=0"),
@@ -60,7 +72,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     for name, overrides in TABLE.items():
         write_experiment(folder / "conf", name, *overrides)
     return run_command(
-        *("-m", "--config-dir", "conf", f"experiment={','.join(TABLE)}", "hydra.sweep.dir=sweep"),
+        "-m",
+        "--config-dir",
+        "conf",
+        f"experiment={','.join(TABLE)}",
+        "hydra.sweep.dir=sweep",
         folder=folder,
         environ={"DDP_RUNNER_DATA_ROOT": str(data)},
     )
@@ -173,9 +189,15 @@ def test_a_pretrained_bert_is_fine_tuned(tmp_path: Path) -> None:
     folder = pretrained_folder()
     write_english(tmp_path / "english.csv", num_rows=240)
     end = run_command(
-        *("experiment=reviews_bert_finetune", f"model.pretrained={folder}"),
-        *("dataset.path=english.csv", "dataset.eval_fraction=0.2", "world_size=2"),
-        *("batch.per_rank=8", "optimizer.lr=1e-4", "train.epochs=1", "hydra.run.dir=run"),
+        "experiment=reviews_bert_finetune",
+        f"model.pretrained={folder}",
+        "dataset.path=english.csv",
+        "dataset.eval_fraction=0.2",
+        "world_size=2",
+        "batch.per_rank=8",
+        "optimizer.lr=1e-4",
+        "train.epochs=1",
+        "hydra.run.dir=run",
         folder=tmp_path,
         environ={"DDP_RUNNER_DATA_ROOT": str(tmp_path)},
     )

@@ -91,11 +91,22 @@ class Counting(torch.optim.SGD):
 
 # An epoch is a batch of 12 and one of a single sample, of which most ranks get none.
 BASE = (
-    *("dataset=fake_images", "dataset.height=8", "dataset.width=8", "dataset.eval_samples=9"),
-    *("dataset.num_samples=13", "batch.global_size=12", "train.epochs=3", "optimizer=momentum"),
-    *("optimizer.lr=0.05", "train.log_every_steps=1", "checkpoint.every_steps=1"),
-    *("checkpoint.keep=99", f"model._target_={__name__}.Tiny"),
-    *(f"allowed_targets=[{__name__}]", "model.dropout1=0.0", "model.dropout2=0.0"),
+    "dataset=fake_images",
+    "dataset.height=8",
+    "dataset.width=8",
+    "dataset.eval_samples=9",
+    "dataset.num_samples=13",
+    "batch.global_size=12",
+    "train.epochs=3",
+    "optimizer=momentum",
+    "optimizer.lr=0.05",
+    "train.log_every_steps=1",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep=99",
+    f"model._target_={__name__}.Tiny",
+    f"allowed_targets=[{__name__}]",
+    "model.dropout1=0.0",
+    "model.dropout2=0.0",
 )
 NUM_STEPS = 6
 LARGE = 2.0**20  # times the loss: its scale makes it overflow
@@ -116,7 +127,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "warm-up": WARM_UP,
     "step": ("scheduler=step",),
     "plateau": (
-        *("scheduler=plateau", "scheduler.patience=0", "scheduler.factor=0.5"),
+        "scheduler=plateau",
+        "scheduler.patience=0",
+        "scheduler.factor=0.5",
         "+scheduler.threshold=0.9",
     ),
     "one cycle": (
@@ -125,8 +138,13 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "scaled loss": (f"optimizer.lr={0.05 / LARGE}",),
     "all": (
-        *("+model.batch_norm=true", "train.precision=bf16", "optimizer=adamw", *DROPOUT),
-        *(*AUGMENTED, *WARM_UP, *ACCUMULATED),
+        "+model.batch_norm=true",
+        "train.precision=bf16",
+        "optimizer=adamw",
+        *DROPOUT,
+        *AUGMENTED,
+        *WARM_UP,
+        *ACCUMULATED,
     ),
 }
 MODES = {
@@ -134,7 +152,7 @@ MODES = {
 }
 NEEDS = {name: keys.get("needs", {}) for name, keys in MODES.items()}
 # Each mode with as few ranks as make it what it is; three, as a sum of three has an order.
-GANGS = {
+GROUPS = {
     **{
         name: (name, min(2, needs.get("max_ranks", 2)) + needs.get("num_servers", 0))
         for name, needs in NEEDS.items()
@@ -189,9 +207,9 @@ class Life:
     drawn: list[tuple[int, dict[int, float]]]  # of each step that it computed gradients for
 
 
-def config_of(gang: str, *overrides: str) -> Config:
-    """Return what a gang trains."""
-    mode, world_size = GANGS[gang]
+def config_of(group: str, *overrides: str) -> Config:
+    """Return what a group trains."""
+    mode, world_size = GROUPS[group]
     is_cut = MODES[mode.split()[0]].get("devices_per_rank", 1) > 1
     model = f"model=mnist_net{'_mp' if is_cut else ''}"
     keys = f"parallelism={mode}".split()
@@ -204,7 +222,7 @@ def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = Fals
     if with_scaler:  # its scale goes up and down, and some steps are not taken
         large = state.setup.loss_fn
         scaler = torch.amp.GradScaler(
-            *("cpu", 2.0**120), growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
+            "cpu", 2.0**120, growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
         )
         state = with_setup(state, loss_fn=lambda *both: LARGE * large(*both))
         state.scaler = scaler
@@ -248,22 +266,22 @@ class Found:
     states: list[dict[str, Any]]  # the last checkpoint of each life
 
 
-def cases_of(gang: str) -> list[str]:
+def cases_of(group: str) -> list[str]:
     """Return the cases that a mode has; one with a server scales no loss."""
-    if gang == "asynchronous":
+    if group == "asynchronous":
         return []
-    if gang not in MODES or gang == "dp":  # on CPUs it is one device, as single is
+    if group not in MODES or group == "dp":  # on CPUs it is one device, as single is
         return ["plain", "dropout", "all"]
-    return [case for case in CASES if "num_servers" not in NEEDS[gang] or case != "scaled loss"]
+    return [case for case in CASES if "num_servers" not in NEEDS[group] or case != "scaled loss"]
 
 
 @cache
-def found_in(gang: str) -> dict[str, Found]:
-    """Return what a gang's lives have left, by case; one gang lives all of them."""
-    configs = {case: config_of(gang, *CASES[case]) for case in cases_of(gang)}
+def found_in(group: str) -> dict[str, Found]:
+    """Return what a group's lives have left, by case; one group lives all of them."""
+    configs = {case: config_of(group, *CASES[case]) for case in cases_of(group)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = run_ranks(chains, GANGS[gang][1], configs, folder)
+        ranks = run_ranks(chains, GROUPS[group][1], configs, folder)
         states = {
             case: [last_state(folder / case / str(step)) for step in range(NUM_STEPS)]
             for case in configs
@@ -285,10 +303,10 @@ def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.parametrize(("gang", "case"), [(g, c) for g in GANGS for c in cases_of(g)])
-def test_from_any_step_a_resumed_run_is_the_undisturbed_one(gang: str, case: str) -> None:
+@pytest.mark.parametrize(("group", "case"), [(g, c) for g in GROUPS for c in cases_of(g)])
+def test_from_any_step_a_resumed_run_is_the_undisturbed_one(group: str, case: str) -> None:
     """Figures, samples and their order, parameters and all that a checkpoint holds: bit for bit."""
-    found = found_in(gang)[case]
+    found = found_in(group)[case]
     for lives in found.ranks:
         whole = lives[0]
         assert whole.trace.status == "completed"
@@ -326,13 +344,13 @@ def test_what_is_rehearsed_is_a_whole_micro_batch_in_training() -> None:
 # Three steps an epoch, of 6, 6 and 4 samples; six can be cut in one, two and three.
 SHARED = ("dataset.num_samples=16", "batch.global_size=6", "train.epochs=2", *AUGMENTED, *WARM_UP)
 PLACES = {"between two epochs": 3, "amid an epoch": 4}
-SYNCHRONOUS = [gang for gang in GANGS if gang not in ("asynchronous", "dp")]
+SYNCHRONOUS = [group for group in GROUPS if group not in ("asynchronous", "dp")]
 
 
 def elsewhere(
     env: DistEnv, config: Config, folder: Path, sources: list[str], target: str
 ) -> dict[tuple[str, int], Life]:
-    """Go on from the checkpoints that other gangs have left; by gang and step. Collective."""
+    """Go on from the checkpoints that other groups have left; by group and step. Collective."""
     lives = {}
     for source in sources:
         for step in PLACES.values():
@@ -351,17 +369,19 @@ def held(env: DistEnv, config: Config, folder: Path) -> Life:
     return Life(run_loop(env, config, max_steps=None, folder=folder, state=state), drawn)
 
 
-def left_by(gangs: list[str], folder: Path, *overrides: str) -> dict[str, list[Life]]:
-    """Let each gang live once and leave its checkpoints; return its ranks' lives."""
+def left_by(groups: list[str], folder: Path, *overrides: str) -> dict[str, list[Life]]:
+    """Let each group live once and leave its checkpoints; return its ranks' lives."""
     return {
-        gang: run_ranks(live, GANGS[gang][1], config_of(gang, *SHARED, *overrides), folder / gang)
-        for gang in gangs
+        group: run_ranks(
+            live, GROUPS[group][1], config_of(group, *SHARED, *overrides), folder / group
+        )
+        for group in groups
     }
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Life]]]:
-    """What each gang but an asynchronous one has left."""
+    """What each group but an asynchronous one has left."""
     folder = tmp_path_factory.mktemp("left")
     return folder, left_by(SYNCHRONOUS, folder)
 
@@ -379,11 +399,11 @@ def samples_by_batch(*lives: Life) -> dict[int, Counter[int]]:
 def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
     target: str, left: tuple[Path, dict[str, list[Life]]]
 ) -> None:
-    """From every gang to every other: losses to rounding, and each sample once an epoch."""
+    """From every group to every other: losses to rounding, and each sample once an epoch."""
     folder, sources = left
     config, whole = config_of(target, *SHARED), sources["single"][0]
     ranks = run_ranks(
-        elsewhere, GANGS[target][1], config, folder, list(sources), target, timeout_s=600
+        elsewhere, GROUPS[target][1], config, folder, list(sources), target, timeout_s=600
     )
     tolerances = TOLERANCES[torch.float32]
     for (source, step), first in ranks[0].items():
@@ -423,7 +443,7 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
     }
     for target, chosen in ways.items():
         config = config_of(target, *SHARED, *still)
-        first, *_ = run_ranks(elsewhere, GANGS[target][1], config, tmp_path, chosen, target)
+        first, *_ = run_ranks(elsewhere, GROUPS[target][1], config, tmp_path, chosen, target)
         for (source, step), life in first.items():
             losses = sources[source][0].trace.losses[:step] + life.trace.losses
             where = f"{source} to {target} at step {step}"
@@ -433,10 +453,21 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
 
 # All that a step depends on, on two ranks.
 KILLED = (
-    *("model=mnist_net", "dataset=fake_images", "dataset.height=10", "dataset.width=10"),
-    *("dataset.num_samples=60", "dataset.eval_samples=20", "batch.global_size=8"),
-    *("train.epochs=6", "train.precision=bf16", "train.num_threads=1", "train.log_every_steps=1"),
-    *("checkpoint.every_steps=3", *AUGMENTED, *WARM_UP, *ACCUMULATED),
+    "model=mnist_net",
+    "dataset=fake_images",
+    "dataset.height=10",
+    "dataset.width=10",
+    "dataset.num_samples=60",
+    "dataset.eval_samples=20",
+    "batch.global_size=8",
+    "train.epochs=6",
+    "train.precision=bf16",
+    "train.num_threads=1",
+    "train.log_every_steps=1",
+    "checkpoint.every_steps=3",
+    *AUGMENTED,
+    *WARM_UP,
+    *ACCUMULATED,
 )
 NUM_KILLED_STEPS = 48
 

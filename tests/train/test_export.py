@@ -1,4 +1,4 @@
-"""What a completed run leaves where its checkpoints are damaged: the best model that loads."""
+"""A completed run exports the best model that loads, even if checkpoints are damaged."""
 
 import os
 from pathlib import Path
@@ -23,16 +23,16 @@ LOSSES = {1: 0.2, 2: 0.1, 3: 0.3, 4: 0.4}  # of each checkpoint: step 2 is the b
 
 
 def fill(module: torch.nn.Module, value: float) -> None:
-    """Give every parameter one value."""
+    """Set every element of every parameter to a value."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(value)
 
 
-def delivered(
+def export_from(
     env: DistEnv, config: Config, run_dir: Path, damaged: tuple[int, ...]
 ) -> tuple[Tensor, list[str]]:
-    """Save four checkpoints, damage some, deliver; return this rank's weights and what it said."""
+    """Save four checkpoints, damage some, export; return this rank's weights and its log."""
     state, trace = build(env, config), Trace()
     for step, loss in LOSSES.items():
         fill(state.module, step)
@@ -55,11 +55,13 @@ def delivered(
 def run(folder: Path, *damaged: int, load_best: bool = True) -> tuple[list[Tensor], list[str]]:
     """Return the weights of two ranks after the delivery, and what the first one said."""
     config = compose_config(
-        *(*TOY, "checkpoint.monitor=eval/loss", "checkpoint.mode=min"),
+        *TOY,
+        "checkpoint.monitor=eval/loss",
+        "checkpoint.mode=min",
         f"checkpoint.load_best={str(load_best).lower()}",
         world_size=2,
     )
-    results = run_ranks(delivered, 2, config, folder, damaged)
+    results = run_ranks(export_from, 2, config, folder, damaged)
     return [weights for weights, _ in results], results[0][1]
 
 
@@ -98,7 +100,7 @@ def test_a_finished_training_never_fails_for_a_manifest(tmp_path: Path) -> None:
     (said,) = run_ranks(without_manifests, 1, config, tmp_path)
     assert not list(folder.glob("*/manifest.json"))
     assert exported(tmp_path) == (3.0, "4")
-    assert said[0].startswith("no whole checkpoint has a finite eval/loss")
+    assert said[0].startswith("no valid checkpoint has a finite eval/loss")
 
 
 def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:

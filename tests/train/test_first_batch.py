@@ -15,7 +15,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_record import versions
-from ddp_runner.train.first_batch import refuse_mean, try_first_batch, warnings_of
+from ddp_runner.train.first_batch import try_first_batch, validate_loss, warnings_of
 from ddp_runner.worker import work
 
 CONVNET = ("model=convnet", "dataset=fake_images", "dataset.num_samples=40", "batch.per_rank=20")
@@ -52,14 +52,14 @@ INVALID: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "own mean": (loss("broken_models.mean_of_squares", *TOY), ["reduction='sum'"]),
     "a loss for each sample": (
         loss("broken_models.each_square", *TOY),
-        ["returns (2,) of float32, not one number"],
+        ["returns (2,) of float32, not a single number"],
     ),
-    "not a tensor": (loss("broken_models.a_float", *TOY), ["returns a float, not one number"]),
+    "not a tensor": (loss("broken_models.a_float", *TOY), ["returns a float, not a single number"]),
     "too few outputs": (
         of("SevenOutputs", *CONVNET),
-        ["gives (2, 7) for 2 samples of dataset=fake_images with 10 classes"],
+        ["returns (2, 7) for 2 samples of dataset=fake_images with 10 classes"],
     ),
-    "outputs in a dict": (of("DictOutputs"), ["model=toy gives a dict of logits, not a tensor"]),
+    "outputs in a dict": (of("DictOutputs"), ["model=toy returns a dict of logits, not a tensor"]),
     "foreign inputs": (
         ("model=toy", "dataset=fake_images"),
         ["model=toy cannot take dataset=fake_images", "(2, 1, 28, 28) of uint8: RuntimeError: "],
@@ -105,9 +105,9 @@ TAKEN: dict[str, tuple[tuple[str, ...], str]] = {
     "bf16": ((*CONVNET, "train.precision=bf16"), "sum"),
     "more outputs than classes": ((*CONVNET, "model.num_classes=1000"), "sum"),
     "zero": (loss("broken_models.zero", *TOY), "sum"),
-    "constant": (loss("broken_models.constant", *TOY), "neither"),
-    "of the worst sample": (loss("broken_models.worst_square", *TOY), "neither"),
-    "of pairs": (loss("broken_models.of_pairs", *TOY), "neither"),
+    "constant": (loss("broken_models.constant", *TOY), "other"),
+    "of the worst sample": (loss("broken_models.worst_square", *TOY), "other"),
+    "of pairs": (loss("broken_models.of_pairs", *TOY), "other"),
     "one sample": ((*TOY, "dataset.num_samples=1"), "sum"),
 }
 
@@ -121,9 +121,9 @@ def attempts(env: DistEnv) -> dict[str, str]:
         try:
             state = build(env, config)
             trial = try_first_batch(state, config)
-            refuse_mean(trial, config)
+            validate_loss(trial, config)
             warned = any("not a sum" in one for one in warnings_of(trial, state, config))
-            assert warned == (trial.kind == "neither")
+            assert warned == (trial.kind == "other")
             found[name] = trial.kind
         except UserError as error:
             found[name] = str(error)

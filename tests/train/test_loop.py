@@ -165,7 +165,9 @@ def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str
         ("model=mnist_net", "dataset=fake_images", "dataset.eval_samples=37"),
         ("model=toy", "dataset.eval_samples=2"),
         (
-            *("model=mnist_net", "dataset=fake_images", "dataset.eval_samples=37"),
+            "model=mnist_net",
+            "dataset=fake_images",
+            "dataset.eval_samples=37",
             "model.num_classes=1000",
         ),
     ],
@@ -214,9 +216,13 @@ def test_batchnorm_trains_on_what_an_epoch_leaves_over(
 ) -> None:
     """One sample of 33 in batches of 32, and none for the other rank; 12 of 44."""
     config = compose_config(
-        *("model=resnet18", "dataset=fake_images", f"dataset.num_samples={num_samples}"),
-        *("batch.global_size=32", f"train.grad_accum_steps={grad_accum_steps}"),
-        *("dataset.eval_samples=4", "train.eval_every_epochs=0"),
+        "model=resnet18",
+        "dataset=fake_images",
+        f"dataset.num_samples={num_samples}",
+        "batch.global_size=32",
+        f"train.grad_accum_steps={grad_accum_steps}",
+        "dataset.eval_samples=4",
+        "train.eval_every_epochs=0",
         world_size=world_size,
     )
     for trace in run_ranks(loop, world_size, config, 2):

@@ -19,8 +19,11 @@ NUM_STEPS = 12
 TORCHS = "scheduler._target_=torch.optim.lr_scheduler."
 # Each evaluation but the first counts as none better: the rate falls by half after it.
 PLATEAU = (
-    *("scheduler=plateau", "scheduler.patience=0", "scheduler.factor=0.5"),
-    *("+scheduler.threshold=0.9", "train.log_every_steps=1"),
+    "scheduler=plateau",
+    "scheduler.patience=0",
+    "scheduler.factor=0.5",
+    "+scheduler.threshold=0.9",
+    "train.log_every_steps=1",
 )
 
 
@@ -102,7 +105,7 @@ def refusal(env: DistEnv, config: Config) -> str:
         ("scheduler=plateau +scheduler.coldown=3", "did you mean scheduler.cooldown?"),
         (f"{TORCHS}StepLR", "'step_size'; a keyword that it needs is added by +scheduler.KEY="),
         (f"{TORCHS}StepLR +scheduler.step_size=2 +scheduler.monitor=eval/loss",
-         "StepLR follows the steps and no metric; leave it out"),
+         "StepLR counts steps and takes no metric; leave it out"),
         ("scheduler=plateau scheduler.monitor=eval/f1 scheduler.mode=max",
          "scheduler.monitor=eval/f1 needs classes and dataset=random has none"),
     ],

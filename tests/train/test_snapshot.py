@@ -541,7 +541,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with_only(tmp_path: Path) -> 
     (answers,) = run_ranks(other_data, 1, config_of(*TOY, world_size=1), tmp_path)
     assert "27 training samples then, 20 now; put" in answers["train"]
     assert "40 evaluation samples then, 5 now; put" in answers["eval"]
-    assert "27 training samples then as now, but other ones" in answers["content"]
+    assert "27 training samples then and now, but different ones" in answers["content"]
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "cosine"])

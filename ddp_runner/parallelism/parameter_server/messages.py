@@ -1,54 +1,63 @@
-"""What server and trainers of ``ps`` send each other: numbers, and tensors as one vector."""
+"""Messages between server and trainers of ``ps``: numbers, and tensors as one flat vector."""
 
 import torch
 from torch import Tensor, nn
 
 from ddp_runner.job import Status
 
-# What a trainer is sent in place of a batch, once the run has ended.
+# The server sends one of these numbers in place of a batch's: the run has ended ...
 STATUS_OF = {-1: Status.COMPLETED, -2: Status.PREEMPTED}
-ALIVE = -3  # what a trainer is sent while there is no batch for it, this often within a timeout:
-ALIVE_PER_TIMEOUT = 4
-
+ALIVE = -3  # ... or there is no batch yet, but the server is alive
+ALIVE_PER_TIMEOUT = 4  # how often it sends ALIVE within a timeout
 
 EXACT_IN_FLOAT32 = {
-    *(torch.float32, torch.bfloat16, torch.float16),
-    *(torch.int16, torch.int8, torch.uint8, torch.bool),
-}
+    torch.float32, torch.bfloat16, torch.float16,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
 
 
 def message_dtype(module: nn.Module) -> torch.dtype:
-    """Return the type of a message: float32, or float64 where that would round what is sent."""
+    """Return float32, or float64 if float32 would round a parameter or buffer of the model."""
     sent = (*module.named_parameters(), *module.named_buffers())
-    wide = any(
-        one.dtype not in EXACT_IN_FLOAT32
-        # BatchNorm's count of batches is exact up to 2**24 of them.
+    is_wide = any(
+        tensor.dtype not in EXACT_IN_FLOAT32
+        # BatchNorm's count of batches is exact up to 2**24.
         and not name.endswith("num_batches_tracked")
-        for name, one in sent
+        for name, tensor in sent
     )
-    return torch.float64 if wide else torch.float32
+    return torch.float64 if is_wide else torch.float32
 
 
-@torch.no_grad()
-def packed(module: nn.Module, *, gradients: bool = False, facts: Tensor | None = None) -> Tensor:
-    """Return the parameters as one vector on the CPU; or gradients, buffers and facts.
+def flatten_parameters(module: nn.Module) -> Tensor:
+    """Return the parameters as a vector of ``message_dtype`` on the CPU."""
+    return _flatten(list(module.parameters()), message_dtype(module))
 
-    After the gradients comes a number for each parameter: 1 if it has a gradient, else 0.
+
+def flatten_gradients(module: nn.Module, numbers: Tensor) -> Tensor:
+    """Return what a trainer pushes, as a vector of ``message_dtype`` on the CPU.
+
+    Args:
+        module: with the gradients of a batch.
+        numbers: a vector to append.
+
+    Returns:
+        The gradients; for each parameter 1 if it has a gradient, else 0; the buffers; the numbers.
     """
-    tensors: list[Tensor] = list(module.parameters())
-    if gradients:
-        present = torch.tensor([float(one.grad is not None) for one in tensors])
-        tensors = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
-        tensors += [present, *module.buffers()]
-    if facts is not None:
-        tensors.append(facts)
-    dtype = message_dtype(module)
-    return torch.cat([one.detach().to("cpu", dtype).reshape(-1) for one in tensors])
+    parameters = list(module.parameters())
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    has_gradient = torch.tensor([float(p.grad is not None) for p in parameters])
+    tensors = [*gradients, has_gradient, *module.buffers(), numbers]
+    return _flatten(tensors, message_dtype(module))
 
 
 @torch.no_grad()
 def copy_parts(values: Tensor, tensors: list[Tensor]) -> None:
-    """Copy a vector's parts into tensors, which keep their memory format."""
-    parts = values.split([one.numel() for one in tensors]) if tensors else ()
-    for one, part in zip(tensors, parts, strict=True):
-        one.copy_(part.view(one.shape))
+    """Copy the parts of a vector into tensors, which keep their memory format."""
+    parts = values.split([tensor.numel() for tensor in tensors]) if tensors else ()
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+@torch.no_grad()
+def _flatten(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([tensor.detach().to("cpu", dtype).reshape(-1) for tensor in tensors])

@@ -1,15 +1,15 @@
 """A parameter server: rank 0 holds the parameters, the others compute gradients for it.
 
-A trainer pulls the parameters, computes the gradients of one batch and pushes them; the server
-takes the optimizer's step. It is the server that runs the training loop: where other modes call
-backward, it collects. Messages are torch.distributed's point-to-point ones, on CPU tensors.
+A trainer receives the parameters, computes the gradients of a batch and sends them; the server
+takes the optimizer's step. The server runs the training loop: where other modes call backward, it
+collects gradients. Messages are torch.distributed's point-to-point ones, on CPU tensors.
 
-Each batch's gradients are applied exactly once, also where trainers are lost and where the run is
-stopped and goes on. In async they are applied in the order of their arrival, so that two runs of
-one seed differ; what the server had handed out when it saved is in the checkpoint.
+Each batch's gradients are applied exactly once, even if trainers are lost or the run is stopped and
+resumed. In async they are applied as they arrive, so two runs with the same seed differ; the
+checkpoint lists the batches that trainers were still computing.
 
-Source: https://pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html, whose RPC
-transport torch no longer develops; the two ways to step: Dean et al., Large Scale Distributed Deep
+Sources: https://pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html, whose RPC
+transport torch no longer develops; for sync and async, Dean et al., Large Scale Distributed Deep
 Networks (2012).
 """
 
@@ -27,7 +27,13 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Duties, Role, count_devices, rank_devices
-from ddp_runner.parallelism.parameter_server.messages import ALIVE, STATUS_OF, copy_parts, packed
+from ddp_runner.parallelism.parameter_server.messages import (
+    ALIVE,
+    STATUS_OF,
+    copy_parts,
+    flatten_gradients,
+    flatten_parameters,
+)
 from ddp_runner.parallelism.parameter_server.server import Server
 from ddp_runner.seeds import derive
 
@@ -36,13 +42,13 @@ SERVER = 0
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """One server; `mode` is sync (a step waits for all trainers) or async (for any one)."""
+    """A server and its trainers; in sync a step waits for all trainers, in async for any."""
 
     name: str
     mode: str
 
     def role(self, env: DistEnv) -> Role:
-        """Return server or trainer; in async a trainer computes whole global batches."""
+        """Return the role of server or trainer; in async a trainer computes global batches."""
         is_server = env.rank == SERVER
         num_shares = env.world_size - 1 if self.mode == "sync" else 1
         return Role(
@@ -51,16 +57,16 @@ class ParameterServer:
             loop=DistEnv(SERVER, env.local_rank, 1, 1, env.node_rank, env.restart_count)
             if is_server
             else None,
-            gradients=self.hand_out if is_server else None,
-            serve=None if is_server else self.compute,
+            gradients=self.start_server if is_server else None,
+            serve=None if is_server else self.run_trainer,
         )
 
     def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return the one device of this rank."""
+        """Return this rank's device."""
         return rank_devices(env, kind=kind)
 
     def num_devices(self, env: DistEnv, *, kind: str) -> int:
-        """Return one device a rank, the server's included."""
+        """Return the number of ranks, the server included."""
         return count_devices(env, kind=kind)
 
     def place(
@@ -70,32 +76,33 @@ class ParameterServer:
         return build().to(devices[0])
 
     def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
-        """Return the model as it is: the parameters come with each batch."""
+        """Return the model unchanged: the parameters come with each batch."""
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return an empty context: a push comes after the last micro-batch."""
+        """Return an empty context: a trainer sends gradients after its last micro-batch."""
         return nullcontext()
 
-    def hand_out(self, duties: Duties) -> Server:
-        """Return the source of gradients of the loop. Rank 0 only, while the others compute."""
-        links = _connect(duties.timeout_s)
-        return Server(duties, links=links, waits=self.mode == "sync")
+    def start_server(self, duties: Duties) -> Server:
+        """Return the loop's source of gradients. Collective with ``run_trainer``."""
+        groups = _connect(duties.timeout_s)
+        return Server(duties, groups=groups, waits_for_all=self.mode == "sync")
 
-    def compute(self, duties: Duties) -> Status:
-        """Compute gradients until the server ends; return the run's status. Trainers only.
+    def run_trainer(self, duties: Duties) -> Status:
+        """Compute gradients to the end of the run; return its status. Collective with the server.
 
         Raises:
             UserError: no parameter has a gradient.
         """
-        (link,) = _connect(duties.timeout_s)
+        (group,) = _connect(duties.timeout_s)
         module = duties.module
-        order, values, pushed_at = torch.zeros(1).long(), packed(module), time.perf_counter()
-        while (step := _received(order, link)) >= 0:
-            dist.recv(values, src=SERVER, group=link)
+        number, values = torch.zeros(1).long(), flatten_parameters(module)
+        pushed_at = time.perf_counter()
+        while (step := _receive_number(number, group)) >= 0:
+            dist.recv(values, src=SERVER, group=group)
             copy_parts(values, list(module.parameters()))
             waited_s = time.perf_counter() - pushed_at
-            # Dropout depends on the step alone, so a resumed run draws what this one would draw.
+            # Dropout depends only on the step, so a resumed run draws the same numbers.
             torch.manual_seed(derive(duties.seed, "trainer", step, dist.get_rank()))
             module.zero_grad(set_to_none=True)
             loss = duties.compute(step)
@@ -103,16 +110,17 @@ class ParameterServer:
                 raise UserError(
                     "no parameter of the model has a gradient; there is nothing to push"
                 )
-            facts = torch.tensor([float(loss), waited_s], dtype=torch.float64)
-            dist.send(packed(module, gradients=True, facts=facts), dst=SERVER, group=link)
+            numbers = torch.tensor([float(loss), waited_s], dtype=torch.float64)
+            dist.send(flatten_gradients(module, numbers), dst=SERVER, group=group)
             pushed_at = time.perf_counter()
         return STATUS_OF[step]
 
 
 def _connect(timeout_s: float) -> list[dist.ProcessGroup]:
-    """Return a group of two for each trainer: gloo closes the whole group that a rank leaves.
+    """Return the server's groups with each trainer, or a trainer's group with the server.
 
-    Collective: every rank must call. The server gets all of them, a trainer its own.
+    They are groups of two, since gloo closes a group when a rank leaves it. Collective: every rank
+    must call.
     """
     groups = [
         dist.new_group([SERVER, trainer], backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -121,9 +129,9 @@ def _connect(timeout_s: float) -> list[dist.ProcessGroup]:
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
-def _received(box: Tensor, link: dist.ProcessGroup) -> int:
-    """Wait for the next batch or the end, as long as the server says that it is alive."""
-    dist.recv(box, src=SERVER, group=link)
-    while int(box) == ALIVE:
-        dist.recv(box, src=SERVER, group=link)
-    return int(box)
+def _receive_number(buffer: Tensor, group: dist.ProcessGroup) -> int:
+    """Wait for the number of the next batch, or of the run's status."""
+    dist.recv(buffer, src=SERVER, group=group)
+    while int(buffer) == ALIVE:
+        dist.recv(buffer, src=SERVER, group=group)
+    return int(buffer)

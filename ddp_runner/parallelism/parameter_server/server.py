@@ -1,4 +1,4 @@
-"""The server's side of ``ps``: hands out batches with the parameters, and collects gradients."""
+"""The server of ``ps``: assigns batches to trainers and collects their gradients."""
 
 import queue
 import threading
@@ -22,17 +22,18 @@ from ddp_runner.parallelism.parameter_server.messages import (
     ALIVE_PER_TIMEOUT,
     STATUS_OF,
     copy_parts,
+    flatten_gradients,
+    flatten_parameters,
     message_dtype,
-    packed,
 )
 
-POLL_S = 0.2  # between two looks at which trainers have ended
-LAST_WORDS_S = 5.0  # for the trainers to be told of the end
+POLL_S = 0.2  # between two checks of which trainers have ended
+SHUTDOWN_GRACE_S = 5.0  # for sending the trainers the run's status
 
 
 @dataclass
-class _Lap:
-    """What happened since the last line of metrics."""
+class _Interval:
+    """Measurements since the last line of metrics."""
 
     started: float = field(default_factory=time.perf_counter)
     pushes: int = 0
@@ -43,137 +44,138 @@ class _Lap:
 
 @dataclass(frozen=True)
 class _Task:
-    """A batch that a trainer has been given."""
+    """A batch that was assigned to a trainer."""
 
     step: int
-    version: int  # updates that its parameters have seen
-    values: Tensor  # the packed parameters
+    version: int  # updates that its parameters contain
+    values: Tensor  # the flattened parameters
     push: Future[Tensor] = field(default_factory=Future)
 
 
 class Server:
-    """Hands out batches with the parameters and collects gradients: see ``GradientSource``."""
+    """Gradients from the trainers; see ``GradientSource``."""
 
-    def __init__(self, duties: Duties, *, links: Sequence[dist.ProcessGroup], waits: bool) -> None:
-        """Begin to serve.
+    def __init__(
+        self, duties: Duties, *, groups: Sequence[dist.ProcessGroup], waits_for_all: bool
+    ) -> None:
+        """Start a thread per trainer.
 
         Args:
             duties: what the loop needs.
-            links: a group with each trainer, by rank.
-            waits: each step waits for all trainers; else for any one.
+            groups: a process group with each trainer, in the order of their ranks.
+            waits_for_all: a step waits for all trainers; else for any of them.
         """
-        self._duties, self._module, self._waits = duties, duties.module, waits
-        self._links = dict(enumerate(links, start=1))  # by trainer
-        self._idle, self._tasks = list(self._links), dict[int, _Task]()
+        self._duties, self._module = duties, duties.module
+        self._waits_for_all = waits_for_all
+        self._groups = dict(enumerate(groups, start=1))  # by trainer
+        self._idle, self._tasks = list(self._groups), dict[int, _Task]()
         self._version = 0  # updates taken
-        self._todo = deque(duties.outstanding)  # batches to hand out before any new one
+        self._todo = deque(duties.outstanding)  # batches to assign before any new one
         self._next = duties.first_step + len(self._todo)
-        self._left = max(0, duties.num_steps - len(self._todo))  # new batches not handed out yet
-        self._size = packed(self._module, gradients=True, facts=torch.zeros(2)).numel()
+        self._left = max(0, duties.num_steps - len(self._todo))  # new batches not assigned yet
+        self._size = flatten_gradients(self._module, torch.zeros(2)).numel()
         self._dtype = message_dtype(self._module)
-        self._lap, self.lost = _Lap(), list[int]()
+        self._interval, self.lost = _Interval(), list[int]()
         self._alive_s = duties.timeout_s / ALIVE_PER_TIMEOUT
-        # A thread for each trainer, so that none waits for the messages of another. It tells its
-        # trainer that the server lives while the main thread evaluates or saves for long.
-        self._inboxes = {rank: queue.SimpleQueue[_Task | int | None]() for rank in self._links}
+        # A thread per trainer, so that no trainer waits for another one's messages. It sends
+        # ALIVE while the main thread evaluates or saves for long.
+        self._inboxes = {rank: queue.SimpleQueue[_Task | int | None]() for rank in self._groups}
         self._threads = {
-            rank: threading.Thread(target=self._talk, args=(rank,), daemon=True)
-            for rank in self._links
+            rank: threading.Thread(target=self._run_thread, args=(rank,), daemon=True)
+            for rank in self._groups
         }
         for thread in self._threads.values():
             thread.start()
 
     def compute(self, state: Any, batch: Any) -> Tensor:
-        """Leave a step's gradients in the module; return the mean loss over its samples.
+        """Leave a step's gradients in the module; return its mean loss, a scalar.
 
-        Args:
-            state: of the loop; not needed.
-            batch: of the loop; a step that waits for all trainers takes its number.
+        In sync the trainers compute the loop's batch; in async they have batches already.
 
         Raises:
-            RuntimeError: one trainer is lost, or all of an asynchronous run.
+            RuntimeError: a trainer is lost in sync, or all trainers are lost in async.
         """
-        if not self._lap.pushes:
-            self._lap.started = time.perf_counter()
-        pushes = self._from_all(batch.number) if self._waits else [self._from_any()]
+        if not self._interval.pushes:
+            self._interval.started = time.perf_counter()
+        pushes = self._from_all(batch.number) if self._waits_for_all else [self._from_any()]
         parameters = list(self._module.parameters())
         total = sum(pushes[1:], start=pushes[0])
-        sizes = [one.numel() for one in parameters]
+        sizes = [parameter.numel() for parameter in parameters]
         gradients, counts = total[: sum(sizes)] / len(pushes), total[sum(sizes) :]
         for parameter, gradient, count in zip(
             parameters, gradients.split(sizes), counts[: len(sizes)].tolist(), strict=True
         ):
-            # A zero gradient is not none: the optimizer would decay a frozen parameter.
+            # None, not zero: with a zero gradient the optimizer would decay a frozen parameter.
             parameter.grad = gradient.view(parameter.shape).to(parameter) if count else None
         rest = pushes[0][sum(sizes) + len(sizes) :]
-        copy_parts(rest[:-2], list(self._module.buffers()))  # of the lowest rank, as under DDP
+        copy_parts(rest[:-2], list(self._module.buffers()))  # the lowest rank's, as under DDP
         self._version += 1
-        self._lap.pushes += len(pushes)
-        self._lap.trainer_wait_s += sum(float(push[-1]) for push in pushes)
+        self._interval.pushes += len(pushes)
+        self._interval.trainer_wait_s += sum(float(push[-1]) for push in pushes)
         self._duties.mark(StepPart.COLLECT)
         return sum((push[-2] for push in pushes), start=torch.zeros(()))
 
     def outstanding(self, state: Any) -> tuple[int, ...]:
-        """Return the batches that were handed out and whose gradients have not been taken."""
+        """Return the assigned batches whose gradients were not applied yet."""
         return tuple(sorted([*self._todo, *(task.step for task in self._tasks.values())]))
 
     def metrics(self) -> dict[str, float]:
-        """Return staleness (updates), waiting times and pushes since the last call."""
-        lap, self._lap = self._lap, _Lap()
-        steps = len(lap.staleness)
+        """Return staleness (in updates), waiting times and pushes since the last call."""
+        interval, self._interval = self._interval, _Interval()
+        steps = len(interval.staleness)
         return {
-            "ps/staleness_mean": sum(lap.staleness) / steps,
-            "ps/staleness_max": max(lap.staleness),
-            "ps/trainer_wait_ms": 1000 * lap.trainer_wait_s / lap.pushes,
-            "ps/server_wait_ms": 1000 * lap.server_wait_s / steps,
-            "ps/pushes_per_s": lap.pushes / (time.perf_counter() - lap.started),
+            "ps/staleness_mean": sum(interval.staleness) / steps,
+            "ps/staleness_max": max(interval.staleness),
+            "ps/trainer_wait_ms": 1000 * interval.trainer_wait_s / interval.pushes,
+            "ps/server_wait_ms": 1000 * interval.server_wait_s / steps,
+            "ps/pushes_per_s": interval.pushes / (time.perf_counter() - interval.started),
             "ps/num_trainers": len(self._idle) + len(self._tasks),
         }
 
     def close(self, status: Status) -> None:
-        """Tell the trainers how the run ended; what they still compute is dropped."""
+        """Send the trainers the run's status, and drop what they still compute."""
         while self._tasks:
-            rank, push = self._first_answer()
+            rank, push = self._wait_for_any()
             if push is not None:
                 self._idle.append(rank)
         (code,) = (code for code, name in STATUS_OF.items() if name == status)
         for rank in self._idle:
             self._inboxes[rank].put(code)
-        deadline = time.monotonic() + LAST_WORDS_S
-        for rank in self._idle:  # a lost one's thread may wait for its last message for long
+        deadline = time.monotonic() + SHUTDOWN_GRACE_S
+        for rank in self._idle:  # the thread of a lost trainer may wait for long
             self._threads[rank].join(max(0.0, deadline - time.monotonic()))
 
     def _from_all(self, step: int) -> list[Tensor]:
-        values = packed(self._module)
+        values = flatten_parameters(self._module)
         trainers, self._idle = self._idle, []
         for rank in trainers:
-            self._give(rank, step, values)
+            self._assign(rank, step, values)
         started = time.perf_counter()
         pushes = [self._tasks[rank].push.result() for rank in trainers]
-        self._lap.server_wait_s += time.perf_counter() - started
-        self._lap.staleness.append(0)
+        self._interval.server_wait_s += time.perf_counter() - started
+        self._interval.staleness.append(0)
         self._idle, self._tasks = trainers, {}
         return pushes
 
     def _from_any(self) -> Tensor:
         while True:
-            self._give_all_idle()
+            self._assign_idle()
             if not self._tasks:
                 raise RuntimeError(
                     f"all trainers are lost (ranks {', '.join(map(str, self.lost))}); see their "
                     "logs in the run folder, then resume it"
                 )
             started = time.perf_counter()
-            rank, push = self._first_answer()
-            self._lap.server_wait_s += time.perf_counter() - started
+            rank, push = self._wait_for_any()
+            self._interval.server_wait_s += time.perf_counter() - started
             if push is not None:
                 self._idle.append(rank)
                 return push
 
-    def _first_answer(self) -> tuple[int, Tensor | None]:
-        """Wait for any trainer; return its rank and push, None if it is lost."""
+    def _wait_for_any(self) -> tuple[int, Tensor | None]:
+        """Wait for any trainer; return its rank and its push, or None if it is lost."""
         while not (answered := [rank for rank, task in self._tasks.items() if task.push.done()]):
-            # A message to a process that has just ended may never fail: gloo does not always see.
+            # Gloo does not always notice that the other process has ended.
             if answered := [rank for rank in self._tasks if rank in self._duties.ended()]:
                 break
             pushes = [task.push for task in self._tasks.values()]
@@ -183,35 +185,37 @@ class Server:
         if not task.push.done() or task.push.exception():
             self._todo.append(task.step)
             reason = str(task.push.exception()) if task.push.done() else ""
-            self._lose(rank, was_silent="imed out" in reason and rank not in self._duties.ended())
+            self._drop_trainer(
+                rank, was_silent="imed out" in reason and rank not in self._duties.ended()
+            )
             return rank, None
-        self._lap.staleness.append(self._version - task.version)
+        self._interval.staleness.append(self._version - task.version)
         return rank, task.push.result()
 
-    def _give_all_idle(self) -> None:
-        values = packed(self._module)
+    def _assign_idle(self) -> None:
+        values = flatten_parameters(self._module)
         while self._idle and (self._todo or self._left):
             rank = self._idle.pop(0)
             if self._todo:
                 step = self._todo.popleft()
             else:
                 step, self._next, self._left = self._next, self._next + 1, self._left - 1
-            self._give(rank, step, values)
+            self._assign(rank, step, values)
 
-    def _give(self, rank: int, step: int, values: Tensor) -> None:
+    def _assign(self, rank: int, step: int, values: Tensor) -> None:
         self._tasks[rank] = _Task(step, self._version, values)
         self._inboxes[rank].put(self._tasks[rank])
 
-    def _talk(self, rank: int) -> None:
-        """Exchange messages with a trainer until its last one; None ends without a message."""
+    def _run_thread(self, rank: int) -> None:
+        """Exchange messages with a trainer until its status is sent, or the item is None."""
         while (item := self._next_item(rank)) is not None:
             if isinstance(item, int):
-                with suppress(RuntimeError):  # it is gone, and needs no telling
-                    self._tell(rank, item)
+                with suppress(RuntimeError):  # the trainer has ended already
+                    self._send_number(rank, item)
                 return
             try:
                 item.push.set_result(self._exchange(rank, item))
-            except Exception as error:  # of any kind: the main thread waits for an answer
+            except Exception as error:  # any: the main thread waits for the push
                 item.push.set_exception(error)
 
     def _next_item(self, rank: int) -> _Task | int | None:
@@ -219,22 +223,24 @@ class Server:
             try:
                 return self._inboxes[rank].get(timeout=self._alive_s)
             except queue.Empty:
-                with suppress(RuntimeError):  # it is gone: its next task says so
-                    self._tell(rank, ALIVE)
+                with suppress(RuntimeError):  # the trainer has ended; its next task fails
+                    self._send_number(rank, ALIVE)
 
     def _exchange(self, rank: int, task: _Task) -> Tensor:
-        self._tell(rank, task.step)
-        dist.send(task.values, dst=rank, group=self._links[rank])
+        self._send_number(rank, task.step)
+        dist.send(task.values, dst=rank, group=self._groups[rank])
         push = torch.empty(self._size, dtype=self._dtype)
-        dist.recv(push, src=rank, group=self._links[rank])
+        dist.recv(push, src=rank, group=self._groups[rank])
         return push
 
-    def _tell(self, rank: int, number: int) -> None:
-        dist.send(torch.tensor([number]), dst=rank, group=self._links[rank])
+    def _send_number(self, rank: int, number: int) -> None:
+        dist.send(torch.tensor([number]), dst=rank, group=self._groups[rank])
 
-    def _lose(self, rank: int, *, was_silent: bool) -> None:
+    def _drop_trainer(self, rank: int, *, was_silent: bool) -> None:
         self.lost.append(rank)
         self._inboxes[rank].put(None)
         left = len(self._idle) + len(self._tasks)
         reason = "no answer within backend.timeout_s" if was_silent else "its process ended"
-        self._duties.log(f"rank {rank} is lost ({reason}); the run goes on with {left} trainer(s)")
+        self._duties.log(
+            f"rank {rank} is lost ({reason}); the run continues with {left} trainer(s)"
+        )

@@ -17,19 +17,29 @@ from ddp_runner.metric_names import MONITORS
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Ten samples too many for the model's 165 parameters: it learns them by heart after two epochs.
 OVERFIT = (
-    *(*TOY, "optimizer=adam", "optimizer.lr=0.02", "dataset.num_samples=30"),
-    *("batch.global_size=10", "train.epochs=4", "checkpoint.monitor=eval/loss"),
+    *TOY,
+    "optimizer=adam",
+    "optimizer.lr=0.02",
+    "dataset.num_samples=30",
+    "batch.global_size=10",
+    "train.epochs=4",
+    "checkpoint.monitor=eval/loss",
     "checkpoint.mode=min",
 )
 STAY = ("optimizer.lr=1e-30", "train.max_steps=1", "train.num_threads=1")  # weights as they came
 ROWS = {
     "steps": (
-        *(*TOY, "train.max_steps=9", "checkpoint.every_steps=2", "checkpoint.every_epochs=null"),
+        *TOY,
+        "train.max_steps=9",
+        "checkpoint.every_steps=2",
+        "checkpoint.every_epochs=null",
         "checkpoint.keep=2",
     ),
     "best": (*OVERFIT, "checkpoint.keep=1", "checkpoint.load_best=true"),
     "all": (
-        *(*OVERFIT, "checkpoint.every_steps=1", "checkpoint.every_epochs=null"),
+        *OVERFIT,
+        "checkpoint.every_steps=1",
+        "checkpoint.every_epochs=null",
         "checkpoint.keep=99",
     ),
     "regression": (*TOY, "checkpoint.monitor=eval/f1"),
@@ -46,7 +56,8 @@ STARTS = {
         *STAY,
     ),
     "split": (
-        *("model=toy_mp", "parallelism=ddp_mp"),
+        "model=toy_mp",
+        "parallelism=ddp_mp",
         "model.weights=sweep/experiment=best/model.safetensors",
         *STAY,
     ),
@@ -59,7 +70,11 @@ def run_sweep(folder: Path, rows: dict[str, tuple[str, ...]]) -> Ended:
         if overrides:
             write_experiment(folder / "conf", name, *overrides)
     return run_command(
-        *("-m", "--config-dir", "conf", f"experiment={','.join(rows)}", "hydra.sweep.dir=sweep"),
+        "-m",
+        "--config-dir",
+        "conf",
+        f"experiment={','.join(rows)}",
+        "hydra.sweep.dir=sweep",
         folder=folder,
     )
 
