@@ -134,7 +134,7 @@ def say(
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.batches):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
-        monkeypatch.setattr(module, "execute", started)
+        monkeypatch.setattr(module, "launch", started)
     monkeypatch.chdir(tmp_path)
 
     def answer(*args: str) -> tuple[Any, str, str]:

@@ -330,16 +330,16 @@ def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_p
 
 def revision_by_rank() -> None:
     """Let the code of this rank be of a commit of its own."""
-    from ddp_runner.cli import app
+    from ddp_runner.tracking import run_record
 
-    app.git_revision = lambda: f"commit-{os.environ['RANK']}"
+    run_record.git_revision = lambda: f"commit-{os.environ['RANK']}"
 
 
 def torch_by_rank() -> None:
     """Let this rank have a torch of its own."""
-    from ddp_runner.cli import app
+    from ddp_runner.tracking import run_record
 
-    app.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
+    run_record.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
 
 
 def nothing() -> None:

@@ -102,7 +102,7 @@ def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) ->
         assert (rank in (ANY, error["rank"]), error["kind"]) == (True, kind), (fault, error)
         assert error["sentence"].startswith(sentence), (fault, error)
         assert (fields["status"], fields["restarts"]) == ("failed", restarts), fault
-    assert "as if it were stopped" in record(runs["stopped"])["error"]["sentence"]
+    assert "no stack could be read" in record(runs["stopped"])["error"]["sentence"]
     first = "the first of them: rank 1 was killed by SIGKILL"
     assert first in record(runs["again"])["error"]["sentence"]
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("child-*"))

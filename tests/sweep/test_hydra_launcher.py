@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
 from hydra.core.utils import JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import (
     IntegrationTestSuite,
     LauncherTestSuite,
 )
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.command_line import parse
@@ -27,7 +29,18 @@ NAME = "hydra_plugins.ddp_runner_launcher.SweepLauncher"
 
 @pytest.fixture(autouse=True)
 def _launcher(hydra_restore_singletons: None) -> None:
-    """Let Hydra's own test configs choose the launcher; ours name it in conf/hydra/launcher."""
+    """Let Hydra's own test configs choose the launcher; ours name it in conf/hydra/launcher.
+
+    They expect the behaviour of a program that asks for no version, which another test of this
+    process may have asked for.
+    """
+    state = Singleton.get_state()
+    Singleton.set_state(
+        {
+            **state,
+            "instances": {k: v for k, v in state["instances"].items() if k is not VersionBase},
+        }
+    )
     ConfigStore.instance().store(
         group="hydra/launcher", name="ddp_runner", node={"_target_": NAME}, provider="test"
     )
