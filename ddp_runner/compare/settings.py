@@ -6,7 +6,7 @@ from typing import Any
 from ddp_runner.compare.run import Run
 
 # The seed, over which a row averages, and keys that change neither the work nor its speed.
-IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets")
+IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
 FIRST_KEYS = (
@@ -28,7 +28,7 @@ def setting_of(run: Run) -> Setting:
     config = {
         key: value
         for key, value in run.config.items()
-        if key not in IGNORED and not key.startswith("launch.")
+        if key not in IGNORED and not key.startswith(("launch.", "sweep."))
     }
     return config | {
         "world_size": run.world_size,

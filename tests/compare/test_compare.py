@@ -297,3 +297,13 @@ def test_each_run_is_read_once(tmp_path: Path) -> None:
     write_run(tmp_path / "sweep" / "a copy that was resumed", record=began)
     (only,) = compared(tmp_path).rows
     assert len(only.runs) == 3
+
+
+def test_how_a_run_was_started_is_no_setting(tmp_path: Path) -> None:
+    """A run alone and the same run in a sweep, with another launcher, are two of one setting."""
+    alone = {"sweep.skip_invalid": False, "launch.max_restarts": 0, "verbose": False, "seed": 0}
+    swept = {"sweep.skip_invalid": True, "launch.max_restarts": 3, "verbose": True, "seed": 1}
+    write_run(tmp_path / "alone", config=alone, lines=lines_of([100.0] * 3))
+    write_run(tmp_path / "swept", config=swept, lines=lines_of([100.0] * 3))
+    (row,) = compare(read_runs([tmp_path])).rows
+    assert len(row.runs) == 2
