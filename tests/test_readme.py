@@ -9,6 +9,7 @@ from commands import CONFIG_DIR, resolved
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -50,8 +51,13 @@ def test_each_command_of_the_readme_is_accepted(line: str, tmp_path: Path) -> No
         key, _, values = word.partition("=")
         swept = values.split(",") if "-m" in words and "[" not in values else [values]
         jobs = [[*job, f"{key}={value}"] for job in jobs for value in swept]
+    invalid = list[str]()
     for job in jobs:
-        assert isinstance(resolved(*job, hardware=BIG, env=env)[0], Config)
+        try:
+            assert isinstance(resolved(*job, hardware=BIG, env=env)[0], Config)
+        except UserError as error:
+            invalid.append(str(error))
+    assert not invalid or ("sweep.skip_invalid=true" in words and len(invalid) < len(jobs)), invalid
 
 
 def _filled(word: str, folder: Path) -> str:
