@@ -76,7 +76,7 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
 def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     """The seed makes the same command try the same jobs; a diverged one is a trial that failed.
 
-    Started again it is packed; the slot that is left takes the jobs of the one that is killed.
+    Started again with parallel jobs, the slot that is left takes those of the one that is killed.
     """
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")
     slow = brake(tmp_path / "models")
@@ -90,8 +90,8 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     )
     assert statuses(sweep) == {first: "preempted", second: "queued"}
 
-    packed = (*SEARCH, "sweep.parallel_jobs=2")
-    with background(*packed, folder=tmp_path, environ=slow.environ, fresh=True) as process:
+    parallel = (*SEARCH, "sweep.parallel_jobs=2")
+    with background(*parallel, folder=tmp_path, environ=slow.environ, fresh=True) as process:
         wait_for(lambda: both_train(process, tmp_path), every_s=POLL_S)
         slot(process.pid).kill()
         slow.let_go()
@@ -101,7 +101,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     assert end.exit_code == 2
     assert all(table_row(end.stdout, name) for name in (first, second, third))
     assert f"job 4 of 4: {first} was run before: its result is taken" in end.stdout
-    assert "error: a slot of the sweep ended with exit code -9; the others go on" in end.stderr
+    assert "error: a slot of the sweep ended with exit code -9; the other slots take" in end.stderr
     assert "Traceback" not in end.stderr
     assert "resumed from" in (sweep / first / "logs" / "rank-0.log").read_text()
 
@@ -115,6 +115,6 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
 
 
 def slot(launcher_pid: int) -> psutil.Process:
-    """Return one of the processes that run the jobs of a packed sweep."""
+    """Return one of the processes that run the jobs of a sweep side by side."""
     children = psutil.Process(launcher_pid).children()
     return next(one for one in children if "spawn_main" in command_line(one))
