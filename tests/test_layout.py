@@ -12,7 +12,7 @@ import ddp_runner
 
 PACKAGE = Path(ddp_runner.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "conf" not in path.parts)
-MOST_LINES = 275
+MOST_LINES = 260
 GROUND = {"errors", "files", "host", "metric_names", "seeds"}  # they import nothing of ours
 # What each package, and each module of the top level, may import.
 ALLOWED = {

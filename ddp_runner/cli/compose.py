@@ -23,7 +23,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
-from ddp_runner.tracking.run_dir import job_name
+from ddp_runner.tracking.outputs import job_name
 
 UNNAMED = "auto"  # hydra.run.dir and its like: the user gives no folder, the runner names one
 

@@ -17,7 +17,8 @@ from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.claims import AUTO
-from ddp_runner.tracking.run_dir import RunDir, newest_run
+from ddp_runner.tracking.outputs import newest_run
+from ddp_runner.tracking.run_dir import RunDir
 
 LAST = "last"  # as the value of `resume`: the newest run
 GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")  # each with a `_target_`

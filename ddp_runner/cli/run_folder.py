@@ -10,7 +10,8 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.launch_marks import find_unfinished_run, is_same_work
-from ddp_runner.tracking.run_dir import RunDir, claim, run_folder, sibling_runs
+from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
+from ddp_runner.tracking.run_dir import RunDir
 
 
 def asked_folder(composed: DictConfig, job: Job) -> Path | None:

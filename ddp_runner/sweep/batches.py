@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import SweepConfig, config_hash
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.errors import UserError
 from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, detect
 from ddp_runner.host.streams import has_live_line, print_line
@@ -19,12 +19,12 @@ from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import failed_enough, recorded, run_jobs
 from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger, sweep_command
+from ddp_runner.sweep.results import objective_of, print_report
 from ddp_runner.sweep.slots import Batch, Slots
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.sweep.validate import validate_sweep
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
-from ddp_runner.tracking.run_record import read_run_record
 
 
 class StopSweep(BaseException):
@@ -115,17 +115,7 @@ class Sweep:
             )
         if not self._settings.report:
             return
-        from ddp_runner.compare.__main__ import write_all
-        from ddp_runner.compare.analysis import compare
-        from ddp_runner.compare.render.tables import FORMATS
-        from ddp_runner.compare.runs import read_runs
-
-        if not any(entry.status == Status.COMPLETED for entry in self._ledger.read().values()):
-            print("\nno report: no run of this sweep was completed")
-            return
-        comparison = compare(read_runs([self.folder]))
-        written = write_all(comparison, self.folder / "report")
-        print("", FORMATS["table"](comparison), *written, sep="\n", flush=True)
+        print_report(self.folder, self._ledger.read().values())
 
     def run_batch(self, composed: Sequence[DictConfig]) -> list[float | str | None]:
         """Plan and freeze all jobs of a batch, then run them; return their objectives.
@@ -157,7 +147,8 @@ class Sweep:
         entries = self._ledger.read()
         if self.is_search and failed_enough(entries, self._settings, self._known_failures):
             raise StopSweep
-        return [self._objective(entries[job_id]) for job_id in order]
+        name = self._settings.objective
+        return [objective_of(entries[job_id], self.folder, name=name) for job_id in order]
 
     def _begin(self) -> list[str]:
         """Open the ledger; return the ids of the jobs that have failed before and stay so."""
@@ -239,22 +230,6 @@ class Sweep:
         if left and not failed_enough(entries, settings, known_failures):
             # All slots have ended early; each has printed why.
             self._outcomes.append(Outcome(Status.FAILED, EXIT_FAILED))
-
-    def _objective(self, entry: Entry) -> float | str | None:
-        """Return the objective of a job, or why it has none."""
-        name = self._settings.objective
-        if name is None:
-            return None
-        if entry.status != Status.COMPLETED:
-            return entry.sentence or f"{entry.folder} is {entry.status}"
-        metrics = read_run_record(self.folder / entry.folder).get("metrics", {})
-        if name not in metrics:
-            meant = nearest(name, metrics, cutoff=0.0)
-            hint = f"write sweep.objective={meant}" if meant else "it has no metrics"
-            raise UserError(f"sweep.objective ({name}) is not a metric of {entry.folder}; {hint}")
-        if metrics[name] is None:
-            return f"{entry.folder}: {name} is not a finite number"
-        return float(metrics[name])
 
 
 def _freeze(job: Job, run_dir: Path) -> None:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.batches import StopSweep, Sweep
 from ddp_runner.sweep.ledger import LEDGER, sweep_command, unfinished_sweep
-from ddp_runner.tracking.run_dir import claim, sweep_folder
+from ddp_runner.tracking.outputs import claim, sweep_folder
 
 
 def run_sweep(sweep: Sweep, run_hydra: Callable[[Sweep], None]) -> int:

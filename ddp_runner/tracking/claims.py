@@ -22,7 +22,8 @@ from ddp_runner.tracking.launch_marks import (
     is_same_work,
     marks_in,
 )
-from ddp_runner.tracking.run_dir import RunDir, claim, run_folder, sibling_runs
+from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 AUTO = "auto"  # the value of `resume` that means this config's newest unfinished run

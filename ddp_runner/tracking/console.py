@@ -18,7 +18,8 @@ from rich.text import Text
 from ddp_runner.host.streams import ERASE_LINE, has_live_line
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
-from ddp_runner.tracking.run_dir import OUTPUTS, RunDir
+from ddp_runner.tracking.outputs import OUTPUTS
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
 
 REFRESH_S = 0.1  # between two redraws: drawing must not slow down training

@@ -3,13 +3,11 @@
 Torch-free: on one machine the launcher claims a folder before any rank exists; else rank 0 does.
 """
 
-import glob
 import os
 import re
 import shlex
 import shutil
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,9 +18,8 @@ from filelock import FileLock, Timeout
 
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
-from ddp_runner.files import FileIn, replace_file, safe_name
+from ddp_runner.files import FileIn, replace_file
 
-OUTPUTS = Path("outputs")
 # The names of a run folder's files, for those that search for them; else see `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
 SUBFOLDERS = (".hydra", "checkpoints", "logs")
@@ -129,7 +126,7 @@ class RunDir:
         """
         if not os.access(self, os.W_OK):
             raise UserError(f"the run folder {self} is not writable; give hydra.run.dir=FOLDER")
-        _ensure_space(self.path, place=self.path)
+        ensure_space(self.path, place=self.path)
 
     def discard_unused(self) -> None:
         """Remove the folder if it holds nothing but a lock that nobody holds."""
@@ -183,67 +180,7 @@ class RunDir:
         return shlex.quote(f"resume='{escaped}'")
 
 
-def run_folder(config: Config) -> Path:
-    """Return the path of a new single run, not yet claimed; `config` is resolved."""
-    model, dataset, mode = (
-        group.get("name", "custom") for group in (config.model, config.dataset, config.parallelism)
-    )
-    usual = f"{model}-{dataset}-{mode}"
-    if config.task != "train":
-        usual = f"{config.task}-{config.backend.name if config.task == 'collectives' else usual}"
-    name = config.name or f"{usual}-ws{config.world_size}"
-    return OUTPUTS / safe_name(name) / timestamp()
-
-
-def sweep_folder(name: str | None) -> Path:
-    """Return the path of a new sweep, not yet claimed."""
-    return OUTPUTS / f"{safe_name(name or 'sweep')}-{timestamp()}"
-
-
-def job_name(overrides: Sequence[str]) -> str:
-    """Return a sweep job's folder: the overrides that the sweep varies, in their order.
-
-    A search draws numbers of 17 digits: long ones are rounded to four.
-    """
-    short = (re.sub(r"=(-?\d+\.\d{5,}(e[+-]?\d+)?)$", _rounded, one) for one in overrides)
-    return safe_name(",".join(short) or "job")
-
-
-def _rounded(value: re.Match[str]) -> str:
-    return f"={float(value[1]):.4g}"
-
-
-def timestamp() -> str:
-    """Return the local time as a folder name that sorts."""
-    return time.strftime("%Y-%m-%d_%H-%M-%S")
-
-
-def claim(path: Path) -> Path:
-    """Create a new folder and return it: `path`, or `path-2`, … if that exists.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is nearly full.
-    """
-    try:
-        # Before anything is created, so that an error leaves nothing behind.
-        _ensure_space(path, place=next(one for one in path.parents if one.is_dir()))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, 1000):
-            candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
-            try:
-                candidate.mkdir()
-            except FileExistsError:
-                continue
-            return candidate
-    except OSError as error:
-        raise UserError(
-            f"the run folder {path} cannot be created ({error.strerror}); "
-            "start in a folder that you may write to, or give hydra.run.dir=FOLDER"
-        ) from error
-    raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
-
-
-def _ensure_space(path: Path, *, place: Path) -> None:
+def ensure_space(path: Path, *, place: Path) -> None:
     """Reject a run folder whose disk is nearly full; `place` is an existing folder on it."""
     free_mib = shutil.disk_usage(place).free // 2**20
     if free_mib < MIN_FREE_MIB:
@@ -251,21 +188,3 @@ def _ensure_space(path: Path, *, place: Path) -> None:
             f"{free_mib} MiB are free for the run folder {path} and a run needs {MIN_FREE_MIB}; "
             "free some, or give hydra.run.dir=FOLDER on another disk"
         )
-
-
-def sibling_runs(config: Config) -> list[RunDir]:
-    """Return the runs whose names fit this config, of any world size, newest first."""
-    planned = run_folder(config)
-    pattern = glob.escape(planned.parent.name)
-    if config.name is None:
-        pattern = re.sub(r"-ws\d+$", "-ws*", pattern)
-    found = OUTPUTS.glob(f"{pattern}/*/{RUN_RECORD}")
-    folders = sorted((path.parent for path in found), key=lambda path: path.name, reverse=True)
-    return [RunDir(folder) for folder in folders]
-
-
-def newest_run() -> Path | None:
-    """Return the run below the outputs folder that was written last, whether of a sweep or not."""
-    found = [*OUTPUTS.glob(f"*/{RUN_RECORD}"), *OUTPUTS.glob(f"*/*/{RUN_RECORD}")]
-    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if newest is None else newest.parent

@@ -303,9 +303,9 @@ def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
 
 def same_second() -> None:
     """Stop the clock that names run folders."""
-    from ddp_runner.tracking import run_dir as folders
+    from ddp_runner.tracking import outputs
 
-    folders.timestamp = lambda: "2026-01-01_00-00-00"
+    outputs.timestamp = lambda: "2026-01-01_00-00-00"
 
 
 @pytest.mark.parametrize("is_sweep", [False, True], ids=["runs", "sweeps"])

@@ -28,7 +28,8 @@ from commands import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_reviews
 
-from ddp_runner.tracking.run_dir import RunDir, claim
+from ddp_runner.tracking.outputs import claim
+from ddp_runner.tracking.run_dir import RunDir
 
 FIELDS = (
     "status",

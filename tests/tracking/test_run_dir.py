@@ -12,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
-from ddp_runner.tracking.run_dir import RunDir, job_name
+from ddp_runner.tracking.outputs import job_name
+from ddp_runner.tracking.run_dir import RunDir
 
 
 @pytest.mark.parametrize(

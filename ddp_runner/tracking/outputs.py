@@ -1,0 +1,92 @@
+"""The outputs folder: how runs and sweeps are named in it, claimed, and found again. Torch-free."""
+
+import glob
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_runner.config.schema import Config
+from ddp_runner.errors import UserError
+from ddp_runner.files import safe_name
+from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir, ensure_space
+
+OUTPUTS = Path("outputs")
+
+
+def run_folder(config: Config) -> Path:
+    """Return the path of a new single run, not yet claimed; `config` is resolved."""
+    model, dataset, mode = (
+        group.get("name", "custom") for group in (config.model, config.dataset, config.parallelism)
+    )
+    usual = f"{model}-{dataset}-{mode}"
+    if config.task != "train":
+        usual = f"{config.task}-{config.backend.name if config.task == 'collectives' else usual}"
+    name = config.name or f"{usual}-ws{config.world_size}"
+    return OUTPUTS / safe_name(name) / timestamp()
+
+
+def sweep_folder(name: str | None) -> Path:
+    """Return the path of a new sweep, not yet claimed."""
+    return OUTPUTS / f"{safe_name(name or 'sweep')}-{timestamp()}"
+
+
+def job_name(overrides: Sequence[str]) -> str:
+    """Return a sweep job's folder: the overrides that the sweep varies, in their order.
+
+    A search draws numbers of 17 digits: long ones are rounded to four.
+    """
+    short = (re.sub(r"=(-?\d+\.\d{5,}(e[+-]?\d+)?)$", _rounded, one) for one in overrides)
+    return safe_name(",".join(short) or "job")
+
+
+def _rounded(value: re.Match[str]) -> str:
+    return f"={float(value[1]):.4g}"
+
+
+def timestamp() -> str:
+    """Return the local time as a folder name that sorts."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def claim(path: Path) -> Path:
+    """Create a new folder and return it: `path`, or `path-2`, … if that exists.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is nearly full.
+    """
+    try:
+        # Before anything is created, so that an error leaves nothing behind.
+        ensure_space(path, place=next(one for one in path.parents if one.is_dir()))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 1000):
+            candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
+            try:
+                candidate.mkdir()
+            except FileExistsError:
+                continue
+            return candidate
+    except OSError as error:
+        raise UserError(
+            f"the run folder {path} cannot be created ({error.strerror}); "
+            "start in a folder that you may write to, or give hydra.run.dir=FOLDER"
+        ) from error
+    raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
+
+
+def sibling_runs(config: Config) -> list[RunDir]:
+    """Return the runs whose names fit this config, of any world size, newest first."""
+    planned = run_folder(config)
+    pattern = glob.escape(planned.parent.name)
+    if config.name is None:
+        pattern = re.sub(r"-ws\d+$", "-ws*", pattern)
+    found = OUTPUTS.glob(f"{pattern}/*/{RUN_RECORD}")
+    folders = sorted((path.parent for path in found), key=lambda path: path.name, reverse=True)
+    return [RunDir(folder) for folder in folders]
+
+
+def newest_run() -> Path | None:
+    """Return the run below the outputs folder that was written last, whether of a sweep or not."""
+    found = [*OUTPUTS.glob(f"*/{RUN_RECORD}"), *OUTPUTS.glob(f"*/*/{RUN_RECORD}")]
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if newest is None else newest.parent
