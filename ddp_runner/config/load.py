@@ -6,7 +6,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.config.schema import CONFIG_DIR as CONFIG_DIR
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 
