@@ -15,10 +15,9 @@ from ddp_runner.cli.hydra_adapter import compose_config, is_grid, opened
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.keys import help_text
-from ddp_runner.config.load import as_written, chosen_keys, to_config
+from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
-from ddp_runner.config.secrets import find_secrets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware

@@ -57,12 +57,10 @@ def validate_targets(config: Config) -> None:
 
 
 def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
-    """Refuse a name that a config may not use.
+    """Refuse a dotted name that a config may not use.
 
-    Args:
-        name: the dotted name.
-        key: the config's key; ``model.loss`` may name only loss functions.
-        allowed: the user's own packages: ``allowed_targets`` of this command.
+    The key ``model.loss`` may name only loss functions. In the packages of `allowed`, those of the
+    user's own that this command gives, any name is accepted.
 
     Raises:
         UserError: it is not allowed, or it is ours and does not exist.

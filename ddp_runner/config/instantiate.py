@@ -33,13 +33,9 @@ def make(
 ) -> Any:
     """Build what a group's ``_target_`` names from the group's keys.
 
-    Args:
-        group: of the config.
-        settings: its keys.
-        kind: the class or protocol that the object must have; None: any.
-        allowed: the user's own packages: ``allowed_targets``.
-        partial: return a functools.partial, to be called with more arguments later.
-        arguments: keywords that win over the settings.
+    `kind` is the class or protocol that the object must have, and `allowed` the user's own
+    packages. The `arguments` win over the keys. With `partial` return a functools.partial: see
+    ``complete``.
 
     Raises:
         UserError: the target may not be named, cannot be imported, does not take the keys, or
@@ -67,16 +63,10 @@ def complete(
     kind: type,
     **offered: Any,
 ) -> Any:
-    """Call what ``make`` returned with `partial`.
+    """Call the `factory` that ``make`` returned with `partial`.
 
-    Args:
-        group: of the config, for messages.
-        settings: the group's keys.
-        factory: what ``make`` returned.
-        arguments: positional arguments.
-        kind: the class or protocol that the object must have.
-        offered: keyword arguments, such as the steps of the whole run; only those that the factory
-            takes are passed.
+    It gets the positional `arguments`. Of what is `offered`, such as the steps of the whole run, it
+    gets the keywords that it takes.
 
     Raises:
         UserError: the factory does not take a key of the group, rejects a value, or builds another
@@ -108,10 +98,7 @@ def keywords(factory: Callable[..., Any]) -> set[str]:
 def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[..., Any]:
     """Return the class or function of a dotted name, if a config may name it.
 
-    Args:
-        name: dotted.
-        key: of the config.
-        allowed: the user's own packages: in them a config may name anything that can be called.
+    In the packages of `allowed`, the user's own, it may name anything that can be called.
 
     Raises:
         UserError: it is not allowed, does not exist, cannot be imported, or is of another kind.
@@ -147,11 +134,8 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
 def construct(value: Any, *, key: str, allowed: Collection[str] = ()) -> Any:
     """Return a value of the config; call each ``_target_`` in it with the keys beside it.
 
-    Args:
-        value: ``_args_`` in it are positional arguments; with ``_partial_: true`` a
-            functools.partial is returned.
-        key: of the config, for messages.
-        allowed: see ``find``.
+    Of these keys ``_args_`` holds positional arguments, and ``_partial_: true`` asks for a
+    functools.partial.
 
     Raises:
         UserError: a name is not allowed.

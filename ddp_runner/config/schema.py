@@ -25,12 +25,7 @@ OPS = (
 REDUCE_OPS = ("sum", "mean", "max", "min", "product")
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 # The words for the types of keys, in messages and in --help.
-KINDS: Mapping[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
 RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("name", "loss", "num_stages", "channels_last", "weights"),

@@ -18,9 +18,7 @@ MADE_UP = ("ddp_runner.data.sources.fake_images.", "ddp_runner.data.sources.rand
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
     """Refuse keys that do not fit each other, on however many ranks.
 
-    Args:
-        config: as composed.
-        chosen: the keys given on the command line.
+    `chosen` are the keys given on the command line.
 
     Raises:
         UserError: a rule is broken.
@@ -46,11 +44,9 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
 
 
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
-    """Refuse keys that do not fit the ranks, their number and their devices.
+    """Refuse keys that do not fit the ranks, whose number and backend are filled in.
 
-    Args:
-        config: with its world size and backend filled in.
-        env: this rank's facts if the ranks run already.
+    `env` are this rank's facts if the ranks run already.
 
     Raises:
         UserError: a rule is broken.
@@ -86,8 +82,7 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
 def validate_scheduler(config: Config) -> None:
     """Refuse a metric that no evaluation gives, and a warm-up longer than the run.
 
-    Args:
-        config: with its batch filled in.
+    The config has its batch filled in.
 
     Raises:
         UserError: a rule is broken.

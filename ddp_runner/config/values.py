@@ -37,7 +37,8 @@ POSITIVE = (
     "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
     "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "optimizer.lr", "dataset.num_samples",
-    "parallelism.needs.devices_per_rank", "parallelism.needs.max_ranks",
+    "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
+    "parallelism.needs.max_ranks",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
