@@ -42,17 +42,16 @@ def make(
             builds another kind of object.
     """
     keys = {key: value for key, value in settings.items() if key not in RUNNER_KEYS[group]}
+    named = f"{group}={settings.get('name')}"
     if "_target_" not in keys:
-        raise UserError(
-            f"{group}={settings.get('name')} has no _target_; name the class or function that "
-            "builds it"
-        )
+        raise UserError(f"{named} has no _target_; name the class or function that builds it")
+    named = f"{named} ({keys['_target_']})"
     hint = f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
     keys |= arguments
     if partial:
         keys["_partial_"] = True
     call = functools.partial(construct, keys, key=group, allowed=allowed)
-    return _report_errors(call, group, settings, kind=None if partial else kind, hint=hint)
+    return _report_errors(call, named, kind=None if partial else kind, hint=hint)
 
 
 def complete(
@@ -72,18 +71,19 @@ def complete(
         UserError: the factory does not take a key of the group, rejects a value, or builds another
             kind of object.
     """
-    known = keywords(factory)
+    target, known = settings.get("_target_"), keywords(factory)
     takes_any = ANY in known
     for key in settings:
         if not (takes_any or key in known or key == "name" or key.startswith("_")):
-            named = sorted(known - offered.keys())
-            meant = nearest(key, named)
-            hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(named)}"
-            raise UserError(f"{group}.{key} is not a keyword of {settings.get('_target_')}; {hint}")
+            own = sorted(known - offered.keys())
+            meant = nearest(key, own)
+            hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(own)}"
+            raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
     taken = {key: value for key, value in offered.items() if takes_any or key in known}
     call = functools.partial(factory, *arguments, **taken)
     hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
-    return _report_errors(call, group, settings, kind=kind, hint=hint)
+    named = f"{group}={settings.get('name')} ({target})"
+    return _report_errors(call, named, kind=kind, hint=hint)
 
 
 def keywords(factory: Callable[..., Any]) -> set[str]:
@@ -161,16 +161,8 @@ def construct(value: Any, *, key: str, allowed: Collection[str] = ()) -> Any:
     return call if value.get("_partial_") is True else call()
 
 
-def _report_errors(
-    call: Callable[[], Any],
-    group: str,
-    settings: Mapping[str, Any],
-    *,
-    kind: type | None,
-    hint: str,
-) -> Any:
-    """Return what a target builds; whatever it raises, or another kind, is one sentence."""
-    named = f"{group}={settings.get('name')} ({settings.get('_target_')})"
+def _report_errors(call: Callable[[], Any], named: str, *, kind: type | None, hint: str) -> Any:
+    """Return what `call` builds; raise a UserError if it fails or builds another kind."""
     try:
         built = call()
     except UserError:
