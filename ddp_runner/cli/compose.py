@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -11,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.command_line import CommandLine
-from ddp_runner.cli.hydra_adapter import compose_config, is_grid, opened
+from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.keys import help_text
@@ -23,8 +24,6 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
 from ddp_runner.tracking.outputs import job_name
-
-UNNAMED = "auto"  # hydra.run.dir and its like: the user gives no folder, the runner names one
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,9 @@ class Invocation:
 def register() -> None:
     """Give Hydra the schema, and OmegaConf the two resolvers that conf/ uses."""
     ConfigStore.instance().store(name="schema", node=Config)
-    for name, resolver in (
-        ("data_root", lambda: os.environ.get("DDP_RUNNER_DATA_ROOT", "data")),
-        ("keys", help_text),
-    ):
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
+    OmegaConf.register_new_resolver("data_root", data_root, replace=True)
+    OmegaConf.register_new_resolver("keys", help_text, replace=True)
 
 
 def compose(command: CommandLine) -> DictConfig:
@@ -88,10 +85,7 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
     """Return the job that a composed config describes; it has no run folder yet.
 
-    Args:
-        composed: with its ``hydra`` node.
-        hardware: of this machine, or of the slot that the job will have.
-        invocation: the command.
+    The hardware is this machine's, or that of the slot that the job will have.
 
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.
