@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from omegaconf import DictConfig
 
@@ -43,7 +41,8 @@ def main() -> None:
     lost: list[str] = []  # what is wrong with stdout and stderr
     keep_streams(lost.append)
     for signum in handled_signals():
-        signal.signal(signum, _leave)  # before any worker: there is nothing to save
+        # Before any worker there is nothing to save.
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
     arguments = ["verbose=true" if one == "-v" else one for one in sys.argv[1:]]
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=lost))
@@ -57,17 +56,11 @@ def main() -> None:
         sys.exit(EXIT_USER_ERROR)
 
 
-def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + signum)
-
-
 def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] = ()) -> int:
     """Run a command: one run, a sweep of runs, or one rank's part of a run; return the exit code.
 
-    Args:
-        arguments: what follows the program's name.
-        started_at: time.time() when the command began.
-        warnings: to be printed with those about the config.
+    The command began at `started_at`, a time.time(). The `warnings` are printed with those about
+    the config.
 
     Raises:
         UserError: the command or the config is invalid.

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,8 @@ def known_keys(arguments: Sequence[str]) -> list[str]:
     If they do not compose, return the keys of the default groups; if those fail too, nothing.
     """
     for given in (arguments, ()):
-        try:
+        with suppress(Exception):  # the command's own error is reported; this is about a hint only
             return list(dotted_keys(OmegaConf.to_container(_compose_groups(given))))
-        except Exception:  # the command's own error is reported anyway; this is about a hint only
-            continue
     return []
 
 
@@ -182,11 +181,10 @@ def _compose_groups(arguments: Sequence[str]) -> DictConfig:
     chosen = []
     for override in overrides:
         group = override.key_or_group
-        if group not in groups and not group.startswith("hydra/"):
-            continue
-        if override.is_choice_sweep():
+        is_group = group in groups or group.startswith("hydra/")
+        if is_group and override.is_choice_sweep():
             chosen.append(f"{group}={next(iter(override.sweep_string_iterator()))}")
-        elif not override.is_sweep_override():
+        elif is_group and not override.is_sweep_override():
             chosen.append(str(override.input_line))
     return compose_config(chosen, folders=folders)
 

@@ -55,20 +55,20 @@ def compose(command: CommandLine) -> DictConfig:
     register()
     composed = compose_config(command.fixed, folders=command.folders)
     for sweep in command.sweeps:
-        line, key = sweep.input_line, sweep.key_or_group
+        line = sweep.input_line
         if is_sweep(command, composed):
             if is_grid(composed.hydra.sweeper) and not sweep.is_discrete_sweep():
                 raise UserError(
                     f"{line} is an interval and this sweeper takes a list of values; write "
                     "hydra/sweeper=optuna, which searches intervals"
                 )
-            continue
-        if sweep.is_choice_sweep():
+        elif sweep.is_choice_sweep():
             raise UserError(
-                f"{line} has a comma; write -m for a sweep over its values, or {key}=[ONE,OTHER] "
-                "for a list"
+                f"{line} has a comma; write -m for a sweep over its values, or "
+                f"{sweep.key_or_group}=[ONE,OTHER] for a list"
             )
-        raise UserError(f"{line} is a sweep; write -m for it")
+        else:
+            raise UserError(f"{line} is a sweep; write -m for it")
     if composed.hydra.job.chdir:
         raise UserError(
             "hydra.job.chdir=true would change what data_root and resume mean; leave it out: a run "

@@ -49,9 +49,8 @@ def parse_options(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
 def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
     """Let ``hydra.main`` answer a command line: a sweep, --help, --cfg, --info, shell completion.
 
-    Args:
-        task_function: given to the launcher, which calls it.
-        arguments: options and overrides. ``hydra.main`` reads sys.argv, which holds them meanwhile.
+    The launcher calls the task function. ``hydra.main`` reads sys.argv, which meanwhile holds the
+    arguments.
     """
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
     before, sys.argv[1:] = sys.argv[1:], arguments
@@ -68,12 +67,10 @@ def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
 
 
 def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> DictConfig:
-    """Return the config of one job with its ``hydra`` node.
+    """Return the config of one job, whose overrides are no sweeps, with its ``hydra`` node.
 
-    Args:
-        overrides: none of them a sweep.
-        folders: URLs of the user's own groups, those of a hydra.searchpath among the overrides
-            included: Hydra reads only the first hydra.searchpath.
+    The `folders` are URLs of the user's own groups. They include those of a hydra.searchpath among
+    the overrides, since Hydra reads only the first hydra.searchpath.
     """
     path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
     GlobalHydra.instance().clear()

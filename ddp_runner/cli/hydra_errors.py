@@ -17,7 +17,8 @@ from ddp_runner.cli.command_line import known_keys, nearest_key
 from ddp_runner.config.schema import KINDS, Config
 from ddp_runner.errors import UserError
 
-LIBRARIES, OURS = ("hydra", "omegaconf", "antlr4", "yaml"), "ddp_runner"
+OURS = "ddp_runner"
+LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
 DEFAULT_HINT = "write key=value, and quote what the shell would change"
 # Class names of errors, which tell a user nothing.
 EVALUATING = re.compile(r" \w+ while evaluating ")
@@ -64,11 +65,13 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
         return UserError(_system_error(error))
     if not (is_hydras or _is_from_libraries(error)):
         return None
+    text = "\n".join(map(str, chain))
+    matches = ((re.search(pattern, text), sentence) for pattern, sentence in SENTENCES)
     sentence = (
         _missing_option(error)
         or _unknown_key(error, arguments)
         or _wrong_value(chain)
-        or _known_sentence(chain)
+        or next((match.expand(sentence) for match, sentence in matches if match), None)
         or _group_value(error, arguments)
         or _first_line(chain)
     )
@@ -83,7 +86,7 @@ def _is_from_libraries(error: BaseException) -> bool:
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     # Frames of the standard library do not count.
     packages = [one for name in modules if (one := name.partition(".")[0]) in (*LIBRARIES, OURS)]
-    return isinstance(error, Exception) and packages[-1:] not in ([], [OURS])
+    return isinstance(error, Exception) and bool(packages) and packages[-1] != OURS
 
 
 def _system_error(error: OSError) -> str:
@@ -109,12 +112,6 @@ def _first_line(chain: Sequence[BaseException]) -> str:
     reason = RESOLVING.sub("the interpolation fails: ", [*lines, "the command cannot be read"][0])
     key = next(filter(None, (getattr(one, "full_key", None) for one in chain)), "")
     return reason if not key or key.startswith("_dummy_") else f"{key}: {reason}"  # Hydra's dummy
-
-
-def _known_sentence(chain: Sequence[BaseException]) -> str | None:
-    text = "\n".join(str(link) for link in chain)
-    found = ((re.search(pattern, text), sentence) for pattern, sentence in SENTENCES)
-    return next((match.expand(sentence) for match, sentence in found if match), None)
 
 
 def _missing_option(error: BaseException) -> str | None:
@@ -143,12 +140,11 @@ def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
     known = known_keys(arguments)
     meant, parent = nearest_key(key, known), key.rpartition(".")[0]
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
+    hint = "see --help for all keys"
     if meant:
         hint = f"did you mean {meant}?"
     elif parent and siblings:
         hint = f"the keys of {parent} are {', '.join(siblings)}"
-    else:
-        hint = "see --help for all keys"
     return f"{key} is not a key of the config; {hint}"
 
 

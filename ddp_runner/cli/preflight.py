@@ -11,20 +11,15 @@ from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
 
 MODEL_FILE = "config.json"  # of a folder of trained weights
-BERT, IMAGE_FOLDER = (
-    "ddp_runner.models.bert.Bert",
-    "ddp_runner.data.sources.image_folder.ImageFolder",
-)
-
+BERT = "ddp_runner.models.bert.Bert"
+IMAGE_FOLDER = "ddp_runner.data.sources.image_folder.ImageFolder"
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
 def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     """Refuse a resolved config that names a missing file, folder or package.
 
-    Args:
-        config: resolved.
-        env: this rank's facts if the ranks run already.
+    `env` are this rank's facts if the ranks run already.
 
     Raises:
         UserError: something is missing; the message says what to write instead.
@@ -58,15 +53,11 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
 
 
 def _validate_weights(path: Path) -> None:
-    if not path.exists():
-        raise UserError(f"model.weights ({path}) does not exist; {_kinds()}")
     is_checkpoint = (path / MANIFEST).exists() or RunDir(path).checkpoints.is_dir()
-    if not (is_checkpoint or path.suffix in WEIGHT_FILES):
-        raise UserError(f"model.weights ({path}) is not a weights file or run folder; {_kinds()}")
-
-
-def _kinds() -> str:
-    return (
-        "give a run folder, its checkpoints/step-XXXXXXXX, or a file that ends in "
-        f"{', '.join(WEIGHT_FILES)}"
+    if path.exists() and (is_checkpoint or path.suffix in WEIGHT_FILES):
+        return
+    fault = "is not a weights file or run folder" if path.exists() else "does not exist"
+    raise UserError(
+        f"model.weights ({path}) {fault}; give a run folder, its checkpoints/step-XXXXXXXX, or a "
+        f"file that ends in {', '.join(WEIGHT_FILES)}"
     )

@@ -30,10 +30,7 @@ def resumed_overrides(
 
     A resumed run brings its groups (``model=bert``): without them Hydra would compose the default
     groups, and reject keys that only the run's own groups have. ``resume=last`` becomes a path.
-
-    Args:
-        overrides: as the user wrote them.
-        folders: they hold the groups, the project's and the user's own.
+    The `folders` hold the groups, the project's and the user's own.
 
     Raises:
         UserError: there is no last run.
@@ -144,11 +141,7 @@ def goes_on(job: Job, run_dir: RunDir) -> bool:
 
 
 def _frozen(run_dir: Path) -> DictConfig:
-    """Return a run's frozen config.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
+    """Return a run's frozen config; refuse one that is missing or damaged."""
     path = RunDir(run_dir).config
     if not path.exists():
         raise UserError(
