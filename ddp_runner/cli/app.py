@@ -121,5 +121,5 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
             plan=partial(plan, invocation=invocation),
             name_of=partial(job_folder, command=command),
         )
-        given = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
-        return run_sweep(sweep, partial(run_hydra, arguments=given))
+        arguments = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
+        return run_sweep(sweep, partial(run_hydra, arguments=arguments))

@@ -113,8 +113,7 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
     completes = ("install=", "uninstall=", "query=")
     if parsed.shell_completion and not any(one.startswith(completes) for one in parsed.overrides):
         raise UserError('write eval "$(ddp-runner --shell-completion install=bash)"')
-    option = next((one for one in unknown if one.startswith("-")), None)
-    if option is not None:
+    if option := next((one for one in unknown if one.startswith("-")), None):
         word, _, value = option.lstrip("-").partition("=")
         if not value:
             value = next((one for one in parsed.overrides if "=" not in one), "VALUE")
@@ -148,10 +147,8 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
         return siblings[sibling]
     if siblings and parent:
         return None  # every key of this parent would be near the whole key
-    if (whole := nearest(key, known, cutoff=0.8)) is not None:
-        return whole
     same_name = [one for one in known if one.rpartition(".")[2] == last]
-    return " or ".join(same_name) or None
+    return nearest(key, known, cutoff=0.8) or " or ".join(same_name) or None
 
 
 def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[str]:
@@ -173,11 +170,10 @@ def group_folders(urls: Sequence[str]) -> list[Path]:
 def _compose_groups(arguments: Sequence[str]) -> DictConfig:
     """Compose only the groups of a command line; for a sweep, the first value of each."""
     parsed, _ = parse_options(arguments)
-    parser = OverridesParser.create()
-    overrides = [parser.parse_override(one) for one in parsed.overrides if "=" in one]
+    written = [one for one in parsed.overrides if "=" in one]
+    overrides = OverridesParser.create().parse_overrides(written)
     folders = own_folders(parsed.config_dir, overrides)
-    roots = [root for root in group_folders(folders) if root.is_dir()]
-    groups = {path.name for root in roots for path in root.iterdir()}
+    groups = {path.name for root in group_folders(folders) for path in root.glob("*")}
     chosen = []
     for override in overrides:
         group = override.key_or_group

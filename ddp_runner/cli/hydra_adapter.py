@@ -54,16 +54,14 @@ def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
     """
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
     before, sys.argv[1:] = sys.argv[1:], arguments
-    environment = os.environ.get(FULL_ERROR)
+    kept = {name: value for name, value in os.environ.items() if name == FULL_ERROR}
     os.environ[FULL_ERROR] = "1"
     try:
         entry(task_function)()
     finally:
         sys.argv[1:] = before
-        if environment is None:
-            del os.environ[FULL_ERROR]
-        else:
-            os.environ[FULL_ERROR] = environment
+        del os.environ[FULL_ERROR]
+        os.environ.update(kept)
 
 
 def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> DictConfig:

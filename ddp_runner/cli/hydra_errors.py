@@ -57,9 +57,8 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    for link in chain:
-        if isinstance(link, UserError):
-            return link
+    if own := [link for link in chain if isinstance(link, UserError)]:
+        return own[0]
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
     if isinstance(error, OSError) and not is_hydras:  # some of Hydra's are both
         return UserError(_system_error(error))
@@ -81,10 +80,10 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
 def _is_from_libraries(error: BaseException) -> bool:
     """Return whether Hydra, or a library that it reads configs with, raised this error itself.
 
-    They raise plain ValueErrors and TypeErrors for much that a user can cause.
+    They raise plain ValueErrors and TypeErrors for much that a user can cause. Frames of the
+    standard library do not count.
     """
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-    # Frames of the standard library do not count.
     packages = [one for name in modules if (one := name.partition(".")[0]) in (*LIBRARIES, OURS)]
     return isinstance(error, Exception) and bool(packages) and packages[-1] != OURS
 
@@ -106,7 +105,7 @@ def _first_line(chain: Sequence[BaseException]) -> str:
         reason = " ".join(str(chain[0]).split("\nSee ")[0].split())
         return f"{EVALUATING.sub(': ', reason)}; {DEFAULT_HINT}"
     if isinstance(chain[0], yaml.MarkedYAMLError):
-        return " ".join(str(chain[0]).split())
+        return str(chain[0])
     found = next((one for one in chain if isinstance(one, OmegaConfBaseException)), None)
     lines = str(found or "\n".join(map(str, chain))).strip().splitlines()
     reason = RESOLVING.sub("the interpolation fails: ", [*lines, "the command cannot be read"][0])

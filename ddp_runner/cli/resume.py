@@ -42,8 +42,7 @@ def resumed_overrides(
     place = places[-1]
     value = OverridesParser.create().parse_override(overrides[place]).value()
     if value == "last":
-        newest = newest_run()
-        if newest is None:
+        if (newest := newest_run()) is None:
             raise UserError(
                 "resume=last finds no run below outputs; start in the folder that holds it, or "
                 "give resume=RUN"
@@ -53,7 +52,7 @@ def resumed_overrides(
     given = {one.partition("=")[0] for one in overrides}
     implied = [
         f"{group}={option}"
-        for group, option in _choices(Path(str(value))).items()
+        for group, option in _choices(Path(str(value)))
         if group not in given
         and any((folder / group / f"{option}.yaml").is_file() for folder in folders)
     ]
@@ -116,12 +115,11 @@ def asked_folder(composed: DictConfig, job: Job) -> Path | None:
 
 def new_folder(job: Job) -> Path:
     """Return the folder of an unfinished run, if the job may resume one, else a new folder."""
-    if job.config.resume == AUTO:
-        work = work_hash(job.config)
-        unfinished = find_unfinished_run(sibling_runs(job.config), work=work)
-        if unfinished is not None:
-            return unfinished.path.absolute()
-    return claim(run_folder(job.config)).absolute()
+    config = job.config
+    unfinished = None
+    if config.resume == AUTO:
+        unfinished = find_unfinished_run(sibling_runs(config), work=work_hash(config))
+    return (unfinished.path if unfinished else claim(run_folder(config))).absolute()
 
 
 def goes_on(job: Job, run_dir: RunDir) -> bool:
@@ -166,15 +164,12 @@ def _frozen(run_dir: Path) -> DictConfig:
     return frozen
 
 
-def _choices(run_dir: Path) -> dict[str, str]:
-    """Return the options of the groups that a run was composed of."""
+def _choices(run_dir: Path) -> list[tuple[str, str]]:
+    """Return the groups that a run was composed of, each with its option."""
     try:
         choices = yaml.safe_load(RunDir(run_dir).choices.read_text(encoding="utf-8"))
+        pairs = [(str(group), str(option)) for group, option in choices.items()]
     except Exception:  # PyYAML raises errors of any kind for odd tags
-        return {}  # of an older version, or not a run: with_resumed reports what is wrong
-    pairs = choices.items() if isinstance(choices, dict) else ()
-    return {
-        str(group): str(option)
-        for group, option in pairs
-        if group in (*RUNNER_KEYS, "backend") and re.fullmatch(r"[\w.-]{1,99}", str(option))
-    }
+        return []  # of an older version, or not a run: with_resumed reports what is wrong
+    groups = (*RUNNER_KEYS, "backend")
+    return [pair for pair in pairs if pair[0] in groups and re.fullmatch(r"[\w.-]{1,99}", pair[1])]

@@ -33,9 +33,8 @@ import ddp_runner.cli.app
 import ddp_runner.launch.launcher
 import ddp_runner.sweep.batches
 from ddp_runner.cli.command_line import dotted_keys
-from ddp_runner.cli.compose import register
+from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
