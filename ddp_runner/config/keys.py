@@ -56,9 +56,7 @@ def help_text() -> str:
     lines = []
     for key in all_keys():
         lines.append(f"{key.name}={key.default}  ({key.kind})")
-        lines += textwrap.wrap(
-            key.meaning, width=90, initial_indent="    ", subsequent_indent="    "
-        )
+        lines.append(textwrap.indent(textwrap.fill(key.meaning, width=86), "    "))
     return "\n".join(lines)
 
 
@@ -85,13 +83,12 @@ def _comments(owner: Any) -> dict[str, tuple[str, str]]:
         if (comment := COMMENT.fullmatch(line)) is not None:
             above.append(comment["text"])
         elif (field := FIELD.fullmatch(line)) is not None:
-            kind = (
-                field["kind"].replace("list[str]", "list of texts").replace(" | None", " or null")
-            )
+            kind = field["kind"].replace("list[str]", "list of texts")
+            kind = kind.replace(" | None", " or null").replace("Any", "whole number or auto")
             for plain, words in KINDS.items():
                 kind = re.sub(rf"\b{plain.__name__}\b", words.removeprefix("a "), kind)
             meaning = " ".join([*above, field["meaning"] or ""]).strip()
-            found[field["name"]] = kind.replace("Any", "whole number or auto"), meaning
+            found[field["name"]] = kind, meaning
             above = []
     return found
 

@@ -14,10 +14,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-# What a key may be: see ``validate``.
-TASKS = ("train", "collectives", "check")
-BACKENDS = ("auto", "gloo", "nccl", "mpi")
-PRECISIONS = ("fp32", "bf16", "fp16")
+# What task=collectives can measure.
 OPS = (
     "broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter",
     "all_to_all", "send_recv", "barrier",

@@ -14,15 +14,12 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.schema import (
-    BACKENDS,
     CONFIG_DIR,
     DTYPES,
     KINDS,
     OPS,
-    PRECISIONS,
     REDUCE_OPS,
     RUNNER_KEYS,
-    TASKS,
     Config,
     ModeNeeds,
     leaves,
@@ -58,9 +55,9 @@ RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math
     "collectives.steps": (1, math.inf),
 }
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
-    "task": TASKS,
-    "train.precision": PRECISIONS,
-    "backend.name": BACKENDS,
+    "task": ("train", "collectives", "check"),
+    "train.precision": ("fp32", "bf16", "fp16"),
+    "backend.name": ("auto", "gloo", "nccl", "mpi"),
     "sweep.retry": (None, "failed"),
     "backend.device": ("auto", "cpu", "cuda"),
     "checkpoint.mode": ("max", "min"),
@@ -120,11 +117,11 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
     if isinstance(default, Mapping):
         names = [name for name in default if name[0] != "_" and name not in ("name", "loss")]
         if not isinstance(value, Mapping):
-            raise UserError(f"{key} ({value}) is a group of keys; write {key}.{names[0]}=VALUE")
+            raise UserError(f"{key} ({value}) is a group of keys; write {key}.KEY=VALUE")
         for name in names:
-            is_left_out = value.get(name) is None and isinstance(default[name], Mapping)
-            if name in value and not is_left_out:
-                _validate_kind(f"{key}.{name}", value[name], default[name])
+            inner = value.get(name, default[name])
+            if inner is not None or not isinstance(default[name], Mapping):
+                _validate_kind(f"{key}.{name}", inner, default[name])
         return
     kind = type(default)
     if kind not in KINDS or str(default).startswith("${"):
@@ -146,7 +143,7 @@ def _validate_needs(needs: Any) -> None:
         if key not in defaults:
             meant = nearest(str(key), defaults, cutoff=0.0)
             raise UserError(f"parallelism.needs.{key} does not exist; did you mean {meant}?")
-        if key == "max_ranks" and value is not None:
+        if key == "max_ranks" and value is not None:  # its default, null, has no kind
             _validate_kind(f"parallelism.needs.{key}", value, 1)
 
 

@@ -103,8 +103,7 @@ INVALID = [
     ("model=toy dataset.num_samples=2.5", "dataset.num_samples (2.5) must be a whole number"),
     ("dataset=fake_images dataset.height=-1", "dataset.height (-1) must be 0 or greater"),
     ("dataset.augmentation=3",
-     "dataset.augmentation (3) is a group of keys; write dataset.augmentation.horizontal_flip=VALUE"
-     ),
+     "dataset.augmentation (3) is a group of keys; write dataset.augmentation.KEY=VALUE"),
     ("~optimizer._target_",
      "optimizer has no _target_, the name of what is built; choose an option, as in "
      "optimizer=NAME: see --help"),
