@@ -143,7 +143,7 @@ def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
 def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     """Refuse a resolved config that names a missing file, folder or package.
 
-    `env` are this rank's facts if the ranks run already.
+    `env` holds this rank's facts if the ranks run already.
 
     Raises:
         UserError: something is missing; the message says what to write instead.

@@ -18,7 +18,7 @@ MADE_UP = ("ddp_runner.data.sources.fake_images.", "ddp_runner.data.sources.rand
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
     """Refuse keys that do not fit each other, on however many ranks.
 
-    `chosen` are the keys given on the command line.
+    `chosen` holds the keys given on the command line.
 
     Raises:
         UserError: a rule is broken.
@@ -46,7 +46,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
     """Refuse keys that do not fit the ranks, whose number and backend are filled in.
 
-    `env` are this rank's facts if the ranks run already.
+    `env` holds this rank's facts if the ranks run already.
 
     Raises:
         UserError: a rule is broken.
