@@ -41,6 +41,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
         )
     _validate_monitor(config)
     _validate_model(config)
+    _validate_servers(config)
 
 
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
@@ -58,7 +59,6 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
         )
     _validate_init_method(config, env)
     _validate_mode(config)
-    _validate_servers(config)
     # A rank checks the datasets whose samples are not known yet.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_made_up = config.dataset["_target_"].startswith(MADE_UP)
@@ -168,6 +168,23 @@ def _validate_model(config: Config) -> None:
         )
 
 
+def _validate_servers(config: Config) -> None:
+    mode, name = config.parallelism, config.parallelism.get("name")
+    num_servers = mode_needs(mode).num_servers
+    if not num_servers:
+        return
+    if config.task == "check":
+        raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
+    if num_servers != 1:
+        raise UserError(
+            f"parallelism.needs.num_servers ({num_servers}) must be 1; there is one server"
+        )
+    if mode.get("mode") not in ("sync", "async"):
+        raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
+    if config.train.precision == "fp16":
+        raise UserError(f"parallelism={name} has no scaled loss; write train.precision=bf16")
+
+
 def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     """Refuse an address that not all machines, or not all restarts, could use."""
     asked, launch = config.launch.init_method, config.launch
@@ -199,6 +216,10 @@ def _validate_mode(config: Config) -> None:
             f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}; "
             "leave world_size out, or write parallelism=ddp"
         )
+    if needs.num_servers and ranks < 2:
+        raise UserError(
+            f"parallelism={name} needs a server and a trainer, world_size is {ranks}; use 2 or more"
+        )
     if stages > needs.devices_per_rank:
         raise UserError(
             f"model={model} is cut into {stages} stages and parallelism={name} gives a replica "
@@ -223,25 +244,3 @@ def _validate_mode(config: Config) -> None:
         )
     if mode.get("sync_batchnorm") and config.backend.device == "cpu":
         raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")
-
-
-def _validate_servers(config: Config) -> None:
-    mode, name = config.parallelism, config.parallelism.get("name")
-    num_servers = mode_needs(mode).num_servers
-    if not num_servers:
-        return
-    if config.task == "check":
-        raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
-    if num_servers != 1:
-        raise UserError(
-            f"parallelism.needs.num_servers ({num_servers}) must be 1; there is one server"
-        )
-    if mode.get("mode") not in ("sync", "async"):
-        raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
-    if config.world_size < 2:
-        raise UserError(
-            f"parallelism={name} needs a server and a trainer, world_size is {config.world_size}; "
-            "use 2 or more"
-        )
-    if config.train.precision == "fp16":
-        raise UserError(f"parallelism={name} has no scaled loss; write train.precision=bf16")
