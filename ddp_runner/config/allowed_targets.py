@@ -1,7 +1,7 @@
 """Which names a config may give the program to import: ``_target_`` and ``model.loss``. Torch-free.
 
-The launcher checks the names as text before anything starts; for this package's own modules it
-reads what their source defines. A rank checks again, and ``instantiate`` checks the object itself.
+The launcher validates the names as text before anything starts; for this package's own modules it
+reads what their source defines. A rank does so again, and ``instantiate`` validates the object.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Imports what a config names, checks the object, and builds a group's object with it.
+"""Imports what a config names, validates it, and builds a group's object with it.
 
 The config holds plain containers; its interpolations are resolved already.
 """

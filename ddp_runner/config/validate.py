@@ -59,7 +59,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
         )
     _validate_init_method(config, env)
     _validate_mode(config)
-    # A rank checks the datasets whose samples are not known yet.
+    # A rank validates the datasets whose samples are not known yet.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_made_up = config.dataset["_target_"].startswith(MADE_UP)
     if is_made_up and config.task != "collectives" and isinstance(samples, int):
