@@ -115,13 +115,13 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
 def _validate_kind(key: str, value: Any, default: Any) -> None:
     """Refuse a value of another kind than the default in its YAML; a group's keys one by one."""
     if isinstance(default, Mapping):
-        names = [name for name in default if name[0] != "_" and name not in ("name", "loss")]
         if not isinstance(value, Mapping):
             raise UserError(f"{key} ({value}) is a group of keys; write {key}.KEY=VALUE")
-        for name in names:
-            inner = value.get(name, default[name])
-            if inner is not None or not isinstance(default[name], Mapping):
-                _validate_kind(f"{key}.{name}", inner, default[name])
+        for name, usual in default.items():
+            inner = value.get(name, usual)
+            is_left_out = inner is None and isinstance(usual, Mapping)
+            if name not in ("name", "loss") and not is_left_out:
+                _validate_kind(f"{key}.{name}", inner, usual)
         return
     kind = type(default)
     if kind not in KINDS or str(default).startswith("${"):
