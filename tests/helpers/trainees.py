@@ -13,6 +13,7 @@ from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.cli.compose import register
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import chosen_keys, to_config
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.data.cache import load_dataset
@@ -21,7 +22,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.files import json_safe
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Status
-from ddp_runner.parallelism.mode import Mode
+from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.train.build import build_state
 from ddp_runner.train.gradients import duties_of
 from ddp_runner.train.loop import Control, train, train_step
@@ -94,7 +95,8 @@ def build(env: DistEnv, config: Config) -> TrainState:
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)
         )
     mode = make("parallelism", config.parallelism, kind=Mode)
-    devices = mode.devices(env, kind=config.backend.device)
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     return build_state(config, env, mode=mode, devices=devices, dataset=dataset)
 
 

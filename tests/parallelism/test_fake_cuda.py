@@ -17,11 +17,13 @@ from trainees import Trace, at
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import Config
 from ddp_runner.data.dataset import Dataset, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.metric_names import StepPart
+from ddp_runner.parallelism.mode import rank_devices
 from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import build as building
@@ -101,7 +103,8 @@ def build(case: Case, config: Config, real: Dataset) -> TrainState:
 
     dataset = replace(real, train=without_numbers(real.train), eval=without_numbers(real.eval))
     mode = make("parallelism", config.parallelism)
-    devices = mode.devices(case.env, kind=config.backend.device)
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    devices = rank_devices(case.env, kind=config.backend.device, per_rank=per_rank)
     assert devices == tuple(torch.device("cuda", index) for index in case.devices)
     return build_state(config, case.env, mode=mode, devices=devices, dataset=dataset)
 

@@ -75,7 +75,7 @@ def skipped_syncs(env: DistEnv, config: Config) -> int:
     """Take a step; return how often its mode was asked not to reduce the gradients."""
     state = build(env, config)
     no_sync = create_autospec(type(state.setup.mode).no_sync, side_effect=lambda *_: nullcontext())
-    with patch.object(type(state.setup.mode), "no_sync", no_sync):
+    with patch.object(type(state.setup.mode), "no_sync", staticmethod(no_sync)):
         train_step(state, next(state.setup.batches.epoch(0)))
     return int(no_sync.call_count)
 
