@@ -6,7 +6,6 @@ world size and every mode of parallelism takes the same steps.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,22 @@ from ddp_runner.train.step_metrics import step_metrics
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Control:
-    """When the loop ends, saves and stops early."""
-
-    max_steps: int
-    save_every_steps: int | None
-    save_every_epochs: int | None
-    save: Callable[[TrainState], None]  # Collective: every rank must call.
-    stop_requested: Callable[[], bool]
-
-
-def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
+def train(
+    state: TrainState,
+    *,
+    max_steps: int,
+    save: Callable[[], None],
+    stop_requested: Callable[[], bool],
+    logger: Logger,
+) -> Status:
     """Train from the state's position to the last step. Collective: every rank must call.
+
+    Args:
+        state: of this rank.
+        max_steps: the run's last step.
+        save: saves the state. Collective: every rank must call.
+        stop_requested: whether this rank was asked to stop.
+        logger: of this rank.
 
     Returns:
         COMPLETED, or PREEMPTED if a rank was asked to stop; the state is then saved.
@@ -44,10 +46,11 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
         UserError: the loss became NaN or infinite. All ranks raise at the same step.
     """
     setup, position = state.setup, state.position
-    config, timer, steps_per_epoch = setup.config, setup.timer, setup.batches.steps_per_epoch
+    config, checkpoint = setup.config.train, setup.config.checkpoint
+    timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
-    while position.step < control.max_steps or position.step_in_epoch == steps_per_epoch:
+    while position.step < max_steps or position.step_in_epoch == steps_per_epoch:
         epoch = position.epoch + 1
         state.model.train()
         timer.restart()
@@ -62,21 +65,21 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
             logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
-            finished = position.step == control.max_steps
+            finished = position.step == max_steps
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             # After the last step only the evaluation is left; stopping now would lose it.
-            if not finished and vote.agreed(control.stop_requested()):
-                control.save(state)
+            if not finished and vote.agreed(stop_requested()):
+                save()
                 return Status.PREEMPTED
             if finished or position.step_in_epoch == steps_per_epoch:
                 break
-            if _due(position.step, control.save_every_steps):
-                control.save(state)
+            if _due(position.step, checkpoint.every_steps):
+                save()
                 timer.restart()
             timer.mark(None)
-        finished = position.step >= control.max_steps
+        finished = position.step >= max_steps
         if position.step_in_epoch == steps_per_epoch:
             position.epoch, position.step_in_epoch = epoch, 0
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
@@ -86,9 +89,9 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
             logger.log(results, step=position.step, epoch=epoch)
             counts = None if confusion is None else confusion.tolist()
             logger.evaluated(counts, step=position.step)
-        every_steps, every_epochs = control.save_every_steps, control.save_every_epochs
-        if finished or _due(position.step, every_steps) or _due(epoch, every_epochs):
-            control.save(state)
+        is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
+        if finished or is_due:
+            save()
     vote.close()
     return Status.COMPLETED
 
@@ -103,10 +106,10 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
-    if setup.config.clip_norm is not None:
+    if setup.config.train.clip_norm is not None:
         scaler.unscale_(optimizer)
         parameters = state.module.parameters()
-        state.grad_norm = nn.utils.clip_grad_norm_(parameters, setup.config.clip_norm)
+        state.grad_norm = nn.utils.clip_grad_norm_(parameters, setup.config.train.clip_norm)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -139,14 +142,10 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
 
 def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the loss summed over the batch (a scalar), and the model's outputs (batch, ...)."""
-    setup = state.setup
+    setup, precision = state.setup, state.setup.config.train.precision
     inputs = setup.dataset.prepare(batch.inputs, setup.devices[0], randoms=batch.randoms)
     targets = batch.targets.to(setup.devices[-1], non_blocking=True)
-    with torch.autocast(
-        setup.devices[0].type,
-        dtype=DTYPES[setup.config.precision],
-        enabled=setup.config.precision != "fp32",
-    ):
+    with torch.autocast(inputs.device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
         outputs = model(inputs)
         return setup.loss_fn(outputs, targets), outputs
 

@@ -309,7 +309,7 @@ def test_logged_rate_is_the_one_the_step_was_taken_with() -> None:
     keys = (*TOY, "scheduler=cosine", "scheduler.warmup_steps=2", f"train.max_steps={num_steps}")
     config = compose_config(*keys, EACH_STEP, world_size=2)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optimizer["lr"])
-    schedule = cosine(optimizer, total_steps=num_steps, steps_per_epoch=0, warmup_steps=2)
+    schedule = cosine(optimizer, total_steps=num_steps, warmup_steps=2)
     expected = []
     for _ in range(num_steps):
         expected += schedule.get_last_lr()
