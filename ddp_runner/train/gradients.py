@@ -60,18 +60,13 @@ class OwnGradients:
 
 
 def take_role(
-    state: TrainState,
-    *,
-    max_steps: int,
-    ended: Callable[[], Collection[int]],
-    log: Callable[[str], None],
+    state: TrainState, *, ended: Callable[[], Collection[int]], log: Callable[[str], None]
 ) -> Status | None:
     """Take this rank's role in its mode. Collective: every rank must call.
 
     Args:
-        state: at the position from which the run continues. In a mode in which other ranks compute
-            its gradients, it gets them from there.
-        max_steps: the run's last step.
+        state: at the position from which the run continues. Its gradients come from the ranks that
+            serve the loop, if the mode has them.
         ended: returns the ranks whose processes have ended.
         log: takes a sentence for the user.
 
@@ -82,7 +77,7 @@ def take_role(
     duties = Duties(
         module=state.module,
         first_step=state.next_batch,
-        num_steps=max(0, max_steps - state.position.step),
+        num_steps=max(0, state.last_step - state.position.step),
         outstanding=state.position.outstanding,
         compute=partial(backward_by_number, state, lru_cache(maxsize=2)(state.setup.batches.order)),
         seed=config.seed,
@@ -99,13 +94,7 @@ def take_role(
 
 
 def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
-    """Run backward on this rank's part of a batch; return its part of the mean loss.
-
-    Args:
-        state: of this rank.
-        order: returns an epoch's order of samples.
-        number: of the batch, counted from the start of the run.
-    """
+    """Run backward on this rank's part of a batch of the run; return its part of the mean loss."""
     batches = state.setup.batches
     epoch, index = divmod(number, batches.steps_per_epoch)
     return backward(state, batches.step(epoch, index, order=order(epoch)))

@@ -25,19 +25,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def train(
     state: TrainState,
     *,
-    max_steps: int,
-    save: Callable[[], None],
+    save: Callable[[], None],  # Collective: every rank must call.
     stop_requested: Callable[[], bool],
     logger: Logger,
 ) -> Status:
     """Train from the state's position to the last step. Collective: every rank must call.
-
-    Args:
-        state: of this rank.
-        max_steps: the run's last step.
-        save: saves the state. Collective: every rank must call.
-        stop_requested: whether this rank was asked to stop.
-        logger: of this rank.
 
     Returns:
         COMPLETED, or PREEMPTED if a rank was asked to stop; the state is then saved.
@@ -47,10 +39,10 @@ def train(
     """
     setup, position = state.setup, state.position
     config, checkpoint = setup.config.train, setup.config.checkpoint
-    timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
+    timer, steps_per_epoch, last_step = setup.timer, setup.batches.steps_per_epoch, state.last_step
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
-    while position.step < max_steps or position.step_in_epoch == steps_per_epoch:
+    while position.step < last_step or position.step_in_epoch == steps_per_epoch:
         epoch = position.epoch + 1
         state.model.train()
         timer.restart()
@@ -65,7 +57,7 @@ def train(
             logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
-            finished = position.step == max_steps
+            finished = position.step == last_step
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
@@ -79,7 +71,7 @@ def train(
                 save()
                 timer.restart()
             timer.mark(None)
-        finished = position.step >= max_steps
+        finished = position.step >= last_step
         if position.step_in_epoch == steps_per_epoch:
             position.epoch, position.step_in_epoch = epoch, 0
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
@@ -182,14 +174,12 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], Tensor | None]:
         if num_classes:
             targets = batch.targets.to(outputs.device)
             counts += confusion_counts(outputs, targets, num_classes=num_classes)
-    sums = [loss_sum.item(), num_samples]
-    total_loss, total_samples = sum_over_ranks(sums, group=setup.group)
+    total_loss, total_samples = sum_over_ranks([loss_sum.item(), num_samples], group=setup.group)
     results = {"eval/loss": total_loss / total_samples}
     if not num_classes:
         return results, None
     counts = add_over_ranks(counts, group=setup.group)
-    metrics = classification_metrics(counts)
-    results |= {f"eval/{name}": value for name, value in metrics.items()}
+    results |= {f"eval/{name}": value for name, value in classification_metrics(counts).items()}
     return results, counts[:, :-1]
 
 

@@ -38,8 +38,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         freeze(session.job, run_dir)  # only now, so that a failed resume changes nothing
     else:  # rank 0 logs it with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
-    max_steps, ended = state.last_step, scratch.ended_ranks if scratch else set
-    served = take_role(state, max_steps=max_steps, ended=ended, log=session.log)
+    served = take_role(state, ended=scratch.ended_ranks if scratch else set, log=session.log)
     if served is not None:
         return served
     if scratch is not None:
@@ -53,9 +52,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
                 if writer is not None:
                     writer.save(content, step=position.step, metrics=dict(position.metrics))
 
-            status = train(
-                state, max_steps=max_steps, save=save, stop_requested=stop_requested, logger=logger
-            )
+            status = train(state, save=save, stop_requested=stop_requested, logger=logger)
         state.gradients.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)

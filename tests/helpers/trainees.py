@@ -133,13 +133,21 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def end_at(state: TrainState, step: int) -> None:
+    """Make the state's run end at a step; its schedule stays that of its config."""
+    config = state.setup.config
+    config = replace(config, train=replace(config.train, max_steps=step))
+    state.setup = replace(state.setup, config=config)
+
+
 def take_steps(
     env: DistEnv, config: Config, num_steps: int, *, state: TrainState | None = None
 ) -> Trace:
     """Take steps from the first epoch on. Collective: every rank must call."""
     state, trace = state or build(env, config), Trace()
     batches = state.setup.batches
-    if take_role(state, max_steps=num_steps, ended=set, log=trace.said.append) is None:
+    end_at(state, num_steps)
+    if take_role(state, ended=set, log=trace.said.append) is None:
         while len(trace.losses) < num_steps:
             for batch in batches.epoch(len(trace.losses) // batches.steps_per_epoch):
                 trace.losses.append(global_loss(state, train_step(state, batch)))
@@ -197,15 +205,14 @@ def run_loop(
         is_last = env.rank == env.world_size - 1
         return stop_after is not None and is_last and position.step >= stop_after
 
-    max_steps = state.last_step if max_steps is None else max_steps
-    served = take_role(state, max_steps=max_steps, ended=set, log=trace.said.append)
+    if max_steps is not None:
+        end_at(state, max_steps)
+    served = take_role(state, ended=set, log=trace.said.append)
     if served is not None:
         trace.status, trace.weights = served, flat_weights(state.module)
         return trace
     try:
-        trace.status = train(
-            state, max_steps=max_steps, save=save, stop_requested=stop_requested, logger=trace
-        )
+        trace.status = train(state, save=save, stop_requested=stop_requested, logger=trace)
     except ValueError as error:
         trace.error = f"{type(error).__name__}: {error}"
     if trace.status:

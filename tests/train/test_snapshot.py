@@ -568,7 +568,7 @@ def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], 
     content = snapshot(at(state, epoch=1, step=4), config)
     save_whatever(folder, content | {"position": stands}, step=4)
     assert restore(state, config, folder, log=print) == 4
-    assert take_role(state, max_steps=8, ended=set, log=print) is None
+    assert take_role(state, ended=set, log=print) is None
     numbers, left = [], []
     for batch in state.setup.batches.epoch(state.position.epoch):
         numbers.append(batch.number)
