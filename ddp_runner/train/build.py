@@ -59,13 +59,6 @@ def build_setup(
 ) -> Setup:
     """Return what stays the same while a rank trains. Collective: every rank must call.
 
-    Args:
-        config: resolved.
-        env: this rank's place among all ranks.
-        mode: the form of parallelism.
-        devices: of this rank, one per stage of the model.
-        dataset: training and evaluation split.
-
     Raises:
         UserError: the dataset has fewer samples than there are ranks, or the loss or what the
             scheduler monitors does not exist.
@@ -73,18 +66,15 @@ def build_setup(
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     validate_monitor("scheduler", config.scheduler.get("monitor"), dataset)
     role, sizes = mode.role(env), config.batch.sizes
-    dataset = replace(
-        dataset, train=_near(dataset.train, devices[0]), eval=_near(dataset.eval, devices[0])
-    )
     return Setup(
         config=config,
         mode=mode,
         role=role,
         env=role.loop or env,
         devices=devices,
-        dataset=dataset,
+        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
         batches=GlobalBatches(
-            split=dataset.train,
+            split=_near(dataset.train, devices[0]),
             global_size=sizes.global_size,
             grad_accum_steps=config.train.grad_accum_steps,
             share=role.share,
@@ -103,9 +93,7 @@ def build_setup(
 def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     """Build the model, the optimizer and its schedule. Collective: every rank must call.
 
-    Args:
-        setup: of this rank.
-        weights: the file that rank 0 loads into the model; None on the other ranks.
+    Only rank 0 reads a file of weights; the mode sends them to the others.
 
     Raises:
         UserError: a group's keys do not fit the object that it names, or the model has nothing to

@@ -52,8 +52,7 @@ def try_first_batch(state: TrainState) -> Trial:
     batch = _first_samples(state, NUM_SAMPLES)
 
     def probe(outputs: Tensor, targets: Tensor) -> Tensor:
-        _validate_outputs(outputs, targets, state)
-        trials.append(_compare_losses(outputs, targets, state))
+        trials.append(_try_outputs(outputs, targets, state))
         return targets.new_zeros(())
 
     try:
@@ -136,7 +135,9 @@ def _restored_after(state: TrainState) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def _validate_outputs(outputs: object, targets: Tensor, state: TrainState) -> None:
+@torch.enable_grad()
+def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
+    """Compare the loss and its gradient with those of the same samples given twice."""
     dataset, model = state.setup.dataset, _model(state.setup.config)
     if not isinstance(outputs, Tensor):
         keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
@@ -151,11 +152,6 @@ def _validate_outputs(outputs: object, targets: Tensor, state: TrainState) -> No
             f"dataset={dataset.name} with {classes} classes; return a score for each class: "
             f"({len(targets)}, {classes})"
         )
-
-
-@torch.enable_grad()
-def _compare_losses(outputs: Tensor, targets: Tensor, state: TrainState) -> Trial:
-    """Compare the loss and its gradient with those of the same samples given twice."""
     once, gradient = _loss_and_gradient(outputs, targets, state)
     if len(outputs) != len(targets):  # only the loss knows which dimension is the batch
         return Trial(once, 2 * once, "sum")

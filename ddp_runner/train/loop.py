@@ -15,9 +15,8 @@ from ddp_runner.distributed import StopVote, add_over_ranks, broadcast_buffers, 
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.train.classification import classification_metrics, confusion_counts
+from ddp_runner.train.metrics import classification_metrics, confusion_counts, step_metrics
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step_metrics import step_metrics
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -56,31 +56,6 @@ class Schedule:
         if self.monitor is not None:
             self.scheduler.step(metrics[self.monitor])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any], *, initial_rates: list[float]) -> None:
-        """Continue from a state. The optimizer must hold the learning rates saved with it.
-
-        Args:
-            state: from ``state_dict``.
-            initial_rates: this run's configured learning rate for each parameter group. If it
-                differs from the saved one, all saved rates and bounds are scaled by the ratio.
-        """
-        self.scheduler.load_state_dict(state)
-        groups = self.scheduler.optimizer.param_groups
-        for index, (group, rate) in enumerate(zip(groups, initial_rates, strict=True)):
-            ratio = rate / group["initial_lr"]
-            if ratio == 1:
-                continue
-            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
-                if key in group:
-                    group[key] *= ratio
-            if hasattr(self.scheduler, "base_lrs"):
-                self.scheduler.base_lrs[index] *= ratio
-
 
 def constant(optimizer: Optimizer) -> LambdaLR:
     """Return a schedule that never changes the learning rate."""

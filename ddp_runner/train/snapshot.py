@@ -11,18 +11,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_runner.checkpoint.plain_data import refuse_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import Config
-from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.rank.cuda import rng_states, set_rng_states
 from ddp_runner.train.first_batch import rehearse
-from ddp_runner.train.snapshot_checks import (
-    data_facts,
-    made_of,
-    read_position,
-    validate_same_run,
-)
+from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
+
+RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # that schedulers keep in the optimizer's groups
 
 
 def snapshot(state: TrainState, config: Config) -> dict[str, Any]:
@@ -52,13 +48,11 @@ def snapshot(state: TrainState, config: Config) -> dict[str, Any]:
     del position["metrics"]  # the manifest keeps them
     return {
         **tensors,
-        "scheduler": state.scheduler.state_dict(),
+        "scheduler": state.scheduler.scheduler.state_dict(),
         "scaler": state.scaler.state_dict(),
         "position": position,
-        "order_version": ORDER_VERSION,
         "rng": gather_objects(rng, group=state.setup.group),
-        "made_of": made_of(config),
-        "data": data_facts(state.setup.dataset),
+        **identity(config, state.setup.dataset),
     }
 
 
@@ -68,12 +62,6 @@ def restore(
     """Load the newest valid checkpoint of a folder into the state, if there is one.
 
     Every rank loads onto its own devices. Collective: every rank must call.
-
-    Args:
-        state: of this rank.
-        config: without secrets.
-        folder: of the checkpoints.
-        log: takes a sentence for the user.
 
     Returns:
         The step that the run continues from; None if it starts at step 0.
@@ -137,8 +125,9 @@ def _load_optimizer(
 ) -> None:
     """Load the optimizer and the schedule, but keep the settings of this run's config.
 
-    So a diverged run can be resumed with a smaller optimizer.lr. What the optimizer keeps in its
-    groups besides its settings is loaded: some optimizers count their steps there.
+    So a diverged run can be resumed with a smaller optimizer.lr. If a schedule's rates are part of
+    its state, they are scaled by the ratio of the configured rates. What the optimizer keeps in
+    its groups besides its settings is loaded: some optimizers count their steps there.
     """
     optimizer, scheduler = state.optimizer, state.scheduler.scheduler
     saved, settings = content["scheduler"], (*config.optimizer, "initial_lr")
@@ -148,7 +137,13 @@ def _load_optimizer(
     ]
     optimizer.load_state_dict(content["optimizer"])
     if not isinstance(scheduler, LambdaLR):  # its saved rates are part of its state
-        state.scheduler.load_state_dict(saved, initial_rates=[own["initial_lr"] for own in chosen])
+        scheduler.load_state_dict(saved)
+        for index, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+            ratio = own["initial_lr"] / group["initial_lr"]
+            for key in RATES & group.keys():
+                group[key] *= ratio
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs[index] *= ratio
         return
     scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
     has_other_size = content["made_of"].get("batch.global_size") != config.batch.global_size

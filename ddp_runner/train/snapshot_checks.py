@@ -15,8 +15,13 @@ from ddp_runner.train.state import Position, Setup
 PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}  # of a state
 
 
-def made_of(config: Config) -> dict[str, Any]:
-    """Return the keys that a resumed run must keep, with their values."""
+def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
+    """Return what a resumed run must keep.
+
+    Returns:
+        made_of: keys of the config, without secrets. data: what identifies the samples.
+        order_version: of their order.
+    """
     groups = {
         f"{group}.{key}": value
         for group, keys in (("model", config.model), ("dataset", config.dataset))
@@ -34,16 +39,12 @@ def made_of(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
     }
-    # Values from the environment are not saved; they may differ when a run is resumed.
-    return {key: value for key, value in keys.items() if "${" not in str(value)}
-
-
-def data_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return what identifies the samples of a dataset: their numbers and digest."""
+    samples = {"train_samples": len(dataset.train), "eval_samples": len(dataset.eval)}
     return {
-        "train_samples": len(dataset.train),
-        "eval_samples": len(dataset.eval),
-        "digest": dataset.digest,
+        # Values from the environment are not saved; they may differ when a run is resumed.
+        "made_of": {key: value for key, value in keys.items() if "${" not in str(value)},
+        "data": {**samples, "digest": dataset.digest},
+        "order_version": ORDER_VERSION,
     }
 
 
@@ -75,14 +76,7 @@ def read_position(content: Any, path: Path) -> Position:
 def validate_same_run(
     content: dict[str, Any], position: Position, setup: Setup, config: Config, path: Path
 ) -> None:
-    """Validate that a run can continue from a checkpoint.
-
-    Args:
-        content: of the checkpoint.
-        position: in it.
-        setup: of the run.
-        config: of the run, without secrets.
-        path: of the checkpoint.
+    """Validate that a run can continue from a checkpoint's content, at its position.
 
     Raises:
         UserError: the checkpoint has another model, optimizer or dataset, stands at a place that
@@ -93,14 +87,14 @@ def validate_same_run(
     is_amid_epoch = position.step_in_epoch > 0 or bool(position.outstanding)
     if not is_amid_epoch:
         saved["batch.global_size"] = config.batch.global_size  # it may change between epochs
-    current = made_of(config)
-    changed = [key for key, value in current.items() if saved.get(key) != value]
+    now = identity(config, setup.dataset)
+    changed = [key for key, value in now["made_of"].items() if saved.get(key) != value]
     if changed:
         raise UserError(
             f"checkpoint {path} was made with "
             + ", ".join(f"{key}={saved.get(key)}" for key in changed)
             + ", this run has "
-            + ", ".join(f"{key}={current[key]}" for key in changed)
+            + ", ".join(f"{key}={now['made_of'][key]}" for key in changed)
             + "; leave these keys as they were"
         )
     steps_per_epoch = setup.batches.steps_per_epoch
@@ -109,25 +103,25 @@ def validate_same_run(
             f"checkpoint {path} stands at step {position.step_in_epoch} of an epoch that has "
             f"{steps_per_epoch}; use a checkpoint that this program wrote"
         )
-    if is_amid_epoch and content.get("order_version", 1) != ORDER_VERSION:
+    if is_amid_epoch and content.get("order_version", 1) != now["order_version"]:
         raise UserError(
             f"checkpoint {path} was saved amid epoch {position.epoch + 1} by a version of "
             "ddp_runner that puts the samples in another order, so that some would be used twice "
             "and others never; finish the epoch with that version, or resume from a checkpoint "
             "between epochs"
         )
-    _validate_same_data(content.get("data"), setup.dataset, path)
+    if isinstance(content.get("data"), dict):  # else a version that did not save them yet
+        _validate_same_data(content["data"], now["data"], setup.dataset.name, path)
 
 
-def _validate_same_data(saved: Any, dataset: Dataset, path: Path) -> None:
+def _validate_same_data(
+    saved: dict[str, Any], current: dict[str, Any], name: str, path: Path
+) -> None:
     """Validate that the samples did not change: the order of an epoch depends on their number."""
-    if not isinstance(saved, dict):  # a version that did not save them yet
-        return
-    current = data_facts(dataset)
-    names = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
+    nouns = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
     changed = [
-        f"{saved.get(key):,} {name} then, {current[key]:,} now"
-        for key, name in names.items()
+        f"{saved.get(key):,} {noun} then, {current[key]:,} now"
+        for key, noun in nouns.items()
         if saved.get(key) != current[key]
     ]
     digests = {saved.get("digest"), current["digest"]}
@@ -138,5 +132,5 @@ def _validate_same_data(saved: Any, dataset: Dataset, path: Path) -> None:
     if changed:
         raise UserError(
             f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "
-            f"dataset={dataset.name} back as it was, or start a new run"
+            f"dataset={name} back as it was, or start a new run"
         )

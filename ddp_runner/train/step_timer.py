@@ -1,7 +1,6 @@
 """Measures throughput, and how a step's time divides into parts."""
 
 import time
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -92,25 +91,3 @@ class StepTimer:
             passed_ms = before.elapsed_time(event)
             self._parts_ms[part] = self._parts_ms.get(part, 0.0) + passed_ms
         del self._events[:count]
-
-
-def part_metrics(
-    parts: Mapping[StepPart, float], *, comm_by_rank: Sequence[float], step_time_ms: float
-) -> dict[str, float]:
-    """Return the metrics of a step's parts.
-
-    Communication counts where no computation hides it. The rank that spends the least time in it
-    is taken to measure the exchange itself; the other ranks spend the rest waiting for slower ones.
-
-    Args:
-        parts: mean over the ranks, in milliseconds.
-        comm_by_rank: milliseconds that each rank spends in ``comm``; ignored for a single rank.
-        step_time_ms: of the whole step.
-    """
-    metrics = {part.metric: value for part, value in parts.items() if part is not StepPart.COMM}
-    if len(comm_by_rank) > 1:
-        exchange = min(comm_by_rank)
-        metrics[StepPart.COMM.metric] = exchange
-        metrics[StepPart.WAIT.metric] = parts[StepPart.COMM] - exchange
-        metrics["perf/comm_share"] = exchange / step_time_ms
-    return metrics

@@ -93,12 +93,12 @@ def _logger(
     shows_header = session.job.shows_header
     (session.log if shows_header else log_to_file)(block)
     (session.log if shows_header and config.verbose else log_to_file)(words)
-    steps_left = max_steps - position.step + position.step_in_epoch
+    last_batch = state.next_batch + max_steps - position.step
     return RunLogger(
         run_dir,
         started_at=session.job.started_at,
         max_steps=max_steps,
-        total_epochs=position.epoch + math.ceil(steps_left / setup.batches.steps_per_epoch),
+        total_epochs=math.ceil(last_batch / setup.batches.steps_per_epoch),
         resume_step=resume_step,
         title=session.job.title,
     )

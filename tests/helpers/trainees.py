@@ -26,9 +26,9 @@ from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train, train_step
+from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import Position, TrainState
-from ddp_runner.train.step_metrics import global_loss
 
 MACHINE = Hardware(num_gpus=0, num_cores=4)  # so that the tests resolve alike on every machine
 # 27 samples in batches of 8: an epoch has three full batches and a last one of three samples.

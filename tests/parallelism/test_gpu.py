@@ -24,7 +24,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.loop import evaluate, train_step
-from ddp_runner.train.step_metrics import global_loss
+from ddp_runner.train.metrics import global_loss
 
 NUM_GPUS = torch.cuda.device_count()
 NUM_STEPS = 6

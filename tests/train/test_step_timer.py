@@ -10,7 +10,8 @@ from trainees import TOY, Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
-from ddp_runner.train.step_timer import StepTimer, part_metrics
+from ddp_runner.train.metrics import part_metrics
+from ddp_runner.train.step_timer import StepTimer
 
 NAP_S = 0.1
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}

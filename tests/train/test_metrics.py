@@ -6,7 +6,7 @@ from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ddp_runner.train.classification import classification_metrics, confusion_counts
+from ddp_runner.train.metrics import classification_metrics, confusion_counts
 
 NUM_CLASSES = 10
 
