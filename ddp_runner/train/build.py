@@ -144,11 +144,7 @@ def build_schedule(
 ) -> Schedule:
     """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
 
-    Args:
-        config: resolved.
-        optimizer: the schedule changes its learning rates.
-        total_steps: of the whole run; passed to schedulers that take it, such as OneCycleLR.
-        steps_per_epoch: passed to schedulers that take it.
+    A scheduler that takes ``total_steps``, as OneCycleLR does, or ``steps_per_epoch`` gets them.
 
     Raises:
         UserError: a key of the group does not fit the scheduler, or it names a metric for a

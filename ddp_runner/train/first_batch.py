@@ -210,9 +210,8 @@ def _loss(config: Config) -> str:
 
 def _sum_form(config: Config) -> str:
     """Return the fix for a loss that is not a sum."""
-    replacement = SUMS.get(str(config.model["loss"]).rpartition(".")[2])
-    if replacement is not None:
-        return f"write model.loss=ddp_runner.train.losses.{replacement}"
+    if (own := SUMS.get(str(config.model["loss"]).rpartition(".")[2])) is not None:
+        return f"write model.loss=ddp_runner.train.losses.{own}"
     return "return the sum instead, as torch's losses do with reduction='sum'"
 
 

@@ -78,8 +78,7 @@ def train(
             position.metrics |= results
             state.scheduler.evaluated(results)
             logger.log(results, step=position.step, epoch=epoch)
-            counts = None if confusion is None else confusion.tolist()
-            logger.evaluated(counts, step=position.step)
+            logger.evaluated(confusion, step=position.step)
         is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
         if finished or is_due:
             save()
@@ -142,16 +141,16 @@ def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> tuple[Ten
 
 
 @torch.no_grad()
-def evaluate(state: TrainState) -> tuple[dict[str, float], Tensor | None]:
+def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | None]:
     """Evaluate the whole evaluation set. Each sample counts once at every world size.
 
     Collective: every rank must call.
 
     Returns:
         Metrics: eval/loss and, if the dataset has classes, eval/accuracy, eval/precision,
-        eval/recall and eval/f1. Confusion counts, int64 (num_classes, num_classes) on the CPU
-        with a row per true class, or None without classes. A prediction outside the classes
-        counts as wrong and is in no column.
+        eval/recall and eval/f1. Confusion counts (num_classes, num_classes), a row per true
+        class, or None without classes. A prediction outside the classes counts as wrong and is in
+        no column.
     """
     setup, device = state.setup, state.setup.devices[-1]
     # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
@@ -179,7 +178,7 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], Tensor | None]:
         return results, None
     counts = add_over_ranks(counts, group=setup.group)
     results |= {f"eval/{name}": value for name, value in classification_metrics(counts).items()}
-    return results, counts[:, :-1]
+    return results, counts[:, :-1].tolist()
 
 
 def _due(count: int, every: int | None) -> bool:

@@ -1,7 +1,6 @@
 """The metrics of an optimizer step and of an evaluation.
 
-Definitions of the latter:
-https://scikit-learn.org/stable/modules/model_evaluation.html#classification-metrics
+Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#classification-metrics
 """
 
 import math

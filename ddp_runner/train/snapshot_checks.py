@@ -16,12 +16,7 @@ PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_o
 
 
 def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
-    """Return what a resumed run must keep.
-
-    Returns:
-        made_of: keys of the config, without secrets. data: what identifies the samples.
-        order_version: of their order.
-    """
+    """Return what a resumed run must keep: keys of the config, the samples and their order."""
     groups = {
         f"{group}.{key}": value
         for group, keys in (("model", config.model), ("dataset", config.dataset))

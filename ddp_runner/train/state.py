@@ -64,9 +64,8 @@ class TrainState:
     @property
     def next_batch(self) -> int:
         """The number of the next batch, counted from the start of the run."""
-        return (
-            self.position.epoch * self.setup.batches.steps_per_epoch + self.position.step_in_epoch
-        )
+        position, batches = self.position, self.setup.batches
+        return position.epoch * batches.steps_per_epoch + position.step_in_epoch
 
     @property
     def last_step(self) -> int:
@@ -74,8 +73,8 @@ class TrainState:
 
         Epochs are counted from the position: earlier ones may have had another batch size.
         """
-        config, position = self.setup.config.train, self.position
+        config, step = self.setup.config.train, self.position.step
         if config.max_steps is not None:
             return config.max_steps
         num_steps = config.epochs * self.setup.batches.steps_per_epoch
-        return max(position.step, position.step + num_steps - self.next_batch)
+        return max(step, step + num_steps - self.next_batch)

@@ -1,6 +1,8 @@
 """Measures throughput, and how a step's time divides into parts."""
 
 import time
+from collections import defaultdict
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ class StepTimer:
     def restart(self) -> None:
         """Begin a new interval."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-        self._parts_ms: dict[StepPart | None, float] = {}
+        self._parts_ms = defaultdict[StepPart | None, float](float)
         self._last = self._started
         self._events: list[tuple[StepPart | None, torch.cuda.Event]] = []
         self.mark(None)
@@ -51,7 +53,7 @@ class StepTimer:
                 self._add_up(MOST_EVENTS // 2)
             return
         now = time.perf_counter()
-        self._parts_ms[part] = self._parts_ms.get(part, 0.0) + 1000 * (now - self._last)
+        self._parts_ms[part] += 1000 * (now - self._last)
         self._last = now
 
     def mark_end_of_backward(self, loss: Tensor) -> None:
@@ -66,11 +68,7 @@ class StepTimer:
         self._samples += samples
 
     def lap(self) -> tuple[dict[str, float], dict[StepPart, float]]:
-        """Return the interval's throughput and mean step parts, and begin a new interval.
-
-        Returns:
-            Metrics of throughput, and the milliseconds of each marked part on this rank.
-        """
+        """Return the interval's throughput and each part's mean milliseconds; begin a new one."""
         if self._on_gpu:
             self._add_up(len(self._events) - 1)
         elapsed_s = time.perf_counter() - self._started
@@ -85,9 +83,6 @@ class StepTimer:
     def _add_up(self, count: int) -> None:
         """Wait for the oldest events and add their times to their parts."""
         self._events[count][1].synchronize()
-        for (_, before), (part, event) in zip(
-            self._events[:count], self._events[1 : count + 1], strict=True
-        ):
-            passed_ms = before.elapsed_time(event)
-            self._parts_ms[part] = self._parts_ms.get(part, 0.0) + passed_ms
+        for (_, before), (part, event) in pairwise(self._events[: count + 1]):
+            self._parts_ms[part] += before.elapsed_time(event)
         del self._events[:count]
