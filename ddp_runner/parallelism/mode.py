@@ -47,7 +47,7 @@ class GradientSource(Protocol):
 
 @dataclass(frozen=True)
 class Duties:
-    """What a mode needs in which some ranks compute gradients for the loop."""
+    """What the ranks need if some of them compute gradients for the loop."""
 
     module: nn.Module
     first_step: int  # number of the first batch of this session

@@ -14,7 +14,7 @@ Networks (2012).
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -50,17 +50,12 @@ class ParameterServer:
 
     def role(self, env: DistEnv) -> Role:
         """Return the role of server or trainer; in async a trainer computes global batches."""
-        is_server = env.rank == SERVER
         num_shares = env.world_size - 1 if self.mode == "sync" else 1
-        return Role(
-            share=0 if is_server or num_shares == 1 else env.rank - 1,
-            num_shares=num_shares,
-            loop=DistEnv(SERVER, env.local_rank, 1, 1, env.node_rank, env.restart_count)
-            if is_server
-            else None,
-            gradients=self.start_server if is_server else None,
-            serve=None if is_server else self.run_trainer,
-        )
+        if env.rank == SERVER:
+            loop = replace(env, world_size=1, local_world_size=1)
+            return Role(share=0, num_shares=num_shares, loop=loop, gradients=self.start_server)
+        share = (env.rank - 1) % num_shares
+        return Role(share=share, num_shares=num_shares, loop=None, serve=self.run_trainer)
 
     def start_server(self, duties: Duties) -> Server:
         """Return the loop's source of gradients. Collective with ``run_trainer``."""

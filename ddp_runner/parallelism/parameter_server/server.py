@@ -71,7 +71,7 @@ class Server:
         self._version = 0  # updates taken
         self._todo = deque(duties.outstanding)  # batches to assign before any new one
         first, last = duties.first_step + len(self._todo), duties.first_step + duties.num_steps
-        self._new = deque(range(first, last))
+        self._new = deque(range(first, last))  # batches that no trainer has had yet
         # A push's length and dtype, without its memory.
         self._push = flatten_gradients(self._module, torch.zeros(2)).to("meta")
         self._interval, self.lost = _Interval(), list[int]()
@@ -134,9 +134,7 @@ class Server:
     def close(self, status: Status) -> None:
         """Send the trainers the run's status, and drop what they still compute."""
         while self._tasks:
-            rank, push = self._wait_for_any()
-            if push is not None:
-                self._idle.append(rank)
+            self._wait_for_any()
         (code,) = (code for code, name in STATUS_OF.items() if name == status)
         for rank in self._idle:
             self._inboxes[rank].put(code)
@@ -158,21 +156,22 @@ class Server:
 
     def _from_any(self) -> Tensor:
         while True:
-            self._assign_idle()
+            values = flatten_parameters(self._module)
+            while self._idle and (batches := self._todo or self._new):
+                self._assign(self._idle.pop(0), batches.popleft(), values)
             if not self._tasks:
                 raise RuntimeError(
                     f"all trainers are lost (ranks {', '.join(map(str, self.lost))}); see their "
                     "logs in the run folder, then resume it"
                 )
             started = time.perf_counter()
-            rank, push = self._wait_for_any()
+            push = self._wait_for_any()
             self._interval.server_wait_s += time.perf_counter() - started
             if push is not None:
-                self._idle.append(rank)
                 return push
 
-    def _wait_for_any(self) -> tuple[int, Tensor | None]:
-        """Wait for any trainer; return its rank and its push, or None if it is lost."""
+    def _wait_for_any(self) -> Tensor | None:
+        """Wait for any trainer; return its push, or None if it is lost."""
         while not (answered := [rank for rank, task in self._tasks.items() if task.push.done()]):
             # Gloo does not always notice that the other process has ended.
             if answered := [rank for rank in self._tasks if rank in self._duties.ended()]:
@@ -184,7 +183,8 @@ class Server:
         error = task.push.exception() if task.push.done() else None
         if task.push.done() and not error:
             self._interval.staleness.append(self._version - task.version)
-            return rank, task.push.result()
+            self._idle.append(rank)
+            return task.push.result()
         self._todo.append(task.step)
         self.lost.append(rank)
         self._inboxes[rank].put(None)
@@ -194,12 +194,7 @@ class Server:
         self._duties.log(
             f"rank {rank} is lost ({reason}); the run continues with {left} trainer(s)"
         )
-        return rank, None
-
-    def _assign_idle(self) -> None:
-        values = flatten_parameters(self._module)
-        while self._idle and (batches := self._todo or self._new):
-            self._assign(self._idle.pop(0), batches.popleft(), values)
+        return None
 
     def _assign(self, rank: int, step: int, values: Tensor) -> None:
         self._tasks[rank] = _Task(step, self._version, values)
