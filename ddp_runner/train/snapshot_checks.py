@@ -12,7 +12,8 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
 
-PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}  # of a state
+# Of each snapshot.
+PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
 def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
