@@ -120,7 +120,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         module=module,
         model=model,
         optimizer=optimizer,
-        scheduler=schedule,
+        schedule=schedule,
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         setup=setup,
         gradients=OwnGradients(),

@@ -76,7 +76,7 @@ def train(
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
             results, confusion = evaluate(state)
             position.metrics |= results
-            state.scheduler.evaluated(results)
+            state.schedule.evaluated(results)
             logger.log(results, step=position.step, epoch=epoch)
             logger.evaluated(confusion, step=position.step)
         is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
@@ -104,7 +104,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     scaler.step(optimizer)
     scaler.update()
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
-        state.scheduler.step()
+        state.schedule.step()
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
 

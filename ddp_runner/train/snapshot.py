@@ -48,7 +48,7 @@ def snapshot(state: TrainState, config: Config) -> dict[str, Any]:
     del position["metrics"]  # the manifest keeps them
     return {
         **tensors,
-        "scheduler": state.scheduler.scheduler.state_dict(),
+        "scheduler": state.schedule.scheduler.state_dict(),
         "scaler": state.scaler.state_dict(),
         "position": position,
         "rng": gather_objects(rng, group=state.setup.group),
@@ -129,7 +129,7 @@ def _load_optimizer(
     its state, they are scaled by the ratio of the configured rates. What the optimizer keeps in
     its groups besides its settings is loaded: some optimizers count their steps there.
     """
-    optimizer, scheduler = state.optimizer, state.scheduler.scheduler
+    optimizer, scheduler = state.optimizer, state.schedule.scheduler
     saved, settings = content["scheduler"], (*config.optimizer, "initial_lr")
     chosen = [
         {key: value for key, value in group.items() if key in settings}

@@ -54,7 +54,7 @@ class TrainState:
     module: nn.Module  # the bare model, which is evaluated and saved
     model: nn.Module  # the same model wrapped by its mode, which is trained
     optimizer: torch.optim.Optimizer
-    scheduler: Schedule
+    schedule: Schedule
     scaler: torch.amp.GradScaler
     setup: Setup
     gradients: GradientSource  # this rank's backward, unless the mode has another source

@@ -240,7 +240,7 @@ def overflowing(env: DistEnv, config: Config) -> tuple[int, int]:
         before = flat_weights(state.module)
         train_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))
-    return updates, state.scheduler.scheduler.last_epoch
+    return updates, state.schedule.scheduler.last_epoch
 
 
 def test_the_schedule_waits_for_steps_that_the_scaler_skipped() -> None:

@@ -262,7 +262,7 @@ def schedule_step(env: DistEnv, config: Config, other: Config, folder: Path) -> 
     run_loop(env, config, max_steps=None, folder=folder)
     state = build(env, other)
     restore(state, other, folder, log=print)
-    return int(state.scheduler.scheduler.last_epoch)
+    return int(state.schedule.scheduler.last_epoch)
 
 
 def test_a_schedule_with_a_memory_keeps_its_step_at_another_batch_size(tmp_path: Path) -> None:
