@@ -129,7 +129,7 @@ def count_devices(env: DistEnv, own: Sequence[torch.device], *, data_parallel: b
     Args:
         env: this rank's place.
         own: this rank's devices.
-        data_parallel: a rank drives all the GPUs that it sees, whichever are its own.
+        data_parallel: a rank drives every GPU that it sees.
     """
     if own[0].type == "cpu":
         return env.world_size

@@ -1,4 +1,4 @@
-"""Runs samples before the first step: two to try model and loss, a batch to rehearse a resume.
+"""What runs before the first step: a trial of two samples, and the rehearsal of a resumed run.
 
 Most mistakes in a user's model or loss show up here, where the message can name them. Every rank
 tries the same two samples and gets the same result, so the trial needs no collective.

@@ -1,4 +1,4 @@
-"""Predictions outside the dataset's classes are counted, and waiting is told from exchanging."""
+"""Predictions outside the dataset's classes are counted, and waiting is no exchange."""
 
 import pytest
 import torch
