@@ -12,8 +12,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
 
-# Of each snapshot.
-PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
+SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
 def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
@@ -51,8 +50,8 @@ def read_position(content: Any, path: Path) -> Position:
         UserError: ``snapshot`` did not make the content, even if its checksum is right.
     """
     manifest = read_manifest(path)
-    if not isinstance(content, dict) or not content.keys() >= PARTS:
-        fault = f"it is not a mapping with {', '.join(sorted(PARTS))}"
+    if not isinstance(content, dict) or not content.keys() >= SNAPSHOT_PARTS:
+        fault = f"it is not a mapping with {', '.join(sorted(SNAPSHOT_PARTS))}"
     elif not isinstance(content["made_of"], dict):
         fault = "its made_of is not a mapping"
     else:

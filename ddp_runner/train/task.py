@@ -65,11 +65,11 @@ def _logger(
     session: Session, state: TrainState, warnings: Sequence[str], *, resume_step: int | None
 ) -> NullLogger | RunLogger:
     """Return what this rank logs to, with the facts of the run logged already."""
-    config, env, run_dir, position = session.config, session.env, session.run_dir, state.position
+    config, env, run_dir, setup = session.config, session.env, session.run_dir, state.setup
     if not env.is_rank_zero:
         return NullLogger()
     warnings, max_steps = [*session.job.warnings, *warnings], state.last_step
-    model_sizes, setup = sizes(state.module), state.setup
+    model_sizes = sizes(state.module)
     write_run_record(run_dir, **(model_sizes | {"warnings": warnings}))
     keep_files(run_dir.path, setup.dataset.files)
     lines = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
@@ -93,7 +93,7 @@ def _logger(
     shows_header = session.job.shows_header
     (session.log if shows_header else log_to_file)(block)
     (session.log if shows_header and config.verbose else log_to_file)(words)
-    last_batch = state.next_batch + max_steps - position.step
+    last_batch = state.next_batch + max_steps - state.position.step
     return RunLogger(
         run_dir,
         started_at=session.job.started_at,
