@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_runner.config.schema import Config
-from ddp_runner.host.notice import notice_if_slow
+from ddp_runner.host.streams import notice_if_slow
 
 MONITOR_INTERVAL_S = 0.05
 RDZV_TIMEOUT_S = 900  # torchrun's
@@ -71,7 +71,7 @@ def noticed_wait(config: Config) -> AbstractContextManager[None]:
     launch = config.launch
     text = f"waiting for the other nodes, {launch.nnodes} in all, at {launch.rdzv_endpoint}; "
     text += "start the same command on each of them"
-    return notice_if_slow(text, enabled=launch.nnodes > 1)
+    return notice_if_slow(lambda: text, enabled=launch.nnodes > 1)
 
 
 def numa_options(config: Config) -> numa.NumaOptions | None:

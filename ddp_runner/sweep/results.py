@@ -1,12 +1,22 @@
-"""What a sweep came to: each job's objective, and the comparison of all runs. Torch-free."""
+"""What the jobs of a sweep came to: their objectives, the table, the comparison. Torch-free."""
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.compare.run import is_finite
+from ddp_runner.errors import UserError, nearest, printable
+from ddp_runner.host.streams import shortened
 from ddp_runner.job import Status
-from ddp_runner.sweep.ledger import Entry
+from ddp_runner.metric_names import HEADLINES
+from ddp_runner.sweep.ledger import Entry, Ledger
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.start_block import shown_path
+
+COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
+LEAST_WIDTHS = {0: 20, 5: 8}  # of the columns that are shortened, first the jobs' names
 
 
 def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str | None:
@@ -32,6 +42,54 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
     if metrics[name] is None:
         return f"{entry.folder}: {name} is not a finite number"
     return float(metrics[name])
+
+
+def sweep_table(folder: Path, *, width: int = 0) -> str:
+    """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
+
+    Args:
+        folder: of the sweep.
+        width: columns that a line of the table may take; 0: any number.
+    """
+    entries = Ledger(folder).read().values()
+    rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for column, least in LEAST_WIDTHS.items() if width else ():
+        excess = sum(widths) + 2 * (len(widths) - 1) - width
+        widths[column] = min(widths[column], max(least, widths[column] - excess))
+    lines = [
+        "  ".join(shortened(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    failures = [f"{one.folder}: {one.sentence}" for one in entries if one.sentence is not None]
+    tail = f"tensorboard --logdir {shlex.quote(str(shown_path(folder)))}"
+    return "\n".join(map(printable, ["", *(line.rstrip() for line in lines), *failures, tail]))
+
+
+def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
+    """Return the cells of a job; a number that its run.json lacks, or has damaged, is a dash."""
+    run_dir = RunDir(folder / entry.folder)
+    # A job that runs and that nobody has locked: its launcher was killed.
+    is_abandoned = entry.status == Status.RUNNING and not run_dir.is_locked
+    try:
+        record = read_run_record(run_dir)
+    except UserError:
+        record = {}
+    metrics, pace = _numbers(record.get("metrics")), "perf/samples_per_s"
+    times = _numbers(record)
+    return (
+        entry.folder,
+        Status.PREEMPTED if is_abandoned else entry.status,
+        *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
+        f"{metrics[pace]:.0f}" if pace in metrics else "-",
+        "  ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINES if name in metrics),
+    )
+
+
+def _numbers(fields: Any) -> dict[str, float]:
+    """Return the fields that are numbers; empty if there is no mapping."""
+    items = fields.items() if isinstance(fields, dict) else ()
+    return {key: value for key, value in items if is_finite(value)}
 
 
 def print_report(folder: Path, entries: Iterable[Entry]) -> None:
