@@ -1,7 +1,7 @@
 """Adapter of torch's launcher: how the agents of a run's machines meet, and NUMA binding.
 
-The one private name of torch in here is `_maybe_wrap_with_numa_binding`: torch has no public name
-for it. Checked on torch 2.11 and 2.15.
+Two private names of torch are in here, since torch has no public ones: the state of a rendezvous,
+and `_maybe_wrap_with_numa_binding`. Checked on torch 2.11 and 2.15.
 """
 
 import inspect
@@ -22,9 +22,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from ddp_runner import worker
 from ddp_runner.config.schema import Config
 from ddp_runner.host.streams import notice_if_slow
 
@@ -32,33 +34,17 @@ MONITOR_INTERVAL_S = 0.05
 RDZV_TIMEOUT_S = 900  # torchrun's
 
 
-def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
+def worker_spec(config: Config) -> WorkerSpec:
     """Return what this machine's agent starts, and how it meets the agents of other machines."""
     launch = config.launch
-    handler: RendezvousHandler = OneMachine(uuid.uuid4().hex)
     master_addr, master_port = None, None
-    if launch.nnodes > 1:
-        endpoint = launch.rdzv_endpoint or ""
-        rank: dict[str, Any] = {} if launch.node_rank is None else {"rank": launch.node_rank}
-        if launch.node_rank is not None:
-            master_addr, master_port = parse_rendezvous_endpoint(endpoint, default_port=-1)
-        with noticed_wait(config):
-            handler = rdzv_registry.get_rendezvous_handler(
-                RendezvousParameters(
-                    backend="c10d" if launch.node_rank is None else "static",
-                    endpoint=endpoint,
-                    run_id=launch.rdzv_id,
-                    min_nodes=launch.nnodes,
-                    max_nodes=launch.nnodes,
-                    timeout=RDZV_TIMEOUT_S,
-                    **rank,
-                )
-            )
+    if launch.nnodes > 1 and launch.node_rank is not None:
+        master_addr, master_port = parse_rendezvous_endpoint(launch.rdzv_endpoint, default_port=-1)
     return WorkerSpec(
         role="default_role",
         local_world_size=config.world_size // launch.nnodes,
-        entrypoint=work,
-        rdzv_handler=handler,
+        entrypoint=worker.work,
+        rdzv_handler=_rendezvous_handler(config),
         max_restarts=launch.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
         master_addr=master_addr,
@@ -66,12 +52,47 @@ def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
     )
 
 
-def noticed_wait(config: Config) -> AbstractContextManager[None]:
-    """Return a context that says that this machine waits for the others, if it waits long."""
+def _rendezvous_handler(config: Config) -> RendezvousHandler:
     launch = config.launch
-    text = f"waiting for the other nodes, {launch.nnodes} in all, at {launch.rdzv_endpoint}; "
-    text += "start the same command on each of them"
-    return notice_if_slow(lambda: text, enabled=launch.nnodes > 1)
+    if launch.nnodes == 1:
+        return OneMachine("localhost", 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
+    parameters = RendezvousParameters(
+        backend="c10d" if launch.node_rank is None else "static",
+        endpoint=launch.rdzv_endpoint or "",
+        run_id=launch.rdzv_id,
+        min_nodes=launch.nnodes,
+        max_nodes=launch.nnodes,
+        timeout=RDZV_TIMEOUT_S,
+        rank=launch.node_rank,
+    )
+    with noticed_wait(config):
+        return rdzv_registry.get_rendezvous_handler(parameters)
+
+
+def noticed_wait(
+    config: Config, handler: RendezvousHandler | None = None
+) -> AbstractContextManager[None]:
+    """Return a context that prints that this machine waits for the others, if it waits long.
+
+    Args:
+        config: resolved.
+        handler: may know how many machines have come; the static rendezvous does not.
+    """
+    launch = config.launch
+
+    def text() -> str:
+        state = getattr(handler, "_state_holder", None)
+        num_missing = launch.nnodes - (len(state.state.participants) if state else 0)
+        is_known = 0 < num_missing < launch.nnodes
+        count = (
+            f"{num_missing} of {launch.nnodes} missing" if is_known else f"{launch.nnodes} in all"
+        )
+        return (
+            f"waiting for the other nodes, {count}, at {launch.rdzv_endpoint}; start the same "
+            "command on each of them"
+        )
+
+    return notice_if_slow(text, enabled=launch.nnodes > 1)
 
 
 def numa_options(config: Config) -> numa.NumaOptions | None:
@@ -80,7 +101,7 @@ def numa_options(config: Config) -> numa.NumaOptions | None:
         min_nodes=config.launch.nnodes,
         max_nodes=config.launch.nnodes,
         nproc_per_node=config.world_size // config.launch.nnodes,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it makes a folder for logs
     ).numa_options
 
 
@@ -98,41 +119,21 @@ def numa_bound(
     return bind(work, **device, numa_options=options)
 
 
-class OneMachine(RendezvousHandler):
+class OneMachine(StaticTCPRendezvous):
     """The rendezvous of a single agent with itself: no port, no listening socket, no waiting.
 
     The c10d one listens on all interfaces, even for one machine.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "ddp_runner-one-machine"
+    @property
+    def use_agent_store(self) -> bool:
+        """Return False: ranks meet through a file, and never use the address."""
+        return False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return rank 0 of 1, with a store in this process."""
-        # Ranks meet through a file and never use the address. The store is public and documented,
-        # but torch imports it in a way that type checkers do not accept as an export.
+        # The store is public and documented, but torch imports it in a way that type checkers do
+        # not accept as an export.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
-
-    def is_closed(self) -> bool:
-        """Return False: it is open as long as its agent lives."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: nobody else could join."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: nobody else can join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the id that the launcher chose."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Return True: there is nothing to close."""
-        return True
+        address = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(store, self.rank, self.world_size, address)

@@ -9,7 +9,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.numa import binding as numa
 
 from ddp_runner.job import Job
-from ddp_runner.launch.elastic import numa_bound, worker_spec
+from ddp_runner.launch.elastic import numa_bound
 from ddp_runner.launch.supervisor import Supervisor
 from ddp_runner.scratch import Scratch
 
@@ -47,7 +47,7 @@ def test_the_agent_of_this_torch_has_the_hooks_and_attributes_that_the_superviso
     assert SimpleElasticAgent.__abstractmethods__ == hooks
     config, _ = resolved("model=toy", "launch.max_restarts=3")
     job = Job(config=config, started_at=0.0, code={}, scratch=Scratch(tmp_path))
-    supervisor = Supervisor(worker_spec(config, dict), job, dict)
+    supervisor = Supervisor(job)
     assert supervisor._attempt == 0
     supervisor._remaining_restarts -= 1
     assert supervisor._attempt == 1
