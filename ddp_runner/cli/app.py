@@ -25,9 +25,8 @@ from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.run_folder import asked_folder, goes_on, new_folder
 from ddp_runner.dist_env import DistEnv, dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import detect
-from ddp_runner.host.signals import handled_signals
+from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import launch, print_error

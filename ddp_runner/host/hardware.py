@@ -21,7 +21,7 @@ class Hardware:
     """The devices and cores that this process may use."""
 
     num_gpus: int  # that torch can compute on
-    num_cores: int
+    num_cores: int  # that this process may keep busy
     unusable: str | None = None  # why torch cannot use the visible GPUs, and the fix
     binds_gpus: bool = False  # Slurm shows each task its own GPUs only
 
@@ -33,22 +33,13 @@ class Hardware:
 
 
 def detect() -> Hardware:
-    """Return the usable GPUs, and the cores that this process may keep busy.
-
-    Cores: those of its affinity mask, and no more than its cgroups' CPU time allows.
-    """
+    """Return the usable GPUs, and the cores: those of the affinity mask, up to the CPU quota."""
     num_visible, driver_cuda = _cuda_driver()
     unusable = why_unusable(num_visible, driver_cuda, torch_build(), has_amd=AMD_GPUS.exists())
+    num_cores = os.cpu_count() or 1
     if sys.platform == "linux":
         num_cores = min(len(os.sched_getaffinity(0)), quota_cores() or sys.maxsize)
-    else:
-        num_cores = os.cpu_count() or 1
-    return Hardware(
-        num_gpus=0 if unusable else num_visible,
-        num_cores=num_cores,
-        unusable=unusable,
-        binds_gpus=binds_gpus(os.environ),
-    )
+    return Hardware(0 if unusable else num_visible, num_cores, unusable, binds_gpus(os.environ))
 
 
 def _cuda_driver() -> tuple[int, int]:
@@ -84,11 +75,8 @@ def why_unusable(
 ) -> str | None:
     """Return why torch cannot compute on this machine's GPUs, and the fix; None: it can.
 
-    Args:
-        num_visible: CUDA devices that the driver shows.
-        driver_cuda: the CUDA version of the driver, or 0.
-        build: what torch was built for.
-        has_amd: whether there is a driver for AMD's GPUs.
+    The arguments are what ``_cuda_driver`` and ``torch_build`` return, and whether there is a
+    driver for AMD's GPUs.
     """
     if build.get("hip"):
         # Counting them with AMD's driver is untested.
@@ -182,16 +170,14 @@ def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
 
 
-def gpu_shares(
-    num_slots: int, *, num_gpus: int, environ: Mapping[str, str] | None = None
-) -> list[str | None]:
+def gpu_shares(num_slots: int, *, num_gpus: int) -> list[str | None]:
     """Return disjoint, equal parts of the visible GPUs as values of CUDA_VISIBLE_DEVICES.
 
     None, without GPUs, leaves the variable as it is.
     """
     if num_gpus == 0:
         return [None] * num_slots
-    visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(num_gpus)))
     size = num_gpus // num_slots
     return [",".join(names[size * i : size * (i + 1)]) for i in range(num_slots)]

@@ -7,14 +7,13 @@ import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddp_runner.host.hardware import own_groups
+from ddp_runner.host.processes import PROC, process_stats
 
-PROC = Path("/proc")
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
-# Fields of /proc/PID/stat after the name: ppid; own time, and that of its ended children.
-PARENT, OWN, ENDED = 1, slice(11, 13), slice(13, 15)
+# Fields of `process_stats`: the parent; own time, and that of its ended children, in clock ticks.
+PARENT, OWN, ENDED = 0, slice(10, 12), slice(12, 14)
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,7 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
         steal = round(spent[STEAL] / total, 3)
     return {
         "start": {"loadavg_1m": start.average_1m},
-        "end": {
-            "loadavg_1m": end.average_1m,
-            "busy_share_others": others,
-            "steal_share": steal,
-        },
+        "end": {"loadavg_1m": end.average_1m, "busy_share_others": others, "steal_share": steal},
     }
 
 
@@ -92,13 +87,9 @@ def _ranks_ticks(parent: int) -> int:
     Ended ranks count through their parent: other ranks may end before rank 0 measures.
     """
     ticks = 0
-    for path in PROC.glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended, or may not be read
-        if int(fields[PARENT]) == parent:
-            ticks += sum(map(int, fields[OWN]))
-        if int(fields[PARENT]) == parent or path.parent.name == str(parent):
-            ticks += sum(map(int, fields[ENDED]))
+    for pid, fields in process_stats():
+        if fields[PARENT] == parent:
+            ticks += sum(fields[OWN])
+        if parent in (fields[PARENT], pid):
+            ticks += sum(fields[ENDED])
     return ticks

@@ -32,11 +32,6 @@ def line_width(stream: TextIO) -> int:
     return max(0, size.columns - 1) if size.lines > 0 else 0
 
 
-def has_live_line(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that can draw a line anew."""
-    return line_width(stream) > 0
-
-
 def shortened(text: str, width: int) -> str:
     """Return the text in so many columns, its middle replaced by an ellipsis if it is longer."""
     if len(text) <= width:
@@ -47,22 +42,20 @@ def shortened(text: str, width: int) -> str:
 
 def print_line(text: str, *, stream: TextIO) -> None:
     """Print a line at once; on a terminal it takes the place of a live line."""
-    print(f"{ERASE_LINE if has_live_line(stream) else ''}{text}", file=stream, flush=True)
+    print(f"{ERASE_LINE if line_width(stream) else ''}{text}", file=stream, flush=True)
 
 
 @contextmanager
-def notice_if_slow(text: Callable[[], str], *, enabled: bool = True) -> Iterator[None]:
+def notice_if_slow(text: Callable[[], str]) -> Iterator[None]:
     """Print what the block waits for once it has taken longer than two seconds."""
     timer = threading.Timer(PATIENCE_S, lambda: print_line(text(), stream=sys.stdout))
     timer.daemon = True
-    if enabled:
-        timer.start()
+    timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        if enabled:
-            timer.join()  # a line that is being printed ends before the next one
+        timer.join()  # a line that is being printed ends before the next one
 
 
 def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None:
@@ -72,8 +65,9 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
         on_loss: receives one sentence for each stream that is lost.
     """
     for name, number in STREAMS.items():
-        if _is_closed(number):
-            # Otherwise the next file to be opened would get its number.
+        try:
+            os.fstat(number)
+        except OSError:  # it is closed: the next file to be opened would get its number
             _send_nowhere(number)
             on_loss(f"{name} was closed: what it would have shown is in logs/ only")
         stream = getattr(sys, name)
@@ -90,14 +84,6 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
         )
         setattr(sys, name, kept)
         setattr(sys, f"__{name}__", kept)
-
-
-def _is_closed(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return True
-    return False
 
 
 def _send_nowhere(number: int) -> None:

@@ -7,8 +7,8 @@ and `_maybe_wrap_with_numa_binding`. Checked on torch 2.11 and 2.15.
 import inspect
 import os
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -69,30 +69,28 @@ def _rendezvous_handler(config: Config) -> RendezvousHandler:
         return rdzv_registry.get_rendezvous_handler(parameters)
 
 
-def noticed_wait(
-    config: Config, handler: RendezvousHandler | None = None
-) -> AbstractContextManager[None]:
-    """Return a context that prints that this machine waits for the others, if it waits long.
+@contextmanager
+def noticed_wait(config: Config, handler: RendezvousHandler | None = None) -> Iterator[None]:
+    """Print that this machine waits for the others, if it waits long.
 
     Args:
         config: resolved.
         handler: may know how many machines have come; the static rendezvous does not.
     """
-    launch = config.launch
+    num_nodes = config.launch.nnodes
 
     def text() -> str:
-        state = getattr(handler, "_state_holder", None)
-        num_missing = launch.nnodes - (len(state.state.participants) if state else 0)
-        is_known = 0 < num_missing < launch.nnodes
-        count = (
-            f"{num_missing} of {launch.nnodes} missing" if is_known else f"{launch.nnodes} in all"
-        )
+        holder = getattr(handler, "_state_holder", None)
+        num_missing = num_nodes - (len(holder.state.participants) if holder else 0)
+        is_known = 0 < num_missing < num_nodes
+        count = f"{num_missing} of {num_nodes} missing" if is_known else f"{num_nodes} in all"
         return (
-            f"waiting for the other nodes, {count}, at {launch.rdzv_endpoint}; start the same "
-            "command on each of them"
+            f"waiting for the other nodes, {count}, at {config.launch.rdzv_endpoint}; start the "
+            "same command on each of them"
         )
 
-    return notice_if_slow(text, enabled=launch.nnodes > 1)
+    with notice_if_slow(text) if num_nodes > 1 else nullcontext():
+        yield
 
 
 def numa_options(config: Config) -> numa.NumaOptions | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import dist_env
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
+from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status

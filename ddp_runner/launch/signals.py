@@ -15,8 +15,7 @@ from types import FrameType
 from typing import Any
 
 from ddp_runner.errors import UserError
-from ddp_runner.host.children import kill_descendants
-from ddp_runner.host.signals import handled_signals
+from ddp_runner.host.processes import handled_signals, kill_descendants
 from ddp_runner.job import Status
 from ddp_runner.scratch import SAVING_FACTOR, Scratch
 from ddp_runner.tracking.run_record import read_run_record, write_run_record

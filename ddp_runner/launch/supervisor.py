@@ -29,9 +29,14 @@ from torch.numa.binding import NumaOptions
 
 from ddp_runner import worker
 from ddp_runner.errors import UserError
-from ddp_runner.host.children import adopt_orphans, children, end_adopted
-from ddp_runner.host.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.host.load import oom_kills
+from ddp_runner.host.processes import (
+    adopt_orphans,
+    children,
+    end_adopted,
+    fork_server_is_gone,
+    start_fork_server,
+)
 from ddp_runner.job import Job
 from ddp_runner.launch.blame import Ends, first_failure
 from ddp_runner.launch.elastic import noticed_wait, numa_bound, numa_options, worker_spec

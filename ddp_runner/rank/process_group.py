@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -48,9 +48,9 @@ def process_group(
         is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # unless the user set another
     timeout = timedelta(seconds=backend.timeout_s)
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
-    is_first_of_many = env.num_nodes > 1 and env.local_rank == 0
+    is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
     try:
-        with notice_if_slow(lambda: waiting, enabled=is_first_of_many):
+        with notice_if_slow(lambda: waiting) if is_first_of_node else nullcontext():
             store = None
             if init_method == FROM_ENVIRONMENT and serves_ranks():
                 store = fresh_store(env, timeout=timeout)

@@ -23,11 +23,7 @@ ALL_REDUCE = CollectivesConfig(
 
 
 def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
-    """Return the calibrations by their id: one for all training jobs whose ranks start alike.
-
-    Args:
-        jobs: planned.
-    """
+    """Return the calibrations by their id: one for all training jobs whose ranks start alike."""
     found = dict[str, Job]()
     for job in jobs:
         config = job.config

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, detect
+from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import line_width, print_line, shortened
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.launcher import launch, print_error
@@ -223,11 +223,8 @@ def sweep_dir(
 ) -> Iterator[Path]:
     """Give the sweep's folder; remove a folder made for it if no job of it was even queued.
 
-    Args:
-        composed: what all jobs have in common, with the ``hydra`` node.
-        asked: the user's choice; None: an unfinished sweep of this command, else a new folder.
-        arguments: the command line as the user wrote it, by which an unfinished sweep is found.
-        is_search: whether the sweeper chooses jobs by the results of earlier jobs.
+    It is the one that the user asked for, else that of an unfinished sweep of the same command,
+    else a new one. `composed` is what all jobs have in common, with the ``hydra`` node.
     """
     if asked is not None:
         yield asked

@@ -26,9 +26,8 @@ from queue import SimpleQueue
 from typing import TextIO
 
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
-from ddp_runner.host.signals import children_ignore_signals
+from ddp_runner.host.processes import children_ignore_signals, start_fork_server
 from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
@@ -75,7 +74,12 @@ class Slots:
                 pipe, is_done = self._finished.get()
                 working.discard(pipe)  # a slot may end after it has finished
                 if not is_done:
-                    self._drop_slot(pipe)
+                    process = self._slots.pop(pipe)
+                    process.join()
+                    print_error(
+                        f"a slot of the sweep ended with exit code {process.exitcode}; the other "
+                        "slots take its jobs; if any are left, give the same command again"
+                    )
         entries = batch.ledger.read()
         found = [recorded(entries[job_id], job) for job_id, job in batch.jobs.items()]
         outcomes = [outcome for outcome in found if outcome is not None]
@@ -122,14 +126,6 @@ class Slots:
                 case None:
                     self._finished.put((pipe, True))
         self._finished.put((pipe, False))
-
-    def _drop_slot(self, pipe: Connection) -> None:
-        process = self._slots.pop(pipe)
-        process.join()
-        print_error(
-            f"a slot of the sweep ended with exit code {process.exitcode}; the other slots take "
-            "its jobs; if any are left, give the same command again"
-        )
 
 
 class Output:

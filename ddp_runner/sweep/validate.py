@@ -12,7 +12,7 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
 
     Args:
         config: of a job, as composed; only sweep, launch and backend are read.
-        hardware: the whole machine.
+        hardware: of the whole machine.
         searches: whether the sweeper chooses jobs by the results of earlier jobs, as Optuna does.
 
     Raises:

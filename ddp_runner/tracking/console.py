@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from ddp_runner.host.streams import ERASE_LINE, has_live_line
+from ddp_runner.host.streams import ERASE_LINE, line_width
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.outputs import OUTPUTS
@@ -168,7 +168,7 @@ def progress(
     total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str = ""
 ) -> LiveLine | PlainLines:
     """Return a live line if the stream is a terminal that can draw it, else plain lines."""
-    if not has_live_line(stream):
+    if not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
         total_steps,

@@ -112,20 +112,16 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert lines[-1].startswith("tensorboard --logdir ")
 
 
-@pytest.mark.parametrize(
-    ("patience_s", "enabled", "printed"),
-    [(0.01, True, "waiting\n"), (60.0, True, ""), (0.01, False, "")],
-)
+@pytest.mark.parametrize(("patience_s", "printed"), [(0.01, "waiting\n"), (60.0, "")])
 def test_a_notice_is_printed_if_the_wait_is_long(
     patience_s: float,
-    enabled: bool,
     printed: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And its thread is gone after the block."""
     monkeypatch.setattr(streams, "PATIENCE_S", patience_s)
-    with notice_if_slow(lambda: "waiting", enabled=enabled):
+    with notice_if_slow(lambda: "waiting"):
         time.sleep(0.2)
     assert capsys.readouterr().out == printed
 

@@ -73,13 +73,12 @@ def test_cores_and_gpus_are_dealt_out_evenly(
     assert core_shares(2, num_cores=3) == [(4,), (5,)]  # a quota of CPU time leaves cores idle
     assert core_shares(5, num_cores=5) == [(4,), (6,), (5,), (7,), (9,)]
 
-    assert gpu_shares(2, num_gpus=5, environ={}) == ["0,1", "2,3"]
-    assert gpu_shares(2, num_gpus=3, environ={"CUDA_VISIBLE_DEVICES": "3,GPU-a,1"}) == [
-        "3",
-        "GPU-a",
-    ]
-    assert gpu_shares(2, num_gpus=1, environ={}) == ["", ""]  # the jobs compute on cores
-    assert gpu_shares(2, num_gpus=0, environ={}) == [None, None]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_shares(2, num_gpus=5) == ["0,1", "2,3"]
+    assert gpu_shares(2, num_gpus=1) == ["", ""]  # the jobs compute on cores
+    assert gpu_shares(2, num_gpus=0) == [None, None]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-a,1")
+    assert gpu_shares(2, num_gpus=3) == ["3", "GPU-a"]
     assert Hardware(num_gpus=5, num_cores=9).share(2) == Hardware(num_gpus=2, num_cores=4)
 
 
