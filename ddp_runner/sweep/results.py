@@ -1,6 +1,7 @@
 """What the jobs of a sweep came to: their objectives, the table, the comparison. Torch-free."""
 
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
-LEAST_WIDTHS = {0: 20, 5: 8}  # of the columns that are shortened, first the jobs' names
+MIN_NAME = 12  # columns of a job's name
 
 
 def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str | None:
@@ -49,21 +50,24 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
 
     Args:
         folder: of the sweep.
-        width: columns that a line of the table may take; 0: any number.
+        width: columns that a line of the table may take: names become shorter in their middle,
+            then a line ends early; 0: any number.
     """
     entries = Ledger(folder).read().values()
     rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for column, least in LEAST_WIDTHS.items() if width else ():
-        excess = sum(widths) + 2 * (len(widths) - 1) - width
-        widths[column] = min(widths[column], max(least, widths[column] - excess))
-    lines = [
-        "  ".join(shortened(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True))
-        for row in rows
-    ]
+    width = width or sys.maxsize
+    excess = max(0, sum(widths) + 2 * (len(widths) - 1) - width)
+    widths[0] = max(min(MIN_NAME, widths[0]), widths[0] - excess)
+    lines = []
+    for row in rows:
+        cells = [shortened(row[0], widths[0]), *row[1:]]
+        padded = [cell.ljust(size) for cell, size in zip(cells, widths, strict=True)]
+        line = "  ".join(padded).rstrip()
+        lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
     failures = [f"{one.folder}: {one.sentence}" for one in entries if one.sentence is not None]
     tail = f"tensorboard --logdir {shlex.quote(str(shown_path(folder)))}"
-    return "\n".join(map(printable, ["", *(line.rstrip() for line in lines), *failures, tail]))
+    return "\n".join(map(printable, ["", *lines, *failures, tail]))
 
 
 def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
