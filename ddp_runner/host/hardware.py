@@ -62,10 +62,8 @@ def torch_build() -> dict[str, str | None]:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return {}
+    path = Path(spec.origin).with_name("version.py")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = re.findall(r"""^(cuda|hip)\b.*=\s*(None|["'].*["'])""", text, re.MULTILINE)
     return {key: None if value == "None" else value.strip("\"'") for key, value in found}
 
@@ -78,15 +76,13 @@ def why_unusable(
     The arguments are what ``_cuda_driver`` and ``torch_build`` return, and whether there is a
     driver for AMD's GPUs.
     """
-    if build.get("hip"):
+    if build.get("hip") and has_amd:
         # Counting them with AMD's driver is untested.
         return (
             "torch was built for ROCm, whose GPUs ddp_runner cannot count; use NVIDIA GPUs and "
             "a torch for CUDA"
-            if has_amd
-            else None
         )
-    if num_visible == 0 or "cuda" not in build:
+    if build.get("hip") or num_visible == 0 or "cuda" not in build:
         return None
     cuda, noun = build["cuda"], "GPU is" if num_visible == 1 else "GPUs are"
     if not cuda:
@@ -132,11 +128,8 @@ def own_groups(controller: str) -> Iterator[Path]:
 
     In a container the path may be the host's; then some of the folders do not exist.
     """
-    try:
-        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    text = OWN_CGROUPS.read_text(encoding="utf-8") if OWN_CGROUPS.exists() else ""
+    for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -151,12 +144,10 @@ def _quota(group: Path) -> float | None:
     """Return a cgroup's CPU quota as a number of cores; None: no limit."""
     try:
         if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+            quota, period = (group / "cpu.max").read_text().split()
         else:
-            quota, period = (
-                (group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
-                for name in ("quota", "period")
-            )
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
         return float(quota) / float(period) if float(quota) > 0 else None
     except (OSError, ValueError):
         return None  # there is no file, or it holds "max"
@@ -186,10 +177,8 @@ def gpu_shares(num_slots: int, *, num_gpus: int) -> list[str | None]:
 def _place(core: int) -> tuple[int, int, int]:
     """Return a sort key that keeps the hyperthreads of one physical core together."""
     try:
-        package, physical = (
-            int((CPUS / f"cpu{core}" / "topology" / name).read_text())
-            for name in ("physical_package_id", "core_id")
-        )
+        topology = CPUS / f"cpu{core}" / "topology"
+        package = int((topology / "physical_package_id").read_text())
+        return package, int((topology / "core_id").read_text()), core
     except (OSError, ValueError):
         return 0, core, core  # unknown, as in some containers
-    return package, physical, core

@@ -4,8 +4,10 @@ A speed measured beside other work means little, so the comparison needs to know
 """
 
 import os
+import re
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_runner.host.hardware import own_groups
@@ -63,13 +65,10 @@ def oom_kills() -> int:
     """
     for group in own_groups("memory"):
         for name in ("memory.events", "memory.oom_control"):
-            try:
-                lines = (group / name).read_text(encoding="utf-8").splitlines()
-            except OSError:
-                continue  # of the other version, or missing
-            counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
-            if "oom_kill" in counts:
-                return int(counts["oom_kill"])
+            with suppress(OSError):  # of the other version, or missing
+                found = re.search(r"^oom_kill (\d+)", (group / name).read_text(), re.MULTILINE)
+                if found:
+                    return int(found[1])
     return 0
 
 

@@ -21,7 +21,6 @@ from functools import partial
 from itertools import chain, repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TextIO
 
@@ -59,13 +58,11 @@ class Slots:
     def run(self, batch: Batch) -> list[Outcome]:
         """Run a batch to its end; return how each job ended, last a signal that stopped it."""
         folders = {job.number: job.run_dir for job in batch.jobs.values() if job.run_dir}
-
-        def running() -> list[Path]:
-            numbers = set(self._current.values())
-            return [folder for number, folder in folders.items() if number in numbers]
-
-        timeout_s = max(job.config.launch.shutdown_timeout_s for job in batch.jobs.values())
-        with StopSignals(self._scratch, timeout_s=timeout_s, running=running) as stop_signals:
+        with StopSignals(
+            self._scratch,
+            timeout_s=max(job.config.launch.shutdown_timeout_s for job in batch.jobs.values()),
+            running=lambda: [folders[one] for one in folders.keys() & self._current.values()],
+        ) as stop_signals:
             for pipe in self._slots:
                 with suppress(OSError):  # the slot has ended, which is in the queue
                     pipe.send(batch)
