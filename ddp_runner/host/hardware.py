@@ -27,9 +27,8 @@ class Hardware:
 
     def share(self, num_slots: int) -> "Hardware":
         """Return the hardware of each slot; a remainder stays idle, so that all slots are equal."""
-        return replace(
-            self, num_gpus=self.num_gpus // num_slots, num_cores=self.num_cores // num_slots
-        )
+        num_gpus, num_cores = self.num_gpus // num_slots, self.num_cores // num_slots
+        return replace(self, num_gpus=num_gpus, num_cores=num_cores)
 
 
 def detect() -> Hardware:

@@ -96,11 +96,7 @@ def children() -> set[int]:
 
 
 def end_adopted(own: Collection[int]) -> None:
-    """Kill the children that this process adopted, and then the children of those.
-
-    Args:
-        own: the children that it started itself.
-    """
+    """Kill the children that this process did not start itself, and then the children of those."""
     deadline = time.monotonic() + LIMIT_S
     while (adopted := children() - set(own)) and time.monotonic() < deadline:
         for pid in adopted:

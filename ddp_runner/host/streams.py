@@ -59,11 +59,7 @@ def notice_if_slow(text: Callable[[], str]) -> Iterator[None]:
 
 
 def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None:
-    """Let this process outlive its stdout and stderr.
-
-    Args:
-        on_loss: receives one sentence for each stream that is lost.
-    """
+    """Let this process outlive its stdout and stderr; `on_loss` gets a sentence for each loss."""
     for name, number in STREAMS.items():
         try:
             os.fstat(number)

@@ -12,16 +12,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.elastic.rendezvous.registry as rdzv_registry
+import torch.distributed.elastic.rendezvous as rdzv
 import torch.numa.binding as numa
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
@@ -52,11 +46,11 @@ def worker_spec(config: Config) -> WorkerSpec:
     )
 
 
-def _rendezvous_handler(config: Config) -> RendezvousHandler:
+def _rendezvous_handler(config: Config) -> rdzv.RendezvousHandler:
     launch = config.launch
     if launch.nnodes == 1:
         return OneMachine("localhost", 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
-    parameters = RendezvousParameters(
+    parameters = rdzv.RendezvousParameters(
         backend="c10d" if launch.node_rank is None else "static",
         endpoint=launch.rdzv_endpoint or "",
         run_id=launch.rdzv_id,
@@ -66,16 +60,14 @@ def _rendezvous_handler(config: Config) -> RendezvousHandler:
         rank=launch.node_rank,
     )
     with noticed_wait(config):
-        return rdzv_registry.get_rendezvous_handler(parameters)
+        return rdzv.rendezvous_handler_registry.create_handler(parameters)
 
 
 @contextmanager
-def noticed_wait(config: Config, handler: RendezvousHandler | None = None) -> Iterator[None]:
+def noticed_wait(config: Config, handler: rdzv.RendezvousHandler | None = None) -> Iterator[None]:
     """Print that this machine waits for the others, if it waits long.
 
-    Args:
-        config: resolved.
-        handler: may know how many machines have come; the static rendezvous does not.
+    The handler of a c10d rendezvous knows how many have come; that of a static one does not.
     """
     num_nodes = config.launch.nnodes
 
@@ -128,10 +120,10 @@ class OneMachine(StaticTCPRendezvous):
         """Return False: ranks meet through a file, and never use the address."""
         return False
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rdzv.RendezvousInfo:
         """Return rank 0 of 1, with a store in this process."""
         # The store is public and documented, but torch imports it in a way that type checkers do
         # not accept as an export.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        address = RendezvousStoreInfo(self.master_addr, self.master_port)
-        return RendezvousInfo(store, self.rank, self.world_size, address)
+        address = rdzv.RendezvousStoreInfo(self.master_addr, self.master_port)
+        return rdzv.RendezvousInfo(store, self.rank, self.world_size, address)

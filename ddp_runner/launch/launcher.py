@@ -92,11 +92,8 @@ def run_worker_group(job: Job) -> Outcome:
             if isinstance(result, Failure):
                 return _failed(result, job.run_dir)
     received = stop_signals.received or signal.SIGTERM
-    return Outcome(
-        status=result["status"],
-        exit_code=EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received,
-        run_dir=Path(result["run_dir"]),
-    )
+    exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
+    return Outcome(result["status"], exit_code, Path(result["run_dir"]))
 
 
 def print_error(sentence: str) -> None:

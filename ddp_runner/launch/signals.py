@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import handled_signals, kill_descendants
@@ -45,14 +44,12 @@ class StopSignals:
     ) -> None:
         self.received: int | None = None
         self._scratch, self._timeout_s, self._running = scratch, timeout_s, running
-        self._previous: dict[int, Any] = {}
         self._signals: SimpleQueue[int | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
 
     def __enter__(self) -> "StopSignals":
         self._thread.start()
-        for signum in handled_signals():
-            self._previous[signum] = signal.signal(signum, self._receive)
+        self._previous = {one: signal.signal(one, self._receive) for one in handled_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,10 +69,10 @@ class StopSignals:
         if signum is None:
             return
         self._request_stop(signum)
-        requested_at = time.monotonic()
+        # After the last save, the run has timeout_s again to end.
+        requested_at = saving_at = time.monotonic()
         deadline = requested_at + self._timeout_s
         last_deadline = requested_at + SAVING_FACTOR * self._timeout_s
-        saving_at = requested_at  # after the last save, the run has timeout_s again to end
         while True:
             try:
                 if self._signals.get(timeout=max(0.0, deadline - time.monotonic())) is None:

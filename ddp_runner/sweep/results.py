@@ -21,12 +21,7 @@ MIN_NAME = 12  # columns of a job's name
 
 
 def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str | None:
-    """Return the objective of a job, or why it has none.
-
-    Args:
-        entry: of the job.
-        folder: of the sweep.
-        name: of the metric, ``sweep.objective``; None: the sweep has no objective.
+    """Return a job's metric of this name, or why it has none; None if the sweep has no objective.
 
     Raises:
         UserError: the job has no such metric.
@@ -48,10 +43,7 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
 def sweep_table(folder: Path, *, width: int = 0) -> str:
     """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
 
-    Args:
-        folder: of the sweep.
-        width: columns that a line of the table may take: names become shorter in their middle,
-            then a line ends early; 0: any number.
+    In `width` columns, unless it is 0, names become shorter in their middle; then lines end early.
     """
     entries = Ledger(folder).read().values()
     rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]

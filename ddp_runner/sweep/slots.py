@@ -130,14 +130,14 @@ class Output:
 
     def __init__(self, source: Connection, target: TextIO) -> None:
         self.source, self._target, self.is_open = source, target, True
-        self._rest = b""  # the begin of a line
+        self._rest = b""  # the beginning of a line
         os.set_blocking(source.fileno(), False)
 
     def lines(self, *, all_of_it: bool) -> Iterator[tuple[str, TextIO]]:
         """Yield the lines that have come, and the target of each.
 
         Args:
-            all_of_it: read until the pipe is empty, and yield the begin of the last line, too.
+            all_of_it: read until the pipe is empty, and yield the beginning of the last line, too.
         """
         data = self._rest
         with suppress(BlockingIOError):  # the pipe is empty
@@ -191,17 +191,15 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
         connection.close()
     start_fork_server()
     headers = chain([slot.number == 1], repeat(False))  # one for the whole sweep
-    while True:
-        batch: Batch | None = pipe.recv()
-        if batch is None:
-            os._exit(0)  # skips the second that unloading torch takes
-        execute = partial(_launch_in, slot, pipe, headers)
+    execute = partial(_launch_in, slot, pipe, headers)
+    while (batch := pipe.recv()) is not None:
         try:
             run_jobs(batch, execute=execute, stop_requested=slot.scratch.stop.exists)
         except UserError as error:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)
         _send(pipe, None)
+    os._exit(0)  # skips the second that unloading torch takes
 
 
 def _launch_in(slot: Slot, pipe: Connection, headers: Iterator[bool], job: Job) -> Outcome:
