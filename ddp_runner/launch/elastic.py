@@ -102,10 +102,8 @@ def numa_bound(
     if options is None:
         return work
     bind = numa._maybe_wrap_with_numa_binding
-    known = inspect.signature(bind).parameters
-    device: dict[str, Any] = {
-        "device_index" if "device_index" in known else "gpu_index": local_rank  # as in torch 2.11
-    }
+    is_new = "device_index" in inspect.signature(bind).parameters  # not so in torch 2.11
+    device: dict[str, Any] = {"device_index" if is_new else "gpu_index": local_rank}
     return bind(work, **device, numa_options=options)
 
 

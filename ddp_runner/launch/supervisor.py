@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -121,13 +120,12 @@ class Supervisor(SimpleElasticAgent):
         start_fork_server()  # if it was killed
         self._own_children, self._oom_kills = children(), oom_kills()
         self.failure = None
-        context, options = get_context("forkserver"), numa_options(self._job.config)
-        pids = {}
+        options, pids = numa_options(self._job.config), {}
         for one in worker_group.workers:
             environ = self._environ(one, worker_group)
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = Pipe(duplex=False)
             arguments = (self._job, worker.work, environ, options, sender)
-            process = context.Process(target=_run_rank, args=arguments)
+            process = ForkServerProcess(target=_run_rank, args=arguments)
             process.start()
             sender.close()
             self._ranks.append(RankProcess(one.global_rank, process, receiver))

@@ -55,8 +55,8 @@ def run_jobs(
             is_over = stop_requested() or batch.has_failed(entries)
             if is_over:
                 break
-            outcome = recorded(entries[job_id], jobs[job_id])
-            outcome = outcome or _take(entries[job_id], jobs[job_id], batch.ledger, execute)
+            entry, job = entries[job_id], jobs[job_id]
+            outcome = recorded(entry, job) or _take(entry, job, batch.ledger, execute)
             if outcome is not None:
                 outcomes[job_id] = outcome
                 is_over = outcome.status == Status.PREEMPTED

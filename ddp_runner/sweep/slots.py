@@ -98,9 +98,8 @@ class Slots:
     def _start(self, slot: Slot) -> tuple[Connection, SpawnProcess]:
         pipe, child_end = multiprocessing.Pipe()
         (out, child_out), (err, child_err) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
-        context = multiprocessing.get_context("spawn")
         with children_ignore_signals():
-            process = context.Process(target=run_slot, args=(slot, child_end, child_out, child_err))
+            process = SpawnProcess(target=run_slot, args=(slot, child_end, child_out, child_err))
             process.start()
         for end in (child_end, child_out, child_err):
             end.close()
