@@ -6,7 +6,7 @@ Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MP
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.errors import UserError
@@ -16,6 +16,15 @@ from ddp_runner.errors import UserError
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the ports that the kernel gives to clients
 FROM_ENVIRONMENT = "env://"
+# The variables for rank, local rank, world size and local world size. Open MPI's NODE_RANK is no
+# rank of a node: it counts ranks within a machine.
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,7 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
 
 
 def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
-    """Refuse ranks that do not know where to meet.
-
-    Args:
-        env: of this rank.
-        init_method: launch.init_method.
-        backend: backend.name; MPI's ranks know each other already.
+    """Refuse ranks that do not know where to meet; under backend=mpi they know it already.
 
     Raises:
         UserError: neither the launcher nor the config gives an address.
@@ -77,7 +81,7 @@ def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) 
             "NAME VALUE)",
         ),
         "srun": ("srun started", "set MASTER_ADDR and MASTER_PORT before srun"),
-    }.get(env.launcher, ("RANK and WORLD_SIZE tell of", "set MASTER_ADDR and MASTER_PORT"))
+    }.get(env.launcher, ("RANK and WORLD_SIZE describe", "set MASTER_ADDR and MASTER_PORT"))
     raise UserError(
         f"{who} {env.world_size} ranks and nothing says where they meet; {how}, or give "
         "launch.init_method=tcp://HOST:PORT"
@@ -103,51 +107,30 @@ def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> DistEnv | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    return _from_mpi(
-        environ,
-        rank="OMPI_COMM_WORLD_RANK",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    )
+    return _from_mpi(environ, OPEN_MPI) if "OMPI_COMM_WORLD_RANK" in environ else None
 
 
 def _from_mpich(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read the variables of MPICH's and Intel MPI's mpirun; a single rank is no worker group."""
-    if "PMI_RANK" not in environ or _integer(environ, "PMI_SIZE", "1") < 2:
-        return None
-    if "MPI_LOCALRANKID" not in environ:
-        return None  # another program's PMI, such as Slurm's own
-    return _from_mpi(
-        environ,
-        rank="PMI_RANK",
-        local_rank="MPI_LOCALRANKID",
-        world_size="PMI_SIZE",
-        local_world_size="MPI_LOCALNRANKS",
-    )
+    """Read the variables of MPICH's and Intel MPI's mpirun; a single rank is no worker group.
+
+    Another program's PMI, such as Slurm's own, has no MPI_LOCALRANKID.
+    """
+    is_theirs = {"PMI_RANK", "MPI_LOCALRANKID"} <= environ.keys()
+    is_group = is_theirs and _integer(environ, "PMI_SIZE", "1") > 1
+    return _from_mpi(environ, MPICH) if is_group else None
 
 
-def _from_mpi(
-    environ: Mapping[str, str],
-    *,
-    rank: str,
-    local_rank: str,
-    world_size: str,
-    local_world_size: str,
-) -> DistEnv:
-    """Read the variables of these names; Open MPI's NODE_RANK is a rank within the machine."""
-    sizes = {name: _integer(environ, name) for name in (rank, world_size, local_world_size)}
+def _from_mpi(environ: Mapping[str, str], names: Sequence[str]) -> DistEnv:
+    rank, local_rank, world_size, local_world_size = (_integer(environ, name) for name in names)
     init_method, namespace = _master(environ), environ.get("PMIX_NAMESPACE")
-    if init_method is None and namespace and sizes[world_size] == sizes[local_world_size]:
+    if init_method is None and namespace and world_size == local_world_size:
         init_method = f"tcp://127.0.0.1:{_port(namespace)}"
     return DistEnv(
-        rank=sizes[rank],
-        local_rank=_integer(environ, local_rank),
-        world_size=sizes[world_size],
-        local_world_size=sizes[local_world_size],
-        node_rank=sizes[rank] // sizes[local_world_size],
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size,
         launcher="mpirun",
         init_method=init_method,
     )
@@ -203,23 +186,23 @@ def _slurm_step(environ: Mapping[str, str]) -> str | None:
 def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
     """Return the number of tasks on each machine: Slurm writes 2(x3),1 for 2, 2, 2, 1."""
     written = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not written:
+        num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+        fewest, rest = divmod(world_size, num_nodes)
+        return [fewest + (node < rest) for node in range(num_nodes)]
     tasks = []
-    for part in written.split(",") if written else ():
+    for part in written.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
         tasks += [int(match[1])] * int(match[2] or 1)
-    if tasks:
-        return tasks
-    num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
-    rest = world_size % num_nodes
-    return [world_size // num_nodes + (node < rest) for node in range(num_nodes)]
+    return tasks
 
 
 def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list: n01 of n[01-03,07],gpu5."""
-    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at a comma that no brackets surround
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def _master(environ: Mapping[str, str]) -> str | None:

@@ -28,23 +28,15 @@ def sum_over_ranks(
     values: Sequence[float], *, group: dist.ProcessGroup | None = None
 ) -> list[float]:
     """Return each value summed over the group's ranks, in float64; None: all ranks. Collective."""
-    totals = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(totals, group=group)
-    return list(map(float, totals))
+    totals: list[float] = add_over_ranks(torch.tensor(values, dtype=torch.float64), group).tolist()
+    return totals
 
 
-def add_over_ranks(counts: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+def add_over_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return counts summed over the group's ranks, on the CPU; None: all ranks. Collective."""
     total = counts.to("cpu", copy=True)
     dist.all_reduce(total, group=group)
     return total
-
-
-def broadcast_object(value: T) -> T:
-    """Return rank 0's value on every rank. Collective: every rank must call."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
 
 
 def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -75,16 +67,16 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     Raises:
         UserError: on every rank, if rank 0 raised it.
     """
-    result: T | UserError | None = None
+    box: list[T | UserError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            result = compute()
+            box = [compute()]
         except UserError as error:
-            result = error
-    result = broadcast_object(result)
-    if isinstance(result, UserError):
-        raise result
-    return cast(T, result)
+            box = [error]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if isinstance(box[0], UserError):
+        raise box[0]
+    return cast(T, box[0])
 
 
 def ensure_agreement(
@@ -168,4 +160,3 @@ class StopVote:
         """Wait for the last vote, so that no collective stays open. Collective: every rank."""
         if self._pending is not None:
             self._pending.wait()
-            self._pending = None

@@ -25,11 +25,7 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
 
 
 def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
-    """Run the job's task as one rank. Collective: every rank must call.
-
-    Args:
-        job: the same on every rank.
-        env: this rank's place; None: read from the environment.
+    """Run the job's task as one rank, whose place may come from the environment. Collective.
 
     Returns:
         status, run_dir, and the signal that stopped this very rank, or None.

@@ -13,11 +13,7 @@ GET_TORCH = "https://pytorch.org/get-started/locally/"
 
 
 def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
-    """Initialise a rank's GPUs and make the first one current; do nothing on a CPU.
-
-    Args:
-        devices: of this rank.
-        precision: the config's train.precision.
+    """Initialise this rank's GPUs and make the first one current; do nothing on a CPU.
 
     Raises:
         UserError: torch cannot use the GPUs, or one of them lacks bf16.
@@ -34,9 +30,7 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
             f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
             "backend.device=cpu"
         ) from error
-    if precision != "bf16":
-        return
-    for device in devices:
+    for device in devices if precision == "bf16" else ():
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(
@@ -47,11 +41,7 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
 
 
 def rng_states(first: torch.device) -> list[Tensor]:
-    """Return the random state of each visible GPU, the rank's own GPUs first.
-
-    Args:
-        first: the rank's first device; its others follow by number.
-    """
+    """Return the random state of each visible GPU, by number from the rank's first one on."""
     return [torch.cuda.get_rng_state(device) for device in _from(first)]
 
 

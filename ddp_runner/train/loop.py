@@ -83,9 +83,8 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
             results, confusion = evaluate(state)
             position.metrics |= results
             state.scheduler.evaluated(results)
-            logger.log(results, step=position.step, epoch=epoch)
             counts = None if confusion is None else confusion.tolist()
-            logger.evaluated(counts, step=position.step)
+            logger.log(results, step=position.step, epoch=epoch, confusion=counts)
         every_steps, every_epochs = control.save_every_steps, control.save_every_epochs
         if finished or _due(position.step, every_steps) or _due(epoch, every_epochs):
             control.save(state)

@@ -10,7 +10,7 @@ from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
-from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
+from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.build import build_session_state, validate_monitor
@@ -86,7 +86,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
 
 def _logger(
     session: Session, state: TrainState, trial: Trial, *, max_steps: int, resume_step: int | None
-) -> NullLogger | RunLogger:
+) -> Logger:
     """Return what this rank logs to, with the facts of the run logged already."""
     config, env, run_dir, position = session.config, session.env, session.run_dir, state.position
     if not env.is_rank_zero:

@@ -17,8 +17,8 @@ from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_d
 from ddp_runner.metric_names import METRICS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
+from ddp_runner.tracking.run_record import begin_session
 from ddp_runner.tracking.tensorboard import _charts, header, hyperparameters, run_card
-from ddp_runner.tracking.times import begin_session
 from ddp_runner.tracking.tracker import Tracker
 
 STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]

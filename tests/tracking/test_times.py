@@ -17,8 +17,14 @@ from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.tracking.run_record import versions, write_run_record
-from ddp_runner.tracking.times import begin_anew, begin_session, end_session, note_startup
+from ddp_runner.tracking.run_record import (
+    begin_anew,
+    begin_session,
+    end_session,
+    note_startup,
+    versions,
+    write_run_record,
+)
 from ddp_runner.worker import work
 
 AN_HOUR_AGO = time.time() - 3600
