@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_runner.errors import UserError
 
@@ -18,13 +18,8 @@ FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the ports that the kernel gives 
 FROM_ENVIRONMENT = "env://"
 # The variables for rank, local rank, world size and local world size. Open MPI's NODE_RANK is no
 # rank of a node: it counts ranks within a machine.
-OPEN_MPI = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+OPEN_MPI = [f"OMPI_COMM_WORLD_{fact}" for fact in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
+MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,8 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
     environ = os.environ if environ is None else environ
     for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
         if (env := read(environ)) is not None:
-            return env
+            has_address = bool(environ.get("MASTER_ADDR"))
+            return replace(env, init_method=FROM_ENVIRONMENT) if has_address else env
     return None
 
 
@@ -74,17 +70,14 @@ def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) 
     """
     if env.init_method is not None or init_method is not None or backend == "mpi":
         return
-    who, how = {
-        "mpirun": (
-            "mpirun started",
-            "give every rank MASTER_ADDR and MASTER_PORT (Open MPI: -x NAME=VALUE, MPICH: -genv "
-            "NAME VALUE)",
-        ),
-        "srun": ("srun started", "set MASTER_ADDR and MASTER_PORT before srun"),
-    }.get(env.launcher, ("RANK and WORLD_SIZE describe", "set MASTER_ADDR and MASTER_PORT"))
+    ways = {
+        "mpirun": " for every rank (Open MPI: -x NAME=VALUE, MPICH: -genv NAME VALUE)",
+        "srun": " before srun",
+    }
+    who = f"{env.launcher} started" if env.launcher in ways else "RANK and WORLD_SIZE describe"
     raise UserError(
-        f"{who} {env.world_size} ranks and nothing says where they meet; {how}, or give "
-        "launch.init_method=tcp://HOST:PORT"
+        f"{who} {env.world_size} ranks and nothing says where they meet; set MASTER_ADDR and "
+        f"MASTER_PORT{ways.get(env.launcher, '')}, or give launch.init_method=tcp://HOST:PORT"
     )
 
 
@@ -101,7 +94,7 @@ def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
         node_rank=_integer(environ, "GROUP_RANK", "0"),
         restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
-        init_method=_master(environ),
+        init_method=None,
         launch_id=_slurm_step(environ),
     )
 
@@ -122,9 +115,7 @@ def _from_mpich(environ: Mapping[str, str]) -> DistEnv | None:
 
 def _from_mpi(environ: Mapping[str, str], names: Sequence[str]) -> DistEnv:
     rank, local_rank, world_size, local_world_size = (_integer(environ, name) for name in names)
-    init_method, namespace = _master(environ), environ.get("PMIX_NAMESPACE")
-    if init_method is None and namespace and world_size == local_world_size:
-        init_method = f"tcp://127.0.0.1:{_port(namespace)}"
+    namespace = environ.get("PMIX_NAMESPACE") if world_size == local_world_size else None
     return DistEnv(
         rank=rank,
         local_rank=local_rank,
@@ -132,7 +123,7 @@ def _from_mpi(environ: Mapping[str, str], names: Sequence[str]) -> DistEnv:
         local_world_size=local_world_size,
         node_rank=rank // local_world_size,
         launcher="mpirun",
-        init_method=init_method,
+        init_method=f"tcp://127.0.0.1:{_port(namespace)}" if namespace else None,
     )
 
 
@@ -154,11 +145,8 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
             f"srun started {', '.join(map(str, tasks))} tasks on its {len(tasks)} machines and "
             "each must run as many; give srun --ntasks-per-node=N"
         )
-    init_method = _master(environ)
-    if init_method is None:
-        nodes = environ.get("SLURM_STEP_NODELIST", "")
-        host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
-        init_method = f"tcp://{host}:{_port(step)}" if host else None
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
     return DistEnv(
         rank=_integer(environ, "SLURM_PROCID"),
         local_rank=_integer(environ, "SLURM_LOCALID"),
@@ -166,7 +154,7 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
         local_world_size=tasks[0],
         node_rank=_integer(environ, "SLURM_NODEID", "0"),
         launcher="srun",
-        init_method=init_method,
+        init_method=f"tcp://{host}:{_port(step)}" if host else None,
         launch_id=step,
     )
 
@@ -190,23 +178,16 @@ def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
         num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
         fewest, rest = divmod(world_size, num_nodes)
         return [fewest + (node < rest) for node in range(num_nodes)]
-    tasks = []
-    for part in written.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
+    part = r"(\d+)(?:\(x(\d+)\))?"
+    if not re.fullmatch(f"{part}(,{part})*", written):
+        raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
+    return [int(tasks) for tasks, num in re.findall(part, written) for _ in range(int(num or 1))]
 
 
 def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list: n01 of n[01-03,07],gpu5."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]  # at a comma that no brackets surround
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def _master(environ: Mapping[str, str]) -> str | None:
-    return FROM_ENVIRONMENT if environ.get("MASTER_ADDR") else None
 
 
 def _port(name: str) -> int:

@@ -86,28 +86,27 @@ def ensure_agreement(
 
     Args:
         facts: of this rank.
-        optional: more facts; a rank with None agrees with any value.
+        optional: more facts, named last; a rank with None agrees with any value.
 
     Raises:
         UserError: on every rank, naming the first key that differs, its values and their ranks.
     """
-    known = {key: value for key, value in (optional or {}).items() if value is not None}
-    for own, may_lack in ((dict(facts), False), (known, True)):
-        by_rank = gather_objects(own)
-        for key in sorted(set().union(*by_rank)):
-            values = {
-                rank: str(one.get(key))
-                for rank, one in enumerate(by_rank)
-                if key in one or not may_lack
-            }
-            first = min(values)
-            for other, value in values.items():
-                if value != values[first]:
-                    raise UserError(
-                        f"ranks were launched differently: {key} is {values[first]} on rank "
-                        f"{first} and {value} on rank {other}; start every rank with the same "
-                        "command and code"
-                    )
+    optional = optional or {}
+    known = {key: value for key, value in optional.items() if value is not None}
+    by_rank = gather_objects({**facts, **known})
+    for key in sorted(set().union(*by_rank), key=lambda key: (key in optional, key)):
+        values = {
+            rank: str(own.get(key))
+            for rank, own in enumerate(by_rank)
+            if key in own or key not in optional
+        }
+        first = min(values)
+        for other, value in values.items():
+            if value != values[first]:
+                raise UserError(
+                    f"ranks were launched differently: {key} is {values[first]} on rank {first} "
+                    f"and {value} on rank {other}; start every rank with the same command and code"
+                )
 
 
 def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:

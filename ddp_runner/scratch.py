@@ -45,10 +45,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The folder, and the name of each file in it.
-
-    Attempts count from 0; each restart of the worker group is a new one.
-    """
+    """The folder, and the name of each file in it. Attempts of the worker group count from 0."""
 
     path: Path
 
@@ -56,22 +53,12 @@ class Scratch:
     ready = FileIn("ready")  # exists once the training loop has begun
     saving = FileIn(SAVING)  # exists while a checkpoint is being written
 
-    def store(self, attempt: int, *, name: str) -> Path:
-        """Return the file at which the ranks of an attempt meet; `name` may be a path elsewhere.
-
-        Each attempt has its own: an earlier one holds the addresses of ranks that are gone.
-        """
-        return Path(f"{Path(self.path, name).absolute()}.{self.path.name}-{attempt}")
-
     def make(self) -> None:
         """Create the folder; a program that cleans up temporary files may have removed it."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Remove what earlier ranks left under this number.
-
-        An attempt that a machine joined or left has the same number as the one before.
-        """
+        """Remove what ranks left under this number, which stays when a machine joins or leaves."""
         self.make()
         for pattern in (f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", "ready", SAVING):
             for path in self.path.glob(pattern):
@@ -161,18 +148,16 @@ class Scratch:
 
     def renew_saving(self) -> bool:
         """Renew the saving mark, from a rank that was asked to end; return whether it exists."""
-        try:
+        with suppress(FileNotFoundError):
             os.utime(self.saving)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def saving_is_fresh(self) -> bool:
         """Return whether a rank is writing a checkpoint and is not suspended."""
-        try:
+        with suppress(FileNotFoundError):
             return time.time() - self.saving.stat().st_mtime < FRESH_S
-        except FileNotFoundError:
-            return False
+        return False
 
     def is_saving(self) -> bool:
         """Return whether there is a saving mark, here or below, as parallel jobs have theirs."""

@@ -21,12 +21,7 @@ def rank_log(
     """Keep this rank's log file open; yield what logs a text there, and prints it on rank 0.
 
     Warnings of libraries go to the file only. So does whatever a rank other than 0 prints, C++ code
-    included.
-
-    Args:
-        run_dir: the run's folder.
-        env: this rank's place.
-        hide: removes secrets from a line before it is written.
+    included. `hide` removes secrets from each line of the file.
     """
     path = run_dir.rank_log(env.rank)
     run_dir.logs.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,11 +102,7 @@ def _comparable(job: Job) -> dict[str, Any]:
 
 
 def note_restart(session: Session, *, step: int) -> None:
-    """Log why the worker group was restarted, if it was; give up after three without progress.
-
-    Args:
-        session: of this rank.
-        step: the step from which this attempt goes on.
+    """Log why the worker group was restarted at this step, if it was.
 
     Raises:
         UserError: three attempts in a row began at the same step.
@@ -163,8 +160,9 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
     asked = asked or f"{INIT_FILE}store"
     if not asked.startswith(INIT_FILE):
         return asked
-    name = asked.removeprefix(INIT_FILE)
-    return f"{INIT_FILE}{scratch.store(env.restart_count, name=name)}"
+    # Each attempt has its own: an earlier one holds the addresses of ranks that are gone.
+    path = Path(scratch.path, asked.removeprefix(INIT_FILE)).absolute()
+    return f"{INIT_FILE}{path}.{scratch.path.name}-{env.restart_count}"
 
 
 def _record_start(session: Session, *, num_threads: int) -> None:

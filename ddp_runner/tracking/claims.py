@@ -40,12 +40,7 @@ class Claim:
 
 
 def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
-    """Return the folder of this run; rank 0 only.
-
-    Args:
-        job: of this rank.
-        marks: of all ranks, which identify the launch.
-        stack: holds the folder's lock from now on.
+    """Return the folder of this run, whose lock the stack holds from now on; rank 0 only.
 
     Raises:
         UserError: another process holds the folder, it holds another run, or this launch's last
@@ -127,12 +122,7 @@ def with_global_size(config: Config, global_size: int | None, ranks: int) -> Con
 
 
 def own_marks(env: DistEnv, *, has_agent: bool) -> list[str]:
-    """Return this rank's marks; none if nothing would restart it.
-
-    Args:
-        env: this rank's place.
-        has_agent: whether our own launcher watches this rank.
-    """
+    """Return this rank's marks, of an agent only if one watches it: torchrun's or our launcher."""
     marks = [_agent()] if has_agent or env.launcher == "torchrun" else []
     return marks + ([env.launch_id] if env.launch_id else [])
 

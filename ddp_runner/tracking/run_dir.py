@@ -51,8 +51,7 @@ class RunDir:
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __str__(self) -> str:
-        return str(self.path)
+    __str__ = __fspath__
 
     def rank_log(self, rank: int) -> Path:
         """Return the path of a rank's log."""
@@ -70,25 +69,21 @@ class RunDir:
     @property
     def is_locked(self) -> bool:
         """Whether a process holds the folder's lock."""
-        lock = FileLock(self._lock)
         try:
-            with lock.acquire(timeout=0):
+            with FileLock(self._lock, timeout=0):
                 return False
         except (Timeout, OSError):
             return self.path.is_dir()
 
     @contextmanager
     def locked(self, *, patience_s: float = 0.0) -> Iterator[None]:
-        """Hold the folder for this process only.
-
-        Args:
-            patience_s: how long to wait for another process to release it.
+        """Hold the folder for this process only, after waiting for another one to release it.
 
         Raises:
             InUseError: another process holds it; the message names the process.
-            UserError: the folder holds links.
+            UserError: one of its files is a link.
         """
-        self.forbid_links()
+        self._forbid_links()
         lock = FileLock(self._lock)
         try:
             lock.acquire(timeout=patience_s)
@@ -104,12 +99,9 @@ class RunDir:
             self._holder.unlink(missing_ok=True)
             lock.release()
 
-    def forbid_links(self) -> None:
-        """Reject a folder, perhaps from somebody else, whose files would be written elsewhere.
-
-        Raises:
-            UserError: one of its files is a link; a folder in it may be one, such as checkpoints/.
-        """
+    def _forbid_links(self) -> None:
+        # Somebody else's folder could make the run write elsewhere. A folder in it may be a link,
+        # such as checkpoints/.
         for folder, _, names in os.walk(self):
             for path in (Path(folder, name) for name in names):
                 if path.is_symlink():
@@ -136,16 +128,10 @@ class RunDir:
 
     def freeze(
         self, config: Config, *, overrides: Sequence[str], choices: Mapping[str, str]
-    ) -> str:
+    ) -> None:
         """Write the config, the overrides and the choices, each whole or not at all.
 
-        Returns:
-            The config's text.
-
-        Args:
-            config: resolved, but for what comes from the environment: see ``Secrets.written``.
-            overrides: what the command line gave.
-            choices: the option of each group.
+        The config is resolved, but for what comes from the environment: see ``Secrets.written``.
 
         Raises:
             UserError: they cannot be written; what was there before is intact.
@@ -169,7 +155,6 @@ class RunDir:
                 f"{folder} cannot be written ({error.strerror}); free space or make the folder "
                 "writable"
             ) from error
-        return text
 
     @property
     def resume_argument(self) -> str:

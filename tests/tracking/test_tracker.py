@@ -19,9 +19,9 @@ from torch.utils.tensorboard import FileWriter
 
 from ddp_runner.errors import UserError
 from ddp_runner.tracking import run_record as record
-from ddp_runner.tracking.confusion import MOST_CLASSES
 from ddp_runner.tracking.run_dir import METRICS_FILE
 from ddp_runner.tracking.run_record import git_revision, read_run_record, versions, write_run_record
+from ddp_runner.tracking.tensorboard import MOST_CLASSES
 from ddp_runner.tracking.tracker import CONFUSION_FILE, CONFUSION_TAG, Tracker
 
 CONFIG = "model:\n  name: convnet\n"
