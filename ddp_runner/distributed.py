@@ -13,10 +13,7 @@ T = TypeVar("T")
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that take part in the loop; None: all. Collective: every rank.
-
-    A rank that takes no part gets a group that it cannot use.
-    """
+    """Return the group of the loop's ranks; None: all ranks, or not this one. Collective."""
     flags = gather_objects(takes_part)
     if all(flags):
         return None

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.errors import UserError
-
-GET_TORCH = "https://pytorch.org/get-started/locally/"
+from ddp_runner.host.hardware import GET_TORCH
 
 
 def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:

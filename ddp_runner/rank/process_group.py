@@ -1,11 +1,4 @@
-"""The process group of a rank: the store at which its ranks meet, its opening and its closing.
-
-Two stores are ours. torch's own server listens on every interface and has no authentication, so
-ranks of one machine meet at one that only this machine can reach. And torchrun keeps one store for
-its rendezvous and for all worker groups that it starts: a killed group leaves its keys there, and
-the next one would read them as its peers' addresses ("connectFullMesh failed"). So each group
-agrees on a prefix that is new.
-"""
+"""Opens and closes the process group of a rank, and the store at which its ranks meet."""
 
 import os
 import socket
@@ -53,13 +46,7 @@ def process_group(
             "are); write backend=gloo, or build torch from source beside an MPI library"
         )
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
-    is_local = False
-    if env.num_nodes == 1:
-        # Ranks of one machine need only the loopback interface, and listen on no other.
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # unless the user set another
+    is_local = env.num_nodes == 1 and _uses_loopback()
     timeout = timedelta(seconds=backend.timeout_s)
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
     try:
@@ -92,10 +79,19 @@ def process_group(
     dist.destroy_process_group()
 
 
-def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
-    """Return the store of one machine's ranks, at the port of env:// or tcp://. Collective.
+def _uses_loopback() -> bool:
+    """Let ranks of one machine use the loopback interface only, unless the user set another."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    return os.environ["GLOO_SOCKET_IFNAME"] == loopback
 
-    None if they name no port, or one that torch rejects later.
+
+def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
+    """Return a store that only this machine can reach, at the port of env:// or tcp://. Collective.
+
+    torch's own server listens on every interface and has no authentication. None if there is no
+    port, or one that torch rejects later.
 
     Raises:
         UserError: rank 0, which serves the store, cannot listen on the port.
@@ -134,8 +130,11 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
 def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
     """Return the store of torchrun's agent, under a prefix of this worker group only. Collective.
 
-    Each rank writes a random greeting, and rank 0 answers it with the prefix. The first greeting
-    may be of a rank that is gone, so rank 0 answers until each rank has confirmed the prefix.
+    torchrun keeps one store for its rendezvous and for all worker groups that it starts. A killed
+    group leaves its keys there, and the next one would read them as its peers' addresses
+    ("connectFullMesh failed"). So each rank writes a random greeting, and rank 0 answers it with a
+    new prefix. The first greeting may be of a rank that is gone: rank 0 answers until each rank has
+    confirmed the prefix.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not arrive in time.

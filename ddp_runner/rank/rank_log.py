@@ -35,10 +35,9 @@ def rank_log(
     if env.is_rank_zero:
         keep_streams(LOGGER.warning)
     else:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = _Lines()
 
     def log(text: str) -> None:

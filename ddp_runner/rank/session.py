@@ -75,8 +75,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         )
         ensure_agreement(_comparable(job), optional=job.code)
         ensure_own_devices(devices, backend=config.backend.name)
-        num_threads = config.train.num_threads or _num_threads(env)
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(config.train.num_threads or _num_threads(env))
         own = own_marks(env, has_agent=job.scratch is not None)
         marks = sorted(set().union(*gather_objects(own)))  # they identify the launch
         claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
@@ -89,7 +88,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         if env.is_rank_zero:
             if not run_dir.is_frozen:
                 freeze(job, run_dir)
-            _record_start(session, num_threads=num_threads)
+            _record_start(session)
         with job.secrets.hidden_in_errors():
             yield session
 
@@ -110,9 +109,9 @@ def note_restart(session: Session, *, step: int) -> None:
     env, scratch = session.env, session.job.scratch
     if not env.restart_count or scratch is None:
         return
-    causes = [scratch.cause(attempt=attempt) for attempt in range(env.restart_count)]
-    allowed = session.config.launch.max_restarts
-    session.log(f"restart {env.restart_count} of {allowed}: {causes[-1]}")
+    count, allowed = env.restart_count, session.config.launch.max_restarts
+    causes = [scratch.cause(attempt=attempt) for attempt in range(count)]
+    session.log(f"restart {count} of {allowed}: {causes[-1]}")
     steps = scratch.record_first_step(step, rank=env.rank)
     if len(steps) >= 3 and len(set(steps[-3:])) == 1:
         raise UserError(
@@ -165,7 +164,7 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
     return f"{INIT_FILE}{path}.{scratch.path.name}-{env.restart_count}"
 
 
-def _record_start(session: Session, *, num_threads: int) -> None:
+def _record_start(session: Session) -> None:
     config, env, job = session.config, session.env, session.job
     begin_session(
         session.run_dir,
@@ -184,7 +183,7 @@ def _record_start(session: Session, *, num_threads: int) -> None:
         backend=config.backend.name,
         devices=[str(device) for device in session.devices],
         num_devices=session.mode.num_devices(env, kind=config.backend.device),
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
         restarts=env.restart_count,
         warnings=list(job.warnings),
     )

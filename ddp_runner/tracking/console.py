@@ -160,14 +160,10 @@ def progress(
 def end_summary(
     status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path, title: str = ""
 ) -> str:
-    """Return how a run ended and how to look at it; of a sweep's job one line, without the latter.
+    """Return how a run ended, with the last metrics, and how to look at it.
 
-    Args:
-        status: how the run ended.
-        metrics: the last value of each metric; None: not finite.
-        wall_s: seconds that this command took.
-        run_dir: the run's folder.
-        title: the job of a sweep.
+    A sweep's job, which has a title, gets one line without the latter. A metric that is None was
+    not finite. `wall_s` is what this command took.
     """
     results = {name: metrics[name] for name in HEADLINES if metrics.get(name) is not None}
     took = f"{status} in {wall_s:.1f} s"

@@ -4,6 +4,7 @@ import glob
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_runner.config.schema import Config
@@ -58,11 +59,9 @@ def claim(path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, 1000):
             candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
-            try:
+            with suppress(FileExistsError):
                 candidate.mkdir()
-            except FileExistsError:
-                continue
-            return candidate
+                return candidate
     except OSError as error:
         raise UserError(
             f"the run folder {path} cannot be created ({error.strerror}); "

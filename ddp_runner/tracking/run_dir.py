@@ -59,21 +59,15 @@ class RunDir:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the folder holds a run that can be resumed.
-
-        A resume writes the config again only once it has succeeded: a resume that fails, because a
-        key does not fit the run's checkpoint, must not replace the run's own config.
-        """
+        """Whether the folder has a run's config, which only a resume that succeeds may replace."""
         return self.config.exists()
 
     @property
     def is_locked(self) -> bool:
         """Whether a process holds the folder's lock."""
-        try:
-            with FileLock(self._lock, timeout=0):
-                return False
-        except (Timeout, OSError):
-            return self.path.is_dir()
+        with suppress(Timeout, OSError), FileLock(self._lock, timeout=0):
+            return False
+        return self.path.is_dir()
 
     @contextmanager
     def locked(self, *, patience_s: float = 0.0) -> Iterator[None]:

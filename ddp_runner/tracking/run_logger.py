@@ -114,12 +114,7 @@ class RunLogger:
             self._tracker.close(status=Status.FAILED)
 
     def finish(self, status: str, /, **fields: Unpack[RunFields]) -> None:
-        """Close the files, record how the run ended with further fields of run.json, and print it.
-
-        Args:
-            status: how the run ended.
-            fields: the steps taken, the epochs that have ended, and what the task measured.
-        """
+        """Close the files, write the status and further fields into run.json, and print the end."""
         self._progress.close()
         self._tracker.close(status=status)
         metrics = self._tracker.last_metrics

@@ -20,19 +20,10 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
-# The keys of the config that are hyperparameters; `optimizer.` stands for all of that group.
-TUNED = (
-    "world_size",
-    "seed",
-    "backend.name",
-    "batch.global_size",
-    "batch.per_rank",
-    "model.",
-    "dataset.",
-    "parallelism.",
-    "optimizer.",
-    "scheduler.",
-    "train.",
+# The keys of the config that are hyperparameters.
+TUNED = re.compile(
+    r"world_size|seed|backend\.name|batch\.(global_size|per_rank)"
+    r"|(model|dataset|parallelism|optimizer|scheduler|train)\..*"
 )
 # Keys of these groups that are none: they say where data lie, or follow from the data.
 UNTUNED = re.compile(
@@ -41,9 +32,8 @@ UNTUNED = re.compile(
 )
 FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")  # unless a sweep varies
 CATEGORIES = ("train", "eval", "perf", "ps")  # of the Custom Scalars tab
-# Of a confusion matrix: up to this many classes the cells hold numbers, beyond the next there is no
-# picture.
-MOST_NUMBERED, MOST_CLASSES = 20, 100
+MOST_NUMBERED = 20  # classes of a confusion matrix up to which its cells hold numbers
+MOST_CLASSES = 100  # beyond it there is no picture
 PALE, DARK = (247, 251, 255), (8, 48, 107)  # colours of a cell without samples, and with all
 # Pixels. A card of the Time Series tab shows 10 classes at half their size.
 MARGIN, FONT_SIZE, DIGIT = 48, 18, 10
@@ -68,11 +58,9 @@ def _charts() -> dict[str, dict[str, list[str]]]:
 
 
 def header(run_dir: Path, config_text: str) -> list[Any]:
-    """Return the first summaries of a run: its config, its command and its hyperparameters.
+    """Return the first summaries of a run: its frozen config, its command and hyperparameters.
 
-    Args:
-        run_dir: the run's folder, whose run.json and .hydra/overrides.yaml are read if they exist.
-        config_text: the run's frozen YAML.
+    Read the command and the machine from the run folder, as far as they are there.
     """
     from torch.utils.tensorboard.summary import text
 
@@ -114,11 +102,8 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
     """Return the summary with a run's hyperparameters and metrics for the HParams tab.
 
     It names the metrics, since TensorBoard does not find them by itself if its --logdir is the
-    run's own folder: the run would be shown without values.
-
-    Args:
-        config: the run's config.
-        varied: the keys that a sweep varies, to be shown first; a group stands for its name.
+    run's own folder: the run would be shown without values. The keys that a sweep has varied are
+    shown first; there a group stands for its name.
     """
     from tensorboard.plugins.hparams.api_pb2 import DataType
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -162,7 +147,7 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
     return {
         key: value
         for key, value in leaves(config)
-        if key.startswith(TUNED)
+        if TUNED.fullmatch(key)
         and not UNTUNED.fullmatch(key)
         and isinstance(value, bool | int | float | str)
         # Paths have other characters. So do unresolved values, which may be secrets.

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,8 @@ class Tracker:
     def log_confusion(self, counts: Sequence[Sequence[int]], *, step: int) -> None:
         """Write an evaluation's confusion counts to confusion.jsonl, and their picture.
 
-        Do nothing for more classes than a picture can show.
-
-        Args:
-            counts: (num_classes, num_classes), a row for each true class.
-            step: optimizer steps taken.
+        The counts are (num_classes, num_classes), a row for each true class. Do nothing for more
+        classes than a picture can show.
 
         Raises:
             UserError: the files cannot be written, as on a full disk.
@@ -174,14 +171,11 @@ def _cut_lines(path: Path, first_step: int) -> list[dict[str, Any]]:
         return []
     kept, lines = [], []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             line = json.loads(text)
-            if line["step"] >= first_step:
-                continue
             float(line["time_s"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        kept.append(text + "\n")
-        lines.append(line)
+            if line["step"] < first_step:
+                kept.append(text + "\n")
+                lines.append(line)
     replace_file(path, "".join(kept))
     return lines
