@@ -92,7 +92,7 @@ class Scratch:
         return {failure.rank: failure for failure in failures}
 
     def record_cause(self, failure: Failure, *, attempt: int) -> None:
-        """Keep why an attempt ended, for the ranks of the next one."""
+        """Keep why an attempt ended, for the ranks of the next attempt."""
         self._write(f"cause-{attempt}.json", failure)
 
     def cause(self, *, attempt: int) -> str:
@@ -160,5 +160,5 @@ class Scratch:
         return False
 
     def is_saving(self) -> bool:
-        """Return whether there is a saving mark, here or below, as parallel jobs have theirs."""
+        """Return whether there is a saving mark, here or below in a parallel job's folder."""
         return any(SAVING in files for _, _, files in os.walk(self.path))

@@ -64,7 +64,7 @@ class LiveLine:
         self._draw()
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Show a step; what it has no metric for keeps its last value."""
+        """Show a step; a metric that it lacks keeps its last value."""
         self._step, self._epoch = step, epoch
         self._metrics |= metrics
         if time.monotonic() - self._drawn_at >= REFRESH_S:

@@ -1,7 +1,4 @@
-"""Run folders: their files, how they are named, claimed and locked, and the frozen config.
-
-Torch-free: on one machine the launcher claims a folder before any rank exists; else rank 0 does.
-"""
+"""The folder of a run: its files, its lock, and the frozen config. Torch-free."""
 
 import os
 import re
@@ -20,7 +17,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.files import FileIn, replace_file
 
-# The names of a run folder's files, for those that search for them; else see `RunDir`.
+# The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
 SUBFOLDERS = (".hydra", "checkpoints", "logs")
 MIN_FREE_MIB = 100

@@ -153,6 +153,6 @@ def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
             replace_file(path, content)
         elif path.read_bytes() != content:
             raise UserError(
-                f"{path} differs from the one that the data give now, so that a checkpoint would "
-                "take them for others; resume with the data as they were, or start anew"
+                f"{path} differs from the one that the data give now, so the run has trained on "
+                "other data; resume with the data as they were, or start anew"
             )

@@ -25,12 +25,13 @@ TUNED = re.compile(
     r"world_size|seed|backend\.name|batch\.(global_size|per_rank)"
     r"|(model|dataset|parallelism|optimizer|scheduler|train)\..*"
 )
-# Keys of these groups that are none: they say where data lie, or follow from the data.
+# The keys of these groups that are not: they say where data are, or follow from the data.
 UNTUNED = re.compile(
     r".*(_target_|_partial_|loss|folder|path|weights|pretrained|tokenizer|text|label|encoding"
     r"|delimiter|mean|std|num_classes|channels|log_every_steps|eval_every_epochs)"
 )
-FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")  # unless a sweep varies
+# The keys that the HParams tab shows first in a run that no sweep varies.
+FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")
 CATEGORIES = ("train", "eval", "perf", "ps")  # of the Custom Scalars tab
 MOST_NUMBERED = 20  # classes of a confusion matrix up to which its cells hold numbers
 MOST_CLASSES = 100  # beyond it there is no picture
@@ -132,7 +133,7 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
 
 
 def session_end(*, succeeded: bool) -> Any:
-    """Return the summary that tells the HParams tab how a run ended."""
+    """Return the summary with a run's end for the HParams tab."""
     from tensorboard.plugins.hparams.api_pb2 import Status
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
