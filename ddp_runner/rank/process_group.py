@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -104,8 +105,9 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
             port = urlsplit(init_method).port
     if port is None:
         return None
+    store = partial(STORES.TCPStore, HOST, port, env.world_size, timeout=timeout)
     if not env.is_rank_zero:
-        return STORES.TCPStore(HOST, port, env.world_size, is_master=False, timeout=timeout)
+        return store(is_master=False)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port
     try:
@@ -117,14 +119,7 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
             f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks meet; give "
             "every rank another port, in MASTER_PORT or launch.init_method"
         ) from error
-    return STORES.TCPStore(
-        HOST,
-        port,
-        env.world_size,
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    return store(is_master=True, master_listen_fd=listener.detach())
 
 
 def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
