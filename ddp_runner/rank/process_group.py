@@ -6,7 +6,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.host.notice import notice_if_slow
+from ddp_runner.host.streams import notice_if_slow
 
 HOST = "127.0.0.1"
 POLL_S = 0.02
@@ -50,8 +50,9 @@ def process_group(
     is_local = env.num_nodes == 1 and _uses_loopback()
     timeout = timedelta(seconds=backend.timeout_s)
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
+    is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
     try:
-        with notice_if_slow(waiting, enabled=env.num_nodes > 1 and env.local_rank == 0):
+        with notice_if_slow(lambda: waiting) if is_first_of_node else nullcontext():
             store = None
             has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if init_method == FROM_ENVIRONMENT and has_agent_store:

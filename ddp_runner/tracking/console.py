@@ -4,9 +4,9 @@ The live line is redrawn in place, without a thread and without hiding the curso
 killed leaves nothing to repair.
 """
 
-import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from ddp_runner.host.streams import ERASE_LINE, has_live_line
+from ddp_runner.host.streams import ERASE_LINE, line_width, shortened
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.outputs import OUTPUTS
@@ -81,12 +81,8 @@ class LiveLine:
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
-        try:  # each time: a window is resized, or closed while the run goes on
-            columns = os.get_terminal_size(self._stream.fileno()).columns
-        except OSError:
-            columns = LINE_WIDTH
-        width = columns - 1  # some terminals wrap after a full last column
-        self._console.width = width
+        # Each time: a window is resized, or closed while the run goes on.
+        self._console.width = width = line_width(self._stream) or LINE_WIDTH - 1
         with self._console.capture() as drawn:
             self._console.print(self._line(width), end="", no_wrap=True, overflow="ellipsis")
         self._stream.write(ERASE_LINE + drawn.get())
@@ -104,12 +100,7 @@ class LiveLine:
             room = width - len(epoch) - len(rest)
         line = Text()
         if self._title:
-            title = self._title
-            if len(title) > room - 2:  # the job's name says more than the words before it
-                title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
-            line.append(title, style="bold")
-            line.truncate(max(MIN_TITLE, room - 2), overflow="ellipsis")
-            line.append("  ")
+            line.append(f"{_fitted(self._title, room - 2)}  ", style="bold")
             room -= len(line)
         line.append(epoch)
         left = self._time_left()
@@ -146,7 +137,7 @@ def progress(
         stream: where the lines go.
         title: the job of a sweep.
     """
-    if not total_steps or not has_live_line(stream):
+    if not total_steps or not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
         total_steps,
@@ -168,8 +159,10 @@ def end_summary(
     results = {name: metrics[name] for name in HEADLINES if metrics.get(name) is not None}
     took = f"{status} in {wall_s:.1f} s"
     if title:
-        parts = _parts(results, evaluated=_first_evaluated(results))
-        lines = ["  ".join([title, took, *parts])]
+        rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
+        if width := line_width(sys.stdout):
+            title = _fitted(title, width - 2 - len(rest))
+        lines = [f"{title}  {rest}"]
     else:
         lines = [took]
         for part in (f"{name} {value:.4f}" for name, value in results.items()):
@@ -185,6 +178,13 @@ def end_summary(
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
+
+
+def _fitted(title: str, room: int) -> str:
+    """Return a job's title, shortened to fit: its name says more than the words before it."""
+    if len(title) > room:
+        title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
+    return shortened(title, max(MIN_TITLE, room))
 
 
 def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> list[str]:
