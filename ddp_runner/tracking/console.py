@@ -100,7 +100,9 @@ class LiveLine:
             room = width - len(epoch) - len(rest)
         line = Text()
         if self._title:
-            line.append(f"{_fitted(self._title, room - 2)}  ", style="bold")
+            line.append(_brief(self._title, room - 2), style="bold")
+            line.truncate(max(MIN_TITLE, room - 2), overflow="ellipsis")
+            line.append("  ")
             room -= len(line)
         line.append(epoch)
         left = self._time_left()
@@ -161,7 +163,8 @@ def end_summary(
     if title:
         rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
         if width := line_width(sys.stdout):
-            title = _fitted(title, width - 2 - len(rest))
+            room = width - 2 - len(rest)
+            title = shortened(_brief(title, room), max(MIN_TITLE, room))
         lines = [f"{title}  {rest}"]
     else:
         lines = [took]
@@ -180,11 +183,9 @@ def end_summary(
     return "\n".join(lines)
 
 
-def _fitted(title: str, room: int) -> str:
-    """Return a job's title, shortened to fit: its name says more than the words before it."""
-    if len(title) > room:
-        title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
-    return shortened(title, max(MIN_TITLE, room))
+def _brief(title: str, room: int) -> str:
+    """Return a job's title, with fewer words before its name if it is longer than the room."""
+    return title if len(title) <= room else re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
 
 
 def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> list[str]:
