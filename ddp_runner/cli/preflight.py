@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.config.schema import Config
-from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA, tokenizer_file
+from ddp_runner.data.tokenizer import NEEDS_TEXT_EXTRA, tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir

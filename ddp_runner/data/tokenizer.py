@@ -1,6 +1,6 @@
-"""Texts as token ids: with a vocabulary built from a corpus, or a pretrained model's tokenizer.
+"""Tokenizers of texts: built from a corpus, or read from a pretrained model's folder. Torch-free.
 
-Both are tokenizers of the ``tokenizers`` library: https://huggingface.co/docs/tokenizers
+The library: https://huggingface.co/docs/tokenizers
 """
 
 import importlib.util
@@ -9,10 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA, VOCABULARY_FILE, tokenizer_file
 from ddp_runner.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,8 +16,25 @@ if TYPE_CHECKING:
     from tokenizers.models import WordPiece
 
 PADDING, UNKNOWN, START, END = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+PADDING_TOKENS = (PADDING, "<pad>")
 VOCABULARIES = ("wordpiece", "characters")
-CHUNK = 8192  # texts encoded at once
+TOKENIZER_FILE, VOCABULARY_FILE = "tokenizer.json", "vocab.txt"
+NEEDS_TEXT_EXTRA = 'text needs the packages of an extra; write pip install "ddp-runner[text]"'
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """Return the tokenizer.json of a folder, or else its vocab.txt.
+
+    Raises:
+        UserError: there is neither.
+    """
+    for name in (TOKENIZER_FILE, VOCABULARY_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(
+        f"dataset.tokenizer ({folder}): there is neither {TOKENIZER_FILE} nor {VOCABULARY_FILE} in "
+        f"{folder.absolute()}; name the folder of a tokenizer, or null to build a vocabulary"
+    )
 
 
 def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -> "Tokenizer":
@@ -92,18 +105,20 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
         raise UserError(f"{path} is not a tokenizer file ({reason}); restore it") from error
 
 
-def encode(
-    tokenizer: "Tokenizer", texts: Sequence[str], *, max_length: int, padding: int
-) -> Tensor:
-    """Return the texts' token ids, int32 (num_texts, max_length), truncated or padded."""
-    tokenizer.enable_truncation(max_length)
-    ids = torch.full((len(texts), max_length), padding, dtype=torch.int32)
-    for start in range(0, len(texts), CHUNK):
-        encodings = tokenizer.encode_batch(list(texts[start : start + CHUNK]))
-        for row, encoding in zip(ids[start : start + CHUNK], encodings, strict=True):
-            row[: len(encoding.ids)] = torch.tensor(encoding.ids, dtype=torch.int32)
-    tokenizer.no_truncation()
-    return ids
+def padding_id(tokenizer: "Tokenizer", *, folder: str | None) -> int:
+    """Return the id of the token that fills up short texts.
+
+    Raises:
+        UserError: the tokenizer of the folder has none.
+    """
+    for token in PADDING_TOKENS:
+        index: int | None = tokenizer.token_to_id(token)
+        if index is not None:
+            return index
+    raise UserError(
+        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to fill up short texts; "
+        "use the tokenizer of a BERT-type model"
+    )
 
 
 def _wordpiece(model: "WordPiece", *, lowercase: bool) -> "Tokenizer":

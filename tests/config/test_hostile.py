@@ -187,8 +187,11 @@ FOREIGN = (
         "ddp_runner.tracking.run_record.os._exit",
         "ddp_runner.files.replace_file",
     ),
-    *("ddp_runner.tracking.run_record.subprocess.run", "ddp_runner.data.downloads.fetch_missing"),
-    *("ddp_runner.data.downloads.sys.exit", "ddp_runner.data.cache.FileLock"),
+    *(
+        "ddp_runner.tracking.run_record.subprocess.run",
+        "ddp_runner.data.sources.shared.fetch_missing",
+    ),
+    *("ddp_runner.data.sources.shared.sys.exit", "ddp_runner.data.cache.FileLock"),
     *("ddp_runner.models.bert.import_module", "ddp_runner.models.bert._pretrained"),
     *(
         "ddp_runner.models.torchvision_models.Mapping",

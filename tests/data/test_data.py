@@ -21,10 +21,10 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from ddp_runner.data import batches as batching
 from ddp_runner.data import cache as prepared
-from ddp_runner.data import downloads as files
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, Split, splits
+from ddp_runner.data.sources import shared as files
 from ddp_runner.data.sources.fake_images import FakeImages
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
 from ddp_runner.errors import UserError

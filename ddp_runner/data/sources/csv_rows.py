@@ -9,7 +9,11 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character; utf-7 and others allow it
+NOT_TEXT = {  # what some codecs let through, and the fault
+    "[\ud800-\udfff]": "half of a character (a surrogate); save the file as utf-8",
+    "\0": "a NUL byte, which is not text; save the file as utf-8, or name its encoding, as in "
+    "dataset.encoding=utf-16",
+}
 
 
 @dataclass(frozen=True)
@@ -119,17 +123,9 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
             f"{path}{place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
-    if half := SURROGATE.search(content):
-        place = _place(content[: half.start()], delimiter)
-        raise UserError(
-            f"{path}, {place}: half of a character (a surrogate); save the file as utf-8"
-        )
-    if "\0" in content:
-        place = _place(content[: content.index("\0")], delimiter)
-        raise UserError(
-            f"{path}, {place}: a NUL byte, which is not text; save the file as utf-8, or name "
-            "its encoding, as in dataset.encoding=utf-16"
-        )
+    for pattern, fault in NOT_TEXT.items():
+        if found := re.search(pattern, content):
+            raise UserError(f"{path}, {_place(content[: found.start()], delimiter)}: {fault}")
     if not content.strip():
         raise UserError(f"{path} is empty; its first line must name its columns")
     return content

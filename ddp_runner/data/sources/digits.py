@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
-from ddp_runner.errors import UserError
+from ddp_runner.data.dataset import Augmentation
+from ddp_runner.data.sources import shared
 
 TRAIN_SAMPLES = 1437  # of 1797: four fifths
 IMAGE_SIZE = 28  # pixels, as in MNIST
@@ -42,9 +42,7 @@ class Digits:
         Raises:
             UserError: channels is below 1, or num_classes below 10.
         """
-        require_positive(self, "channels")
-        if self.num_classes < 10:
-            raise UserError(f"dataset.num_classes ({self.num_classes}) must be at least 10")
+        shared.require_at_least(self, channels=1, num_classes=10)
         from sklearn.datasets import load_digits  # slow to import, and needed only here
 
         scans = load_digits()
@@ -52,14 +50,10 @@ class Digits:
         images = interpolate(images, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear")
         images = images.round_().to(torch.uint8).expand(-1, self.channels, -1, -1)
         targets = torch.from_numpy(scans.target).long()
-        generator = torch.Generator().manual_seed(SPLIT_SEED)
-        order = torch.randperm(len(images), generator=generator)
-        train, rest = order[:TRAIN_SAMPLES], order[TRAIN_SAMPLES:]
-        return {
-            "train_inputs": images[train],
-            "train_targets": targets[train],
-            "eval_inputs": images[rest],
-            "eval_targets": targets[rest],
-        }
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        tensors: dict[str, Tensor] = {}
+        for split, part in (("train", order[:TRAIN_SAMPLES]), ("eval", order[TRAIN_SAMPLES:])):
+            tensors |= {f"{split}_inputs": images[part], f"{split}_targets": targets[part]}
+        return tensors
 
-    dataset = image_dataset
+    dataset = shared.image_dataset

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
+from ddp_runner.data.dataset import Augmentation
+from ddp_runner.data.sources import shared
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class FakeImages:
         Raises:
             UserError: a size is below 1.
         """
-        sizes = ("num_samples", "eval_samples", "channels", "height", "width", "num_classes")
-        require_positive(self, *sizes)
+        shared.require_at_least(self, num_samples=1, eval_samples=1, channels=1, height=1, width=1)
+        shared.require_at_least(self, num_classes=1)
         generator = torch.Generator().manual_seed(self.seed)
 
         def half_range(count: int) -> Tensor:
@@ -54,4 +55,4 @@ class FakeImages:
             tensors[f"{split}_targets"] = targets
         return tensors
 
-    dataset = image_dataset
+    dataset = shared.image_dataset

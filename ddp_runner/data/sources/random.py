@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Dataset, require_positive, splits
+from ddp_runner.data.dataset import Dataset, splits
+from ddp_runner.data.sources import shared
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class RandomRegression:
         Raises:
             UserError: a size is below 1.
         """
-        require_positive(self, "num_samples", "eval_samples", "input_size", "target_size")
+        shared.require_at_least(self, num_samples=1, eval_samples=1, input_size=1, target_size=1)
         generator = torch.Generator().manual_seed(self.seed)
         tensors = {}
         for split, num_samples in (("train", self.num_samples), ("eval", self.eval_samples)):
