@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
+from ddp_runner.files import json_safe
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 has no checksum of the manifest itself
@@ -28,12 +29,13 @@ class Manifest:
     sha256: str  # of state.pt, hexadecimal
 
 
-def manifest_text(*, step: int, metrics: Mapping[str, float | None], size: int, sha256: str) -> str:
-    """Return the content of a manifest file, its own checksum included."""
+def manifest_text(state: Path, *, step: int, metrics: Mapping[str, float]) -> str:
+    """Return the content of the manifest of a state's file, its own checksum included."""
+    size, sha256 = _measure(state)
     fields = {
         "format_version": FORMAT_VERSION,
         "step": step,
-        "metrics": dict(metrics),
+        "metrics": json_safe(metrics),
         "files": {STATE: {"size": size, "sha256": sha256}},
     }
     return json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=2, allow_nan=False)
@@ -81,7 +83,7 @@ def verify(path: Path) -> None:
     """
     manifest = read_manifest(path)
     try:
-        size, sha256 = measure(path / STATE)
+        size, sha256 = _measure(path / STATE)
     except OSError as error:
         raise UserError(f"checkpoint {path} is damaged: {STATE}: {error.strerror}") from error
     if (size, sha256) != (manifest.size, manifest.sha256):
@@ -91,7 +93,7 @@ def verify(path: Path) -> None:
         )
 
 
-def measure(path: Path) -> tuple[int, str]:
+def _measure(path: Path) -> tuple[int, str]:
     """Return a file's size in bytes and its SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

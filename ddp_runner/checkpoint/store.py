@@ -15,17 +15,10 @@ from typing import Any
 
 import torch
 
-from ddp_runner.checkpoint.manifest import (
-    MANIFEST,
-    STATE,
-    manifest_text,
-    measure,
-    read_manifest,
-    verify,
-)
+from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest, verify
 from ddp_runner.checkpoint.plain_data import load_plain_data, refuse_sharded
 from ddp_runner.errors import UserError
-from ddp_runner.files import json_safe, replace_file
+from ddp_runner.files import replace_file
 
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"
@@ -131,17 +124,15 @@ def newest_first(folder: Path) -> list[Path]:
 
 def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
     """Return the first checkpoint that matches its checksum; log the damaged ones before it."""
-    damaged = False
-    for path in paths:
+    for number, path in enumerate(paths):
         try:
             verify(path)
         except UserError as error:
             log(f"{error}; it is skipped")
-            damaged = True
-            continue
-        if damaged:
-            log(f"{path} is used in its place")
-        return path
+        else:
+            if number:
+                log(f"{path} is used in its place")
+            return path
     return None
 
 
@@ -162,8 +153,8 @@ def best_checkpoints(folder: Path, *, monitor: str, mode: str) -> list[Path]:
     return sorted(scores, key=lambda path: sign * scores[path])
 
 
-def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str, Any]:
-    """Return the state that was saved, its tensors on `map_location`.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state that was saved, its tensors on the CPU.
 
     Raises:
         UserError: the checkpoint is damaged, or holds anything but plain data; none of its code
@@ -173,12 +164,8 @@ def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str
         verify(path)
     except UserError as error:
         raise UserError(f"{error}; use another checkpoint") from error
-    state: dict[str, Any] = load_plain_data(
-        path / STATE,
-        named=f"checkpoint {path}",
-        map_location=map_location,
-        fix="use a checkpoint that this program wrote",
-    )
+    fix = "use a checkpoint that this program wrote"
+    state: dict[str, Any] = load_plain_data(path / STATE, named=f"checkpoint {path}", fix=fix)
     return state
 
 
@@ -211,9 +198,7 @@ def _write_files(
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(folder / STATE)
     if unsafe:
         raise TypeError(f"the state holds what cannot be loaded safely again: {', '.join(unsafe)}")
-    size, sha256 = measure(folder / STATE)
-    text = manifest_text(step=step, metrics=json_safe(metrics), size=size, sha256=sha256)
-    replace_file(folder / MANIFEST, text)
+    replace_file(folder / MANIFEST, manifest_text(folder / STATE, step=step, metrics=metrics))
     _sync_folder(folder)
 
 

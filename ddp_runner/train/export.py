@@ -90,7 +90,7 @@ def _best(folder: Path, last: _Model, config: Config, *, log: Callable[[str], No
             manifest = read_manifest(path)
             if manifest.step == last.step:
                 return last
-            state = _fitting(load_checkpoint(path, map_location="cpu"), last.state, path)
+            state = _fitting(load_checkpoint(path), last.state, path)
         except UserError as error:
             log(f"{error}; trying the next best checkpoint")
         else:

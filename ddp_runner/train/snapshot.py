@@ -73,7 +73,7 @@ def restore(
         return None
     # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
     # counts on the CPU, where a step reads them without waiting for a GPU.
-    content = load_checkpoint(path, map_location="cpu")
+    content = load_checkpoint(path)
     saved = read_position(content, path)
     steps_per_epoch = state.setup.batches.steps_per_epoch
     # A loss may have moved to another module since.

@@ -74,7 +74,7 @@ def load_latest(folder: Path) -> dict[str, Any]:
     """Load the newest checkpoint; fail if anything is logged."""
     path = latest_checkpoint(folder, log=pytest.fail)
     assert path is not None
-    return load_checkpoint(path, map_location="cpu")
+    return load_checkpoint(path)
 
 
 def names(folder: Path) -> list[str]:
@@ -103,7 +103,7 @@ def test_a_loaded_state_equals_the_saved_one(tmp_path: Path) -> None:
     path = save(tmp_path, 600, metrics={"eval/loss": 0.25, "eval/f1": float("nan")})
     torch.manual_seed(0)
     expected = state_of(600)
-    loaded = load_checkpoint(path, map_location="cpu")
+    loaded = load_checkpoint(path)
     assert path.name == "step-00000600"
     assert names(path) == [MANIFEST, STATE]
     torch.testing.assert_close(loaded["optimizer"]["state"], expected["optimizer"]["state"])
@@ -169,7 +169,7 @@ def test_killed_between_any_two_calls_a_whole_checkpoint_is_left(tmp_path: Path,
         state = load_latest(folder)
         assert (state["step"], state["run"]) in [(600, 0), (step, 1)]
         for path in folder.glob("step-*"):
-            load_checkpoint(path, map_location="cpu")  # none is half-deleted either
+            load_checkpoint(path)  # none is half-deleted either
         save(folder, 800, keep=9)
         assert all(name in {f"step-00000{n}00" for n in (5, 6, 7, 8)} for name in names(folder))
         assert "step-00000600" in names(folder) or state["step"] == 700
@@ -354,7 +354,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     assert latest_checkpoint(tmp_path, log=logged.append) == previous
     assert len(logged) == 2
     with pytest.raises(UserError, match=fault):
-        load_checkpoint(newest, map_location="cpu")
+        load_checkpoint(newest)
     assert logged[0].startswith(f"checkpoint {newest}")
     assert logged[1] == f"{previous} is used in its place"
 
@@ -403,7 +403,7 @@ def test_a_manifest_that_has_lost_its_checksum_is_damaged(tmp_path: Path) -> Non
     del fields["sha256"]
     (path / MANIFEST).write_text(json.dumps(fields))
     with pytest.raises(UserError, match="do not match their checksum"):
-        load_checkpoint(path, map_location="cpu")
+        load_checkpoint(path)
 
 
 def test_a_score_that_is_not_finite_is_none(tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_a_forged_state_is_refused(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 600)
     replace_state(path, content)
     with pytest.raises(UserError, match=str(path)) as caught:
-        load_checkpoint(path, map_location="cpu")
+        load_checkpoint(path)
     assert "\n" not in str(caught.value)
 
 
@@ -466,7 +466,7 @@ def test_a_hostile_checkpoint_is_refused_and_its_code_does_not_run(tmp_path: Pat
     with pytest.raises(
         UserError, match=r"refused: it names posix\.mkdir, .*none was run"
     ) as caught:
-        load_checkpoint(path, map_location="cpu")
+        load_checkpoint(path)
     assert "\n" not in str(caught.value)
     assert not proof.exists()
     torch.load(path / STATE, weights_only=False)

@@ -94,7 +94,7 @@ def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
         assert now in text
         text = text.replace(now, before)
     frozen.write_text(text)
-    state = load_checkpoint(saved / "step-00000003", map_location="cpu")
+    state = load_checkpoint(saved / "step-00000003")
     assert state["made_of"]["model.loss"] == "ddp_runner.train.losses.mse"
     state["made_of"]["model.loss"] = "ddp_runner.losses.mse"
     shutil.rmtree(saved)

@@ -128,7 +128,7 @@ def test_a_checkpoint_is_loaded_as_it_was_or_refused(files: tuple[bytes, bytes])
             found = read_manifest(path)
             assert (found.step, found.metrics) == (known.step, known.metrics)
         with refused_in_one_line(path) as refusals:
-            assert equal(load_checkpoint(path, map_location="cpu"), STATE_SAVED)
+            assert equal(load_checkpoint(path), STATE_SAVED)
         said: list[str] = []
         latest = latest_checkpoint(here, log=said.append)
         assert latest == (whole if refusals else path)
@@ -145,7 +145,7 @@ def test_a_state_with_the_right_checksum_is_plain_data_or_refused(state: bytes) 
     with folder() as here:
         path = write_checkpoint(here / "step-00000001", state, json.dumps(manifest).encode())
         with refused_in_one_line(path):
-            assert isinstance(load_checkpoint(path, map_location="cpu"), dict)
+            assert isinstance(load_checkpoint(path), dict)
 
 
 RECORD = {

@@ -554,9 +554,7 @@ def test_the_last_checkpoint_of_a_resumed_run_is_that_of_an_undisturbed_one(
     run_ranks(loop, 1, config, tmp_path / "parts", MID_EPOCH)
     run_ranks(loop, 1, config, tmp_path / "parts")
     name = f"step-{NUM_STEPS:08d}"
-    one, other = (
-        load_checkpoint(tmp_path / run / name, map_location="cpu") for run in ("whole", "parts")
-    )
+    one, other = (load_checkpoint(tmp_path / run / name) for run in ("whole", "parts"))
     assert one.keys() == other.keys()
     assert [key for key in one if not equal(one[key], other[key])] == []
 
