@@ -20,7 +20,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.metric_names import MONITORS, is_lower_better
 
-MADE_UP = ("ddp_runner.data.sources.fake_images.", "ddp_runner.data.sources.random.")
+OFFLINE = "ddp_runner.data.sources.offline."
 
 
 def validate_choices(config: Config) -> None:
@@ -197,7 +197,7 @@ def validate_init_method(config: Config, env: DistEnv | None) -> None:
 def validate_dataset(config: Config, ranks: int) -> None:
     """Refuse a generated dataset with fewer samples than ranks; a rank checks all others."""
     dataset = config.dataset
-    is_ours = dataset["_target_"].startswith(MADE_UP)
+    is_ours = dataset["_target_"].startswith(OFFLINE)
     if is_ours and config.task != "collectives" and isinstance(dataset.get("num_samples"), int):
         validate_num_samples(dataset.get("name"), dataset["num_samples"], ranks=ranks)
 

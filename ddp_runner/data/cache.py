@@ -22,7 +22,7 @@ from torch import Tensor
 from ddp_runner.config.schema import digest as digest_of
 from ddp_runner.data.dataset import KEYS, Dataset, Source, validate_dataset, validate_tensors
 from ddp_runner.errors import UserError
-from ddp_runner.files import replace_file, safe_name
+from ddp_runner.files import file_sha256, replace_file, safe_name
 
 # Raise it when the manifest changes, or when a source builds something else from one fingerprint.
 FORMAT_VERSION = 3
@@ -34,13 +34,8 @@ TRUST_S = 3600.0  # how long a note counts: a failing disk changes no file times
 def load_dataset(source: Source, *, data_root: Path, log: Callable[[str], None]) -> Dataset:
     """Return the dataset on the CPU, memory-mapped: a machine's ranks share one copy of its pages.
 
-    Every rank calls it; the first one to take the file lock prepares the cache. It contains no
-    collective.
-
-    Args:
-        source: what to load.
-        data_root: folder of the files that the source reads.
-        log: takes a line when the cache is prepared, or when a damaged cache is rebuilt.
+    The first rank to take the file lock prepares or rebuilds the cache, and logs that. No
+    collective is involved.
 
     Raises:
         UserError: the source's files or fields are unusable, its tensors cannot be trained on, or
@@ -55,7 +50,7 @@ def load_dataset(source: Source, *, data_root: Path, log: Callable[[str], None])
         if _noted(folder) is None or _fault(folder, fingerprint) is not None:
             folder = _prepare(source, data_root, log)
         tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
-        digest = _field(folder, "digest")
+        digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
     dataset = source.dataset(tensors)
     validate_dataset(source.name, dataset)
     return replace(dataset, digest=digest)
@@ -85,7 +80,7 @@ def _fault(folder: Path, fingerprint: object) -> str | None:
             "format_version": FORMAT_VERSION,
             "fingerprint": fingerprint,
             "size": (folder / TENSORS).stat().st_size,
-            "sha256": _noted(folder) or _sha256(folder / TENSORS),
+            "sha256": _noted(folder) or file_sha256(folder / TENSORS),
         }
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
@@ -104,16 +99,6 @@ def _fault(folder: Path, fingerprint: object) -> str | None:
     if not differing and checksum != digest_of(found):
         differing.append(f"{MANIFEST} does not match its checksum")
     return ", ".join(differing) or None
-
-
-def _field(folder: Path, name: str) -> str:
-    """Return a text of a manifest that has no fault."""
-    return str(json.loads((folder / MANIFEST).read_bytes())[name])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(path: Path) -> list[int]:
@@ -135,7 +120,7 @@ def _noted(folder: Path) -> str | None:
 
 def _note(folder: Path) -> None:
     """Note that the tensors are as the manifest says."""
-    sha256 = _field(folder, "sha256")
+    sha256 = json.loads((folder / MANIFEST).read_bytes())["sha256"]
     note = {"stamp": _stamp(folder / TENSORS), "sha256": sha256, "at": time.time()}
     replace_file(folder / NOTE, json.dumps(note))
 
@@ -187,7 +172,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], fingerprint: object) -> 
         "format_version": FORMAT_VERSION,
         "fingerprint": fingerprint,
         "size": part.stat().st_size,
-        "sha256": _sha256(part),
+        "sha256": file_sha256(part),
         "digest": digest.hexdigest(),
     }
     manifest[CHECKSUM] = digest_of(manifest)

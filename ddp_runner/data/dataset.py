@@ -34,11 +34,9 @@ class Augmentation(Protocol):
         """Return how many random numbers a sample takes."""
 
     def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:
-        """Return the changed inputs (batch, ...).
+        """Return the changed inputs (batch, ...), which are normalised and on the device.
 
-        Args:
-            inputs: normalised, on the device.
-            randoms: uniform in [0, 1), (batch, num_randoms), the same at every world size.
+        `randoms` (batch, num_randoms), uniform in [0, 1), are the same at every world size.
         """
 
 
@@ -63,12 +61,9 @@ class Dataset:
     def prepare(
         self, inputs: Tensor, device: torch.device, *, randoms: Tensor | None = None
     ) -> Tensor:
-        """Return a batch as the model's input, on the device.
+        """Return a batch (batch, ...), as it is stored, as the model's input on the device.
 
-        Args:
-            inputs: (batch, ...) as stored.
-            device: of the result.
-            randoms: for the augmentation, (batch, num_randoms); None: no augmentation.
+        The augmentation takes `randoms`, (batch, num_randoms); None: no augmentation.
         """
         if self.padding_id is not None:
             is_token = inputs.ne(self.padding_id).any(dim=0)

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.errors import UserError
 
@@ -40,11 +40,8 @@ def tokenizer_file(folder: Path) -> Path:
 def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -> "Tokenizer":
     """Return a tokenizer of the most frequent tokens; the same texts always give the same ids.
 
-    Args:
-        texts: the corpus.
-        vocabulary: ``characters``, or ``wordpiece`` as in BERT: parts of words, and each Chinese
-            character by itself. Both fold case.
-        vocab_size: most tokens, including the four special ones.
+    Its tokens are single ``characters``, or as in BERT ``wordpiece``: parts of words, and each
+    Chinese character by itself. Both fold case. `vocab_size` counts the four special tokens, too.
 
     Raises:
         UserError: the library is not installed.
@@ -52,28 +49,21 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -
     _validate_installed()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    special = list(SPECIAL_TOKENS)
+    num_tokens, special = vocab_size - len(SPECIAL_TOKENS), list(SPECIAL_TOKENS)
+    options: Any = {"vocab_size": vocab_size, "special_tokens": special, "show_progress": False}
     if vocabulary == "characters":
         tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
         tokenizer.normalizer = normalizers.Lowercase()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("."), "isolated")]
         )
-        by_count = trainers.WordLevelTrainer(
-            vocab_size=vocab_size, special_tokens=special, show_progress=False
-        )
-        tokenizer.train_from_iterator(texts, by_count)
+        tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(**options))
         return _bracketed(tokenizer)
     # A character inside a word is another token (##a), so the alphabet may take twice its size, and
     # the library does not limit that.
-    for most_characters in (vocab_size - len(special), (vocab_size - len(special)) // 2):
+    for most_characters in (num_tokens, num_tokens // 2):
         tokenizer = _wordpiece(models.WordPiece(unk_token=UNKNOWN), lowercase=True)
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size,
-            limit_alphabet=most_characters,
-            special_tokens=special,
-            show_progress=False,
-        )
+        trainer = trainers.WordPieceTrainer(limit_alphabet=most_characters, **options)
         tokenizer.train_from_iterator(texts, trainer)
         if tokenizer.get_vocab_size() <= vocab_size:
             break

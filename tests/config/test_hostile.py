@@ -235,7 +235,7 @@ def test_the_parts_that_may_be_named_are_parts() -> None:
     for name in (
         "models.mnist_net.Net",
         "models.torchvision_models.classifier",
-        "data.sources.digits.Digits",
+        "data.sources.offline.Digits",
     ):
         assert f"ddp_runner.{name}".startswith(tuple(OWN))
         assert callable(find(f"ddp_runner.{name}", key="model._target_"))

@@ -87,7 +87,7 @@ def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
     text = frozen.read_text()
     for now, before in {
         "ddp_runner.train.": "ddp_runner.",
-        "ddp_runner.data.sources.": "ddp_runner.data.",
+        "ddp_runner.data.sources.offline.": "ddp_runner.data.random.",
         "skip_invalid": "skip_refused",
         "  needs:\n    max_ranks: 1\n": "  devices_per_rank: 1\n  max_ranks: 1\n",
     }.items():

@@ -25,8 +25,8 @@ from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_b
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, Split, splits
 from ddp_runner.data.sources import shared as files
-from ddp_runner.data.sources.fake_images import FakeImages
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
+from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
@@ -412,13 +412,13 @@ def test_damaged_cache_is_rebuilt_and_said(
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return a list of the files that are read in full from now on."""
     found: list[Path] = []
-    original = prepared._sha256
+    original = prepared.file_sha256
 
     def counting(path: Path) -> str:
         found.append(path)
         return original(path)
 
-    monkeypatch.setattr(prepared, "_sha256", counting)
+    monkeypatch.setattr(prepared, "file_sha256", counting)
     return found
 
 

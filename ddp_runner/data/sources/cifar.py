@@ -18,13 +18,9 @@ from ddp_runner.data.sources import shared
 from ddp_runner.errors import UserError
 
 SHAPE = (3, 32, 32)  # of an image: red, green and blue planes
+TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 LAYOUTS = {  # files of the train split, the eval split, the key of the labels, torchvision's class
-    "cifar-10-batches-py": (
-        [f"data_batch_{i}" for i in range(1, 6)],
-        ["test_batch"],
-        "labels",
-        "CIFAR10",
-    ),
+    "cifar-10-batches-py": (TRAIN_BATCHES, ["test_batch"], "labels", "CIFAR10"),
     "cifar-100-python": (["train"], ["test"], "fine_labels", "CIFAR100"),
 }
 
@@ -61,13 +57,10 @@ class Cifar:
         Raises:
             UserError: a file is missing and cannot be downloaded, or is damaged.
         """
-        *_, key, torchvision_class = LAYOUTS[self.folder]
+        *_, key, kind = LAYOUTS[self.folder]
         train, rest = self._files(data_root)
         shared.fetch_missing(
-            train + rest,
-            name=self.name,
-            torchvision_class=torchvision_class,
-            data_root=data_root,
+            train + rest, name=self.name, torchvision_class=kind, data_root=data_root
         )
         tensors: dict[str, Tensor] = {}
         for split, paths in (("train", train), ("eval", rest)):
@@ -80,18 +73,13 @@ class Cifar:
 
     dataset = shared.image_dataset
 
-    def _files(self, data_root: Path) -> tuple[list[Path], list[Path]]:
-        train, rest, *_ = LAYOUTS[self.folder]
+    def _files(self, data_root: Path) -> list[list[Path]]:
         folder = data_root / self.folder
-        return [folder / name for name in train], [folder / name for name in rest]
+        return [[folder / name for name in names] for names in LAYOUTS[self.folder][:2]]
 
 
 def read_batch(path: Path, *, key: str) -> tuple[Tensor, Tensor]:
-    """Return a batch's images, uint8 ``(n, 3, 32, 32)``, and its labels, int64 ``(n,)``.
-
-    Args:
-        path: of the pickled batch.
-        key: of the labels in the batch.
+    """Return a batch's images, uint8 ``(n, 3, 32, 32)``, and the labels of a key, int64 ``(n,)``.
 
     Raises:
         UserError: the file is damaged, of another format, or names code to run.
@@ -119,7 +107,6 @@ class _Inert:
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
-        self.state: Any = ()
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

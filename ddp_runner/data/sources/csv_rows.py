@@ -28,15 +28,7 @@ class Rows:
 def read_rows(
     path: Path, *, text: str, label: str, num_classes: int, encoding: str, delimiter: str
 ) -> Rows:
-    """Return the rows that have both a text and a class.
-
-    Args:
-        path: of the file; its first line names the columns.
-        text: name of the column with the texts.
-        label: name of the column with the classes.
-        num_classes: number of classes; a class is a whole number from 0.
-        encoding: Python's name of the encoding.
-        delimiter: between two columns.
+    """Return the rows that have both a text and a class; for the keywords see ``CsvText``.
 
     Raises:
         UserError: the file is missing or empty, or a row is malformed.

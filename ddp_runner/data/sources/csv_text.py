@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 CHUNK = 8192  # texts encoded at once
 EVAL_RUNS = 4  # runs of rising length in the eval split, so that ranks get similar lengths
-FILE_KEY = "file:"  # prefix of the keys of tensors that hold a file's bytes
+KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
+KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,7 @@ class CsvText:
         tensors = {
             "padding": torch.tensor(padding),
             "num_dropped": torch.tensor(num_dropped),
-            f"{FILE_KEY}tokenizer/{TOKENIZER_FILE}": torch.frombuffer(
-                bytearray(tokenizer.to_str().encode()), dtype=torch.uint8
-            ),
+            KEPT: torch.frombuffer(bytearray(tokenizer.to_str().encode()), dtype=torch.uint8),
         }
         for split, (texts, labels) in parts.items():
             ids = encode(tokenizer, texts, max_length=self.max_length, padding=padding)
@@ -131,12 +130,12 @@ class CsvText:
             encoding=self.encoding,
             delimiter=self.delimiter,
         )
-        train, rest = shared.shuffled_split(
+        numbers = shared.shuffled_split(
             len(rows.texts), self.eval_fraction, seed=self.split_seed, noun="rows", place=path
         )
         parts = {
             split: ([rows.texts[row] for row in part], [rows.labels[row] for row in part])
-            for split, part in (("train", train), ("eval", rest))
+            for split, part in numbers.items()
         }
         return parts, rows.num_dropped
 
@@ -154,11 +153,7 @@ class CsvText:
             padding_id=int(tensors["padding"]),
             vocab_size=vocab_size,
             group_by_length=self.group_by_length,
-            files={
-                key.removeprefix(FILE_KEY): value.numpy().tobytes()
-                for key, value in tensors.items()
-                if key.startswith(FILE_KEY)
-            },
+            files={KEPT_FILE: tensors[KEPT].numpy().tobytes()},
             notes=(note,) if num_dropped else (),
         )
 

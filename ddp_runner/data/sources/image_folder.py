@@ -16,7 +16,6 @@ from ddp_runner.data.sources import shared
 from ddp_runner.errors import UserError
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-EVAL_FOLDERS = ("val", "eval")
 SPLIT_SEED = 0
 
 Samples = list[tuple[Path, int]]  # files and their classes
@@ -61,7 +60,7 @@ class ImageFolder:
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the shape, and a digest of the files' names, sizes and modification times."""
         digest = hashlib.sha256()
-        for samples in self._samples(data_root):
+        for samples in self._samples(data_root).values():
             for path, label in samples:
                 try:
                     stat = path.stat()
@@ -86,40 +85,40 @@ class ImageFolder:
                 match num_classes, the pictures do not fit in memory, or a picture is damaged.
         """
         tensors = {}
-        for split, samples in zip(("train", "eval"), self._samples(data_root), strict=True):
+        for split, samples in self._samples(data_root).items():
             tensors[f"{split}_inputs"] = self._decode([path for path, _ in samples])
             tensors[f"{split}_targets"] = torch.tensor([label for _, label in samples])
         return tensors
 
     dataset = shared.image_dataset
 
-    def _samples(self, data_root: Path) -> tuple[Samples, Samples]:
-        """Return the files of both splits with their classes, in a fixed order."""
+    def _samples(self, data_root: Path) -> dict[str, Samples]:
+        """Return the files of each split with their classes, in a fixed order."""
         root = data_root / self.folder
         if self.eval_fraction is not None:
-            samples = _numbered(self._classes(root))
-            train, rest = shared.shuffled_split(
+            _, samples = self._classes(root)
+            parts = shared.shuffled_split(
                 len(samples), self.eval_fraction, seed=SPLIT_SEED, noun="pictures", place=root
             )
-            return [samples[i] for i in train], [samples[i] for i in rest]
-        present = [name for name in EVAL_FOLDERS if (root / name).is_dir()]
+            return {split: [samples[i] for i in part] for split, part in parts.items()}
+        present = [name for name in ("val", "eval") if (root / name).is_dir()]
         if not (root / "train").is_dir() or len(present) != 1:
             raise UserError(
                 f"{root.absolute()} must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/ "
                 "with the pictures; name it with data_root and dataset.folder, or write "
                 "dataset.eval_fraction=0.1 if it holds the folders of the classes itself"
             )
-        folders = root / "train", root / present[0]
-        classes = [self._classes(folder) for folder in folders]
-        if differing := classes[0].keys() ^ classes[1].keys():
+        names, train = self._classes(root / "train")
+        eval_names, rest = self._classes(root / present[0])
+        if differing := names ^ eval_names:
             raise UserError(
-                f"the classes in {folders[0]} and {folders[1]} differ: "
+                f"the classes in {root / 'train'} and {root / present[0]} differ: "
                 f"{', '.join(sorted(differing))} is in only one of them; give both the same classes"
             )
-        return _numbered(classes[0]), _numbered(classes[1])
+        return {"train": train, "eval": rest}
 
-    def _classes(self, root: Path) -> dict[str, list[Path]]:
-        """Return the pictures of each class by the class's name, all sorted."""
+    def _classes(self, root: Path) -> tuple[set[str], Samples]:
+        """Return the names of the classes, and the pictures sorted by class and path."""
         folders = [path for path in root.glob("*") if path.is_dir() and path.name[0] != "."]
         classes = {
             folder.name: sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES)
@@ -137,7 +136,8 @@ class ImageFolder:
                 f"is {self.num_classes}; "
                 + (f"write dataset.num_classes={len(classes)}" if classes else "add pictures")
             )
-        return classes
+        numbered = enumerate(classes.values())
+        return set(classes), [(path, label) for label, paths in numbered for path in paths]
 
     def _decode(self, paths: Sequence[Path]) -> Tensor:
         shape = (len(paths), self.channels, self.height, self.width)
@@ -173,7 +173,3 @@ class ImageFolder:
             ) from error
         pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
         return pixels.reshape(self.height, self.width, self.channels).permute(2, 0, 1)
-
-
-def _numbered(classes: dict[str, list[Path]]) -> Samples:
-    return [(path, label) for label, paths in enumerate(classes.values()) for path in paths]

@@ -21,20 +21,14 @@ from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
 LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
-# SHA-256 of the unpacked files, by the dataset's name; a user's own files take another name.
+# The four files, and their SHA-256 under dataset.name=mnist, unpacked; a user's own files take
+# another name.
 PUBLISHED = {
-    "mnist": {
-        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738"
-        "ad16aec93bde7f9b65e87a2fc25776db",
-        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5"
-        "333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77"
-        "db3f2f8254e26661ceb7762c4d494ce7",
-        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351"
-        "222c34898ecbeaf847f06e48f7ec33f2",
-    }
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
-FILES = tuple(PUBLISHED["mnist"])  # images and labels of the train split, then of the eval split
 
 
 @dataclass(frozen=True)
@@ -68,14 +62,13 @@ class IdxImages:
             UserError: a file is missing and cannot be downloaded, or is damaged.
         """
         shared.require_at_least(self, channels=1)
+        files = self._files(data_root)
         shared.fetch_missing(
-            self._files(data_root),
-            name=self.name,
-            torchvision_class=self.folder,
-            data_root=data_root,
+            files, name=self.name, torchvision_class=self.folder, data_root=data_root
         )
         tensors = {}
-        files, published = self._files(data_root), PUBLISHED.get(self.name, {})
+        published = PUBLISHED if self.name == "mnist" else {}
+        files = self._files(data_root)  # again: a download may have unpacked some
         for split, (images_path, labels_path) in (("train", files[:2]), ("eval", files[2:])):
             images = read_idx(images_path, magic=IMAGES_MAGIC, published=published)
             labels = read_idx(labels_path, magic=LABELS_MAGIC, published=published)
@@ -93,9 +86,9 @@ class IdxImages:
     dataset = shared.image_dataset
 
     def _files(self, data_root: Path) -> list[Path]:
-        """Return each of FILES, gzipped if there is no plain one."""
+        """Return the files in the order of PUBLISHED, each gzipped if there is no plain one."""
         files = []
-        for name in FILES:
+        for name in PUBLISHED:
             plain = data_root / self.folder / "raw" / name
             gzipped = plain.with_name(f"{name}.gz")
             files.append(gzipped if gzipped.exists() and not plain.exists() else plain)
@@ -103,12 +96,10 @@ class IdxImages:
 
 
 def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
-    """Return the uint8 tensor in an IDX file; the magic number's last byte counts its dimensions.
+    """Return the uint8 tensor in an IDX file; a ``.gz`` file is unpacked in memory.
 
-    Args:
-        path: of the file; a ``.gz`` file is unpacked in memory.
-        magic: the number that the file must begin with.
-        published: SHA-256 of unpacked files by name; other files are not compared.
+    The last byte of the magic number counts the dimensions. A file whose name `published` lacks is
+    compared with no SHA-256.
 
     Raises:
         UserError: the file cannot be read or unpacked, or its magic number, size or SHA-256 is

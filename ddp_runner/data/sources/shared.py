@@ -62,18 +62,11 @@ def require_at_least(source: Source, **least: int) -> None:
 
 def shuffled_split(
     num_samples: int, eval_fraction: float, *, seed: int, noun: str, place: Path
-) -> tuple[list[int], list[int]]:
-    """Return the numbers of the train and of the eval samples, each in a random order.
-
-    Args:
-        num_samples: of both splits.
-        eval_fraction: the part to evaluate.
-        seed: of the order.
-        noun: what the samples are, for the message.
-        place: where they are.
+) -> dict[str, list[int]]:
+    """Return the numbers of the samples of ``train`` and of ``eval``, in a random order.
 
     Raises:
-        UserError: a split would be empty.
+        UserError: a split would be empty; `noun` and `place` are words of the message.
     """
     num_eval = round(num_samples * eval_fraction)
     if not 0 < num_eval < num_samples:
@@ -83,7 +76,7 @@ def shuffled_split(
         )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_samples, generator=generator).tolist()
-    return order[num_eval:], order[:num_eval]
+    return {"train": order[num_eval:], "eval": order[:num_eval]}
 
 
 def validate_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
@@ -114,15 +107,9 @@ def stamps(paths: Sequence[Path]) -> dict[str, object]:
 def fetch_missing(
     paths: Sequence[Path], *, name: str, torchvision_class: str, data_root: Path
 ) -> None:
-    """Download a dataset with torchvision, unless all its files are there.
+    """Download a dataset with torchvision, unless all its files are there, in one folder.
 
     If several machines share the folder, one downloads and the others wait.
-
-    Args:
-        paths: the files, all in one folder under ``data_root``.
-        name: of the dataset, for messages.
-        torchvision_class: in ``torchvision.datasets``; it has the addresses of the files.
-        data_root: folder of the datasets.
 
     Raises:
         UserError: a file is missing and cannot be downloaded.
