@@ -17,6 +17,7 @@ import torch
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest, verify
 from ddp_runner.checkpoint.plain_data import load_plain_data, refuse_sharded
+from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import replace_file
 
@@ -30,9 +31,7 @@ def save_checkpoint(
     *,
     step: int,
     metrics: Mapping[str, float],
-    keep: int,
-    monitor: str | None,
-    mode: str,
+    config: CheckpointConfig,
     log: Callable[[str], None],
 ) -> Path:
     """Save this step's checkpoint, delete those no longer kept, return its folder. Rank 0 only.
@@ -41,10 +40,8 @@ def save_checkpoint(
         folder: the run's checkpoints folder.
         state: tensors, numbers, strings, and lists and dicts of them.
         step: optimizer steps taken.
-        metrics: of this step; `monitor` names one of them.
-        keep: how many of the newest checkpoints stay, at least 1. The best one stays as well.
-        monitor: the metric that decides which checkpoint is best; None: there is no best one.
-        mode: ``max`` or ``min``: which value of `monitor` is best.
+        metrics: of this step; `config.monitor` names one of them.
+        config: which checkpoints are kept.
         log: takes a sentence for the user if an old checkpoint cannot be deleted.
 
     Raises:
@@ -52,7 +49,6 @@ def save_checkpoint(
             state holds a part of a tensor that other ranks hold parts of.
         TypeError: the state holds an object that a weights-only load would refuse.
     """
-    assert keep >= 1
     refuse_sharded(state)
     final = folder / f"step-{step:08d}"
     temp = folder / (TEMP_PREFIX + final.name)
@@ -70,30 +66,25 @@ def save_checkpoint(
         ) from error
     if replaced:
         _delete(replaced, log=log)
-    retain(folder, step=step, keep=keep, monitor=monitor, mode=mode, log=log)
+    retain(folder, config, step=step, log=log)
     return final
 
 
 def retain(
-    folder: Path,
-    *,
-    step: int,
-    keep: int,
-    monitor: str | None,
-    mode: str,
-    log: Callable[[str], None],
+    folder: Path, config: CheckpointConfig, *, step: int, log: Callable[[str], None]
 ) -> None:
     """Delete the checkpoints up to `step` that are no longer kept, and what killed saves left.
 
-    Rank 0 only, after a save and after a resume. For the arguments see `save_checkpoint`.
+    Rank 0 only: after a save, and after a resume, since a kill may have come before it.
     """
     for path in folder.glob(TEMP_PREFIX + "*"):
         _delete(path, log=log)
-    ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
+    monitor, mode = config.monitor, config.mode
+    best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
     # Leave later ones alone: they were damaged when this run resumed from an earlier one.
     up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
-    for path in up_to_now[:-keep]:
-        if path not in ranking[:1]:
+    for path in up_to_now[: -config.keep]:
+        if path not in best:
             _delete(path, log=log)
 
 

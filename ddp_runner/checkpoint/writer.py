@@ -40,12 +40,8 @@ class CheckpointWriter:
         pinned: bool,
     ) -> None:
         self._scratch, self._log = scratch, log
-        keep, monitor, mode = config.keep, config.monitor, config.mode
-        self._save = partial(
-            save_checkpoint, folder, keep=keep, monitor=monitor, mode=mode, log=log
-        )
-        # For a resume at a step: a kill may have kept the last save from deleting old checkpoints.
-        self.retain = partial(retain, folder, keep=keep, monitor=monitor, mode=mode, log=log)
+        self._save = partial(save_checkpoint, folder, config=config, log=log)
+        self.retain = partial(retain, folder, config, log=log)
         self._stager = Stager(pinned=pinned)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None

@@ -13,7 +13,7 @@ from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import to_config
 from ddp_runner.config.moved import present_name, with_moved_names
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig, Config
 from ddp_runner.tracking.run_dir import RunDir
 
 # For each command line what version 0.1.0 froze in place of what is frozen now.
@@ -98,9 +98,7 @@ def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
     assert state["made_of"]["model.loss"] == "ddp_runner.train.losses.mse"
     state["made_of"]["model.loss"] = "ddp_runner.losses.mse"
     shutil.rmtree(saved)
-    save_checkpoint(
-        saved, state, step=3, metrics={}, keep=3, monitor=None, mode="max", log=pytest.fail
-    )
+    save_checkpoint(saved, state, step=3, metrics={}, config=CheckpointConfig(), log=pytest.fail)
     end = run_command("resume=run", "train.max_steps=5", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert record(tmp_path / "run")["step"] == 5

@@ -31,7 +31,7 @@ from ddp_runner.compare.render.tables import FORMATS
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig, Config
 from ddp_runner.data.cache import NOTE, load_dataset
 from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
@@ -88,9 +88,7 @@ def checkpoint() -> tuple[bytes, bytes]:
             STATE_SAVED,
             step=600,
             metrics={"eval/f1": 0.5, "eval/loss": float("nan")},
-            keep=1,
-            monitor=None,
-            mode="max",
+            config=CheckpointConfig(),
             log=pytest.fail,
         )
         return (saved / STATE).read_bytes(), (saved / MANIFEST).read_bytes()
