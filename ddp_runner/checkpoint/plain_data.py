@@ -14,13 +14,9 @@ from ddp_runner.errors import UserError
 def load_plain_data(file: Path, *, named: str, fix: str) -> Any:
     """Return what torch.save wrote, its tensors on the CPU, if it is plain data.
 
-    Args:
-        file: the file to read.
-        named: the file's name in an error message.
-        fix: what an error message advises.
-
     Raises:
-        UserError: the file holds anything else; none of its code has run.
+        UserError: the file holds anything else; none of its code has run. `named` begins the
+            message, and `fix` says what to do.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

@@ -91,9 +91,7 @@ def retain(
 def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint whose state matches its checksum; None: there are none.
 
-    Args:
-        folder: the run's checkpoints folder; it need not exist.
-        log: takes a sentence for each damaged checkpoint, and for the one used in its place.
+    The folder need not exist.
 
     Raises:
         UserError: every checkpoint is damaged.

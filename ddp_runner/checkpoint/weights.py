@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.checkpoint.plain_data import load_plain_data
-from ddp_runner.checkpoint.store import (
-    best_checkpoints,
-    first_whole,
-    load_checkpoint,
-    newest_first,
-)
+from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import replace_file
@@ -29,12 +24,7 @@ from ddp_runner.tracking.run_dir import RunDir
 def starting_weights(
     config: Config, checkpoints: Path, *, log: Callable[[str], None]
 ) -> Path | None:
-    """Return what a run starts from; None: it starts from scratch, or resumes.
-
-    Args:
-        config: of the run.
-        checkpoints: the run's own folder; if it holds any, the run resumes from them.
-        log: takes a line that names the weights.
+    """Return and log what a run starts from; None: from scratch, or from its own `checkpoints`.
 
     Raises:
         UserError: `model.weights` names a run without a usable checkpoint.
@@ -87,11 +77,8 @@ def export_weights(
 ) -> None:
     """Write a state_dict as safetensors, whole or not at all. Rank 0 only.
 
-    Args:
-        path: of the file.
-        state: tensors on any device; tied tensors are written once for each of their names.
-        step: optimizer steps that the weights have taken.
-        metrics: of that step; step and metrics become the file's metadata, as strings.
+    Its tensors may be on any device; tied ones are written once for each of their names. The
+    optimizer step and its metrics become the file's metadata, as strings.
 
     Raises:
         UserError: the file could not be written.

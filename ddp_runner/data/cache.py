@@ -42,8 +42,7 @@ def load_dataset(source: Source, *, data_root: Path, log: Callable[[str], None])
             the cache cannot be written.
     """
     if source.fingerprint(data_root) is None:
-        tensors = validate_tensors(source.name, source.build(data_root))
-        digest = None
+        tensors, digest = validate_tensors(source.name, source.build(data_root)), None
     else:
         # Ranks that find an intact cache take no lock, so a read-only cache works as well.
         folder, fingerprint = _identity(source, data_root)

@@ -143,8 +143,7 @@ class CsvText:
         """Return the sequences of token ids, with the tokenizer that made them."""
         num_dropped, vocab_size = int(tensors["num_dropped"]), None
         if self.tokenizer is not None:
-            ids = load_tokenizer(Path(self.tokenizer)).get_vocab().values()
-            vocab_size = max(ids) + 1
+            vocab_size = max(load_tokenizer(Path(self.tokenizer)).get_vocab().values()) + 1
         note = f"{self.path}: {num_dropped:,} rows without {self.text} or {self.label} are left out"
         return Dataset(
             self.name,

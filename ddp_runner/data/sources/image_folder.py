@@ -157,14 +157,14 @@ class ImageFolder:
     def _picture(self, path: Path) -> Tensor:
         from PIL import Image, ImageOps
 
-        mode = "RGB" if self.channels == 3 else "L"
         try:
             with Image.open(path) as picture:
                 if picture.mode[0] in "IF":
                     raise ValueError(f"mode {picture.mode}: more than 8 bits a channel")
                 # A large photograph need not be decoded at its full size.
                 picture.draft(None, (2 * max(self.width, self.height),) * 2)
-                upright = ImageOps.exif_transpose(picture).convert(mode)
+                upright = ImageOps.exif_transpose(picture)
+                upright = upright.convert("RGB" if self.channels == 3 else "L")
             fitted = ImageOps.fit(upright, (self.width, self.height), Image.Resampling.BILINEAR)
         except Exception as error:  # damaged bytes raise any kind
             reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -112,8 +112,7 @@ def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"{path} cannot be read ({reason}); {shared.REMEDY}") from error
-    num_dims = magic & 0xFF
-    header = struct.Struct(f">{1 + num_dims}I")
+    header = struct.Struct(f">{1 + (magic & 0xFF)}I")
     if len(data) < header.size:
         raise UserError(
             f"{path} has {len(data)} bytes, expected at least {header.size}; {shared.REMEDY}"
