@@ -88,15 +88,17 @@ class GlobalBatches:
         share = slice(self.share, None, self.num_shares)
         largest_share = math.ceil(len(global_batch) / self.num_shares)
         num_pieces = math.ceil(largest_share / self.micro_size)
-        own, numbers = global_batch[share], randoms[share]
-        pieces = zip(own.tensor_split(num_pieces), numbers.tensor_split(num_pieces), strict=True)
+        own, own_randoms = global_batch[share], randoms[share]
+        pieces = zip(
+            own.tensor_split(num_pieces), own_randoms.tensor_split(num_pieces), strict=True
+        )
         micro_batches = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
-            self._gather(piece, its_numbers)
+            self._gather(piece, its_randoms)
             if len(piece)
             else self._gather(global_batch[:1], randoms[:1], weight=0.0)
-            for piece, its_numbers in pieces
+            for piece, its_randoms in pieces
         )
         number = epoch * self.steps_per_epoch + index
         return StepBatch(micro_batches, global_count=len(global_batch), number=number)

@@ -79,6 +79,16 @@ def test_other_names_and_values_stay() -> None:
     assert with_moved_names({"parallelism": mine}) == {"parallelism": mine}
 
 
+@pytest.mark.parametrize(
+    "name", ["digits.Digits", "fake_images.FakeImages", "random.RandomRegression"]
+)
+def test_a_source_has_moved_twice(name: str) -> None:
+    """Into its own module, and then into the one of all sources without files."""
+    present = f"ddp_runner.data.sources.offline.{name.partition('.')[2]}"
+    for folder in ("ddp_runner.data", "ddp_runner.data.sources"):
+        assert present_name(f"{folder}.{name}") == present
+
+
 def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
     """From its frozen config and from its checkpoint, which names the loss as well."""
     toy = ("model=toy", "parallelism=single", "train.num_threads=1", "train.max_steps=3")

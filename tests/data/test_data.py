@@ -24,7 +24,7 @@ from ddp_runner.data import cache as prepared
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, Split, splits
-from ddp_runner.data.sources import shared as files
+from ddp_runner.data.sources import shared
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
 from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
@@ -560,7 +560,7 @@ def test_machines_that_share_a_folder_download_into_it_once(
             shutil.copy(path, tmp_path / "MNIST" / "raw")
         return ""
 
-    monkeypatch.setattr(files, "_download", download)
+    monkeypatch.setattr(shared, "_download", download)
     paths = TINY._files(tmp_path)
     children = []
     for number in range(3):
@@ -570,7 +570,7 @@ def test_machines_that_share_a_folder_download_into_it_once(
                 if number:  # as if it had waited: the first file is there already
                     while not paths[0].parent.exists() or not any(paths[0].parent.glob("t10k*")):
                         threading.Event().wait(0.01)
-                files.fetch_missing(
+                shared.fetch_missing(
                     paths, name="tiny", torchvision_class="MNIST", data_root=tmp_path
                 )
                 os._exit(0 if all(path.exists() for path in paths) else 1)

@@ -21,8 +21,8 @@ from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
 LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
-# The four files, and their SHA-256 under dataset.name=mnist, unpacked; a user's own files take
-# another name.
+# The four files and, for dataset.name=mnist, the SHA-256 of each when unpacked. A user's own files
+# take another name.
 PUBLISHED = {
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
@@ -98,8 +98,8 @@ class IdxImages:
 def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
     """Return the uint8 tensor in an IDX file; a ``.gz`` file is unpacked in memory.
 
-    The last byte of the magic number counts the dimensions. A file whose name `published` lacks is
-    compared with no SHA-256.
+    The last byte of the magic number counts the dimensions. `published` has the SHA-256 of unpacked
+    files by name; other files may hold anything.
 
     Raises:
         UserError: the file cannot be read or unpacked, or its magic number, size or SHA-256 is

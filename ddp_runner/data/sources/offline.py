@@ -64,7 +64,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class FakeImages:
-    """Images of any shape: each is its class's fixed random pattern plus noise as strong."""
+    """Images of any shape: each is its class's fixed random pattern plus equally strong noise."""
 
     name: str
     num_samples: int
