@@ -80,8 +80,7 @@ class GlobalBatches:
 
     def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
         """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
-        start = index * self.global_size
-        global_batch = order[start : start + self.global_size]
+        global_batch = order[index * self.global_size :][: self.global_size]
         # Drawn for the whole global batch, so they are the same at every world size.
         generator = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
         randoms = torch.rand(len(global_batch), self.num_randoms, generator=generator)

@@ -96,25 +96,24 @@ class Dataset:
         """
         if inputs.dtype != torch.uint8:
             return inputs
-        mean, std = (
-            tuple(value) if isinstance(value, Sequence) else value
-            for value in (self.mean, self.std)
-        )
-        shift, factor = _scaling(mean, std, inputs.ndim, inputs.device)
+        if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
+            return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
+        facts = (self.mean, self.std)
+        mean, std = (tuple(one) if isinstance(one, Sequence) else one for one in facts)
+        shift, factor = _scaling(mean, std, inputs.device)
         return inputs.float().sub_(shift).mul_(factor)
 
 
 @cache
 def _scaling(
-    mean: float | tuple[float, ...], std: float | tuple[float, ...], ndim: int, device: torch.device
+    mean: float | tuple[float, ...], std: float | tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``normalize`` subtracts and multiplies by, float32: (channels, 1, 1) for images.
+    """Return what ``normalize`` subtracts and multiplies by, float32 (channels or 1, 1, 1).
 
     It is cached on the device: a copy for each batch would make the GPU wait each time.
     """
     shift, scale = (
-        255 * torch.tensor(values, dtype=torch.float64).view(-1, *(1,) * (ndim - 2))
-        for values in (mean, std)
+        255 * torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std)
     )
     return shift.float().to(device), (1 / scale).float().to(device)
 
