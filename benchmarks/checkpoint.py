@@ -120,7 +120,7 @@ def steps_per_s(step: Callable[[], None]) -> float:
 def save(folder: Path, state: dict[str, Any], *, step: int) -> None:
     """Save in the loop."""
     save_checkpoint(
-        folder, state, step=step, metrics={}, keep=1, monitor=None, mode="max", log=print
+        folder, state, step=step, metrics={}, config=CheckpointConfig(keep=1), log=print
     )
 
 

@@ -307,8 +307,7 @@ def assert_equal(run_dir: Path, expected: Path) -> None:
         raise WrongError(f"it has the checkpoints {steps(run_dir)}, not {steps(expected)}")
     for step in steps(expected):
         found, wanted = (
-            load_checkpoint(run / f"checkpoints/step-{step:08d}", map_location="cpu")
-            for run in (run_dir, expected)
+            load_checkpoint(run / f"checkpoints/step-{step:08d}") for run in (run_dir, expected)
         )
         if difference := _difference(found, wanted):
             raise WrongError(f"its checkpoint of step {step} differs in {difference}")

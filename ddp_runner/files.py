@@ -1,5 +1,6 @@
-"""Files: their names in a folder, and writing them whole, never half. Torch-free."""
+"""Files: their names in a folder, checksums, and writing them whole, never half. Torch-free."""
 
+import hashlib
 import math
 import os
 import re
@@ -34,6 +35,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             temp.unlink()
         raise
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_safe(value: Any) -> Any:

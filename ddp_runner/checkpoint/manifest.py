@@ -3,13 +3,13 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
+from ddp_runner.files import file_sha256, json_safe
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 has no checksum of the manifest itself
@@ -28,13 +28,13 @@ class Manifest:
     sha256: str  # of state.pt, hexadecimal
 
 
-def manifest_text(*, step: int, metrics: Mapping[str, float | None], size: int, sha256: str) -> str:
-    """Return the content of a manifest file, its own checksum included."""
+def manifest_text(state: Path, *, step: int, metrics: Mapping[str, float]) -> str:
+    """Return the content of the manifest of a state's file, its own checksum included."""
     fields = {
         "format_version": FORMAT_VERSION,
         "step": step,
-        "metrics": dict(metrics),
-        "files": {STATE: {"size": size, "sha256": sha256}},
+        "metrics": json_safe(metrics),
+        "files": {STATE: {"size": state.stat().st_size, "sha256": file_sha256(state)}},
     }
     return json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=2, allow_nan=False)
 
@@ -81,7 +81,7 @@ def verify(path: Path) -> None:
     """
     manifest = read_manifest(path)
     try:
-        size, sha256 = measure(path / STATE)
+        size, sha256 = (path / STATE).stat().st_size, file_sha256(path / STATE)
     except OSError as error:
         raise UserError(f"checkpoint {path} is damaged: {STATE}: {error.strerror}") from error
     if (size, sha256) != (manifest.size, manifest.sha256):
@@ -89,12 +89,6 @@ def verify(path: Path) -> None:
             f"checkpoint {path} is damaged: expected {STATE} of {manifest.size} bytes with SHA-256 "
             f"{manifest.sha256}, found {size} bytes with {sha256}"
         )
-
-
-def measure(path: Path) -> tuple[int, str]:
-    """Return a file's size in bytes and its SHA-256 in hexadecimal."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

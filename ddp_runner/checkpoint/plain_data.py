@@ -11,20 +11,15 @@ import torch
 from ddp_runner.errors import UserError
 
 
-def load_plain_data(file: Path, *, named: str, map_location: torch.device | str, fix: str) -> Any:
-    """Return what torch.save wrote, if it is plain data.
-
-    Args:
-        file: the file to read.
-        named: the file's name in an error message.
-        map_location: the device of the tensors.
-        fix: what an error message advises.
+def load_plain_data(file: Path, *, named: str, fix: str) -> Any:
+    """Return what torch.save wrote, its tensors on the CPU, if it is plain data.
 
     Raises:
-        UserError: the file holds anything else; none of its code has run.
+        UserError: the file holds anything else; none of its code has run. `named` begins the
+            message, and `fix` says what to do.
     """
     try:
-        return torch.load(file, map_location=map_location, weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         global_name = re.search(r"GLOBAL (\S+)", str(error))
         what = f"it names {global_name[1]}" if global_name else "it is not a file of plain data"

@@ -15,17 +15,11 @@ from typing import Any
 
 import torch
 
-from ddp_runner.checkpoint.manifest import (
-    MANIFEST,
-    STATE,
-    manifest_text,
-    measure,
-    read_manifest,
-    verify,
-)
+from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest, verify
 from ddp_runner.checkpoint.plain_data import load_plain_data, refuse_sharded
+from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.files import json_safe, replace_file
+from ddp_runner.files import replace_file
 
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"
@@ -37,9 +31,7 @@ def save_checkpoint(
     *,
     step: int,
     metrics: Mapping[str, float],
-    keep: int,
-    monitor: str | None,
-    mode: str,
+    config: CheckpointConfig,
     log: Callable[[str], None],
 ) -> Path:
     """Save this step's checkpoint, delete those no longer kept, return its folder. Rank 0 only.
@@ -48,10 +40,8 @@ def save_checkpoint(
         folder: the run's checkpoints folder.
         state: tensors, numbers, strings, and lists and dicts of them.
         step: optimizer steps taken.
-        metrics: of this step; `monitor` names one of them.
-        keep: how many of the newest checkpoints stay, at least 1. The best one stays as well.
-        monitor: the metric that decides which checkpoint is best; None: there is no best one.
-        mode: ``max`` or ``min``: which value of `monitor` is best.
+        metrics: of this step; `config.monitor` names one of them.
+        config: which checkpoints are kept.
         log: takes a sentence for the user if an old checkpoint cannot be deleted.
 
     Raises:
@@ -59,7 +49,6 @@ def save_checkpoint(
             state holds a part of a tensor that other ranks hold parts of.
         TypeError: the state holds an object that a weights-only load would refuse.
     """
-    assert keep >= 1
     refuse_sharded(state)
     final = folder / f"step-{step:08d}"
     temp = folder / (TEMP_PREFIX + final.name)
@@ -77,39 +66,32 @@ def save_checkpoint(
         ) from error
     if replaced:
         _delete(replaced, log=log)
-    retain(folder, step=step, keep=keep, monitor=monitor, mode=mode, log=log)
+    retain(folder, config, step=step, log=log)
     return final
 
 
 def retain(
-    folder: Path,
-    *,
-    step: int,
-    keep: int,
-    monitor: str | None,
-    mode: str,
-    log: Callable[[str], None],
+    folder: Path, config: CheckpointConfig, *, step: int, log: Callable[[str], None]
 ) -> None:
     """Delete the checkpoints up to `step` that are no longer kept, and what killed saves left.
 
-    Rank 0 only, after a save and after a resume. For the arguments see `save_checkpoint`.
+    Rank 0 only: after a save, and after a resume, since a kill may have come before it.
     """
     for path in folder.glob(TEMP_PREFIX + "*"):
         _delete(path, log=log)
-    ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
+    monitor, mode = config.monitor, config.mode
+    best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
     # Leave later ones alone: they were damaged when this run resumed from an earlier one.
     up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
-    for path in up_to_now[:-keep]:
-        if path not in ranking[:1]:
+    for path in up_to_now[: -config.keep]:
+        if path not in best:
             _delete(path, log=log)
 
 
 def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint whose state matches its checksum; None: there are none.
 
-    Args:
-        folder: the run's checkpoints folder; it need not exist.
-        log: takes a sentence for each damaged checkpoint, and for the one used in its place.
+    The folder need not exist.
 
     Raises:
         UserError: every checkpoint is damaged.
@@ -131,17 +113,15 @@ def newest_first(folder: Path) -> list[Path]:
 
 def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
     """Return the first checkpoint that matches its checksum; log the damaged ones before it."""
-    damaged = False
-    for path in paths:
+    for number, path in enumerate(paths):
         try:
             verify(path)
         except UserError as error:
             log(f"{error}; it is skipped")
-            damaged = True
-            continue
-        if damaged:
-            log(f"{path} is used in its place")
-        return path
+        else:
+            if number:
+                log(f"{path} is used in its place")
+            return path
     return None
 
 
@@ -162,8 +142,8 @@ def best_checkpoints(folder: Path, *, monitor: str, mode: str) -> list[Path]:
     return sorted(scores, key=lambda path: sign * scores[path])
 
 
-def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str, Any]:
-    """Return the state that was saved, its tensors on `map_location`.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state that was saved, its tensors on the CPU.
 
     Raises:
         UserError: the checkpoint is damaged, or holds anything but plain data; none of its code
@@ -173,12 +153,8 @@ def load_checkpoint(path: Path, *, map_location: torch.device | str) -> dict[str
         verify(path)
     except UserError as error:
         raise UserError(f"{error}; use another checkpoint") from error
-    state: dict[str, Any] = load_plain_data(
-        path / STATE,
-        named=f"checkpoint {path}",
-        map_location=map_location,
-        fix="use a checkpoint that this program wrote",
-    )
+    fix = "use a checkpoint that this program wrote"
+    state: dict[str, Any] = load_plain_data(path / STATE, named=f"checkpoint {path}", fix=fix)
     return state
 
 
@@ -211,9 +187,7 @@ def _write_files(
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(folder / STATE)
     if unsafe:
         raise TypeError(f"the state holds what cannot be loaded safely again: {', '.join(unsafe)}")
-    size, sha256 = measure(folder / STATE)
-    text = manifest_text(step=step, metrics=json_safe(metrics), size=size, sha256=sha256)
-    replace_file(folder / MANIFEST, text)
+    replace_file(folder / MANIFEST, manifest_text(folder / STATE, step=step, metrics=metrics))
     _sync_folder(folder)
 
 

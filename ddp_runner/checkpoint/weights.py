@@ -14,29 +14,17 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.checkpoint.plain_data import load_plain_data
-from ddp_runner.checkpoint.store import (
-    best_checkpoints,
-    first_whole,
-    load_checkpoint,
-    newest_first,
-)
+from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import replace_file
 from ddp_runner.tracking.run_dir import RunDir
 
-EXPORT = "model.safetensors"
-
 
 def starting_weights(
     config: Config, checkpoints: Path, *, log: Callable[[str], None]
 ) -> Path | None:
-    """Return what a run starts from; None: it starts from scratch, or resumes.
-
-    Args:
-        config: of the run.
-        checkpoints: the run's own checkpoints folder; if it has any, the run resumes from them.
-        log: takes a line that names the weights.
+    """Return and log what a run starts from; None: from scratch, or from its own `checkpoints`.
 
     Raises:
         UserError: `model.weights` names a run without a usable checkpoint.
@@ -89,20 +77,18 @@ def export_weights(
 ) -> None:
     """Write a state_dict as safetensors, whole or not at all. Rank 0 only.
 
-    Args:
-        path: of the file.
-        state: tensors on any device; tied tensors are written once for each of their names.
-        step: optimizer steps that the weights have taken.
-        metrics: of that step; step and metrics become the file's metadata, as strings.
+    Its tensors may be on any device; tied ones are written once for each of their names. The
+    optimizer step and its metrics become the file's metadata, as strings.
 
     Raises:
         UserError: the file could not be written.
     """
-    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
+    }
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
     try:
-        replace_file(path, save(contiguous, {"format": "pt", "step": str(step), **facts}))
+        replace_file(path, save(tensors, {"format": "pt", "step": str(step), **facts}))
     except OSError as error:
         raise UserError(
             f"{path} could not be written ({error.strerror or error}); free space or make the "
@@ -132,37 +118,25 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
+    """Return the state_dict of a file, given by itself or under the key model or state_dict."""
     named = f"model.weights ({path})"
     if path.is_dir():
-        return _state_dict(load_checkpoint(path, map_location="cpu"), named=named)
-    if path.suffix != ".safetensors":
+        loaded: Any = load_checkpoint(path)
+    elif path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{named} cannot be read ({reason}); give another file") from error
+    else:
         fix = "save the model's state_dict(), not the model"
-        loaded = load_plain_data(path, named=named, map_location="cpu", fix=fix)
-        return _state_dict(loaded, named=named)
-    try:
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{named} cannot be read ({reason}); give another file") from error
-
-
-def _state_dict(loaded: Any, *, named: str) -> Mapping[str, Tensor]:
-    for nested in (loaded, *(_get(loaded, key) for key in ("model", "state_dict"))):
-        if _is_state_dict(nested):
-            return dict(nested)
+        loaded = load_plain_data(path, named=named, fix=fix)
+    outer: Mapping[str, Any] = loaded if isinstance(loaded, Mapping) else {}
+    for found in (outer, outer.get("model"), outer.get("state_dict")):
+        tensors = dict(found) if isinstance(found, Mapping) else {}
+        if tensors and all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            return tensors
     raise UserError(f"{named} holds no state_dict, not even as model or state_dict; give one")
-
-
-def _is_state_dict(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and all(isinstance(item, Tensor) for item in value.values())
-    )
-
-
-def _get(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, Mapping) else None
 
 
 def _plain_name(name: str) -> str:

@@ -1,14 +1,16 @@
 """Saves checkpoints while training goes on: the loop waits for a copy, and a thread writes it."""
 
+import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from ddp_runner.checkpoint.staging import Stager
+import torch
+from torch import Tensor
+
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
@@ -38,18 +40,11 @@ class CheckpointWriter:
         pinned: bool,
     ) -> None:
         self._scratch, self._log = scratch, log
-        keep, monitor, mode = config.keep, config.monitor, config.mode
-        self._retain = partial(retain, folder, keep=keep, monitor=monitor, mode=mode, log=log)
-        self._save = partial(
-            save_checkpoint, folder, keep=keep, monitor=monitor, mode=mode, log=log
-        )
+        self._save = partial(save_checkpoint, folder, config=config, log=log)
+        self.retain = partial(retain, folder, config, log=log)
         self._stager = Stager(pinned=pinned)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
-
-    def retain(self, *, step: int) -> None:
-        """Delete what an earlier save was killed before it could delete."""
-        self._retain(step=step)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> None:
         """Wait for the previous save, copy the state, and start writing the copy.
@@ -65,8 +60,8 @@ class CheckpointWriter:
             TypeError: the previous state held an object that a weights-only load would refuse.
         """
         self.wait()
-        copy = self._stager.stage(state)
-        self._pending = self._thread.submit(self._write, copy, step, dict(metrics))
+        copied = self._stager.stage(state)
+        self._pending = self._thread.submit(self._write, copied, step, dict(metrics))
 
     def wait(self) -> None:
         """Wait for the save in progress, if there is one.
@@ -81,12 +76,7 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.wait()
         except (UserError, TypeError) as failed:
@@ -99,3 +89,54 @@ class CheckpointWriter:
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
         with self._scratch.marked_as_saving() if self._scratch else nullcontext():
             return self._save(state, step=step, metrics=metrics)
+
+
+class Stager:
+    """Copies a state to the CPU, into memory that the next copy uses again.
+
+    Allocation makes the first copy slower. torch's DefaultStager works only once in torch 2.11: it
+    clears its own table of types after the first state.
+
+    Args:
+        pinned: use page-locked memory, which makes copies from a CUDA device faster.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory: dict[Any, Tensor] = {}
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy that shares no memory with the state; it overwrites the previous copy.
+
+        Tensors that share memory also share it in the copy.
+        """
+        before, self._memory = self._memory, {}
+        copied: dict[str, Any] = self._copy(state, before)
+        return copied
+
+    def _copy(self, value: Any, before: dict[Any, Tensor]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value, before)
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # keeps the _metadata that state_dict() attaches
+            copied.update({key: self._copy(item, before) for key, item in value.items()})
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(item, before) for item in value)
+        return copy.deepcopy(value)
+
+    @torch.no_grad()
+    def _copy_tensor(self, tensor: Tensor, before: dict[Any, Tensor]) -> Tensor:
+        source = tensor.untyped_storage()
+        key = (tensor.device, source.data_ptr(), source.nbytes())
+        if key not in self._memory:
+            memory = before.get(key)
+            if memory is None:
+                memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
+            # Wait for the copy: the next step changes the source.
+            memory.untyped_storage().copy_(source)
+            self._memory[key] = memory
+        target = self._memory[key].untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            target, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )

@@ -21,7 +21,7 @@ from ddp_runner.config.keys import help_text
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
-from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA, tokenizer_file
+from ddp_runner.data.tokenizer import NEEDS_TEXT_EXTRA, tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware

@@ -9,11 +9,14 @@ MOVED_MODULES = {
     "ddp_runner.parallelism.ps": "ddp_runner.parallelism.parameter_server.mode",
     "ddp_runner.data.cifar": "ddp_runner.data.sources.cifar",
     "ddp_runner.data.csv_text": "ddp_runner.data.sources.csv_text",
-    "ddp_runner.data.digits": "ddp_runner.data.sources.digits",
-    "ddp_runner.data.fake_images": "ddp_runner.data.sources.fake_images",
+    "ddp_runner.data.digits": "ddp_runner.data.sources.offline",
+    "ddp_runner.data.fake_images": "ddp_runner.data.sources.offline",
     "ddp_runner.data.image_folder": "ddp_runner.data.sources.image_folder",
     "ddp_runner.data.mnist": "ddp_runner.data.sources.mnist",
-    "ddp_runner.data.random": "ddp_runner.data.sources.random",
+    "ddp_runner.data.random": "ddp_runner.data.sources.offline",
+    "ddp_runner.data.sources.digits": "ddp_runner.data.sources.offline",
+    "ddp_runner.data.sources.fake_images": "ddp_runner.data.sources.offline",
+    "ddp_runner.data.sources.random": "ddp_runner.data.sources.offline",
 }
 
 RENAMED_OBJECTS = {

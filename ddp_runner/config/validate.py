@@ -12,7 +12,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.metric_names import MONITORS, is_lower_better
 
-MADE_UP = ("ddp_runner.data.sources.fake_images.", "ddp_runner.data.sources.random.")
+OFFLINE = "ddp_runner.data.sources.offline."
 
 
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
@@ -61,8 +61,8 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
     _validate_mode(config)
     # A rank validates the datasets whose samples are not known yet.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
-    is_made_up = config.dataset["_target_"].startswith(MADE_UP)
-    if is_made_up and config.task != "collectives" and isinstance(samples, int):
+    is_offline = config.dataset["_target_"].startswith(OFFLINE)
+    if is_offline and config.task != "collectives" and isinstance(samples, int):
         validate_num_samples(name, samples, ranks=config.world_size)
 
 

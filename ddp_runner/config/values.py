@@ -169,13 +169,17 @@ def _validate_memory(config: Config) -> None:
     else:
         sample_bytes = 4 * sum(dataset.get(key) or 0 for key in ("input_size", "target_size"))
     count = (dataset.get("num_samples") or 0) + (dataset.get("eval_samples") or 0)
-    needed_gib = count * sample_bytes / 2**30
-    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    if needed_gib > memory_gib:
+    needed, memory = (size / 2**30 for size in (count * sample_bytes, memory_bytes()))
+    if needed > memory:
         raise UserError(
-            f"dataset={dataset.get('name')} of {count} samples takes {needed_gib:.0f} GiB and this "
-            f"machine has {memory_gib:.0f}; write a smaller dataset.num_samples"
+            f"dataset={dataset.get('name')} of {count} samples takes {needed:.0f} GiB and this "
+            f"machine has {memory:.0f}; write a smaller dataset.num_samples"
         )
+
+
+def memory_bytes() -> int:
+    """Return how much memory this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @lru_cache

@@ -33,12 +33,10 @@ class FlipAndCrop:
         return int(self.horizontal_flip) + 2 * int(self.crop_padding > 0)
 
     def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:
-        """Return the changed images (batch, channels, height, width).
+        """Return the changed images (batch, channels, height, width), in any memory format.
 
-        Args:
-            inputs: images of the same shape, in any memory format.
-            randoms: uniform in [0, 1), (batch, num_randoms): below 0.5 flips; then the shift of
-                rows and of columns, where 0.5 means no shift.
+        The first of `randoms` (batch, num_randoms) flips if below 0.5. The next are the shifts of
+        rows and of columns; 0.5 means no shift.
         """
         padding = self.crop_padding
         height, width = inputs.shape[-2:]

@@ -65,14 +65,10 @@ class GlobalBatches:
 
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
         """Yield the steps of an epoch from ``start_step`` on; skipped steps cost nothing."""
-        order = self.order(epoch)
-        for index in range(start_step, self.steps_per_epoch):
-            number = epoch * self.steps_per_epoch + index
-            if number in self.instead:
-                other_epoch, other_index = divmod(self.instead[number], self.steps_per_epoch)
-                yield self.step(other_epoch, other_index, order=self.order(other_epoch))
-            else:
-                yield self.step(epoch, index, order=order)
+        order, first = self.order(epoch), epoch * self.steps_per_epoch
+        for number in range(first + start_step, first + self.steps_per_epoch):
+            used, index = divmod(self.instead.get(number, number), self.steps_per_epoch)
+            yield self.step(used, index, order=order if used == epoch else self.order(used))
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of all samples in the epoch's order, int64 ``(num_samples,)``."""
@@ -84,24 +80,24 @@ class GlobalBatches:
 
     def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
         """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
-        start = index * self.global_size
-        global_batch = order[start : start + self.global_size]
-        randoms = self._randoms(epoch, index, len(global_batch))
+        global_batch = order[index * self.global_size :][: self.global_size]
+        # Drawn for the whole global batch, so they are the same at every world size.
+        generator = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
+        randoms = torch.rand(len(global_batch), self.num_randoms, generator=generator)
         share = slice(self.share, None, self.num_shares)
         largest_share = math.ceil(len(global_batch) / self.num_shares)
         num_pieces = math.ceil(largest_share / self.micro_size)
+        own, own_randoms = global_batch[share], randoms[share]
         pieces = zip(
-            global_batch[share].tensor_split(num_pieces),
-            randoms[share].tensor_split(num_pieces),
-            strict=True,
+            own.tensor_split(num_pieces), own_randoms.tensor_split(num_pieces), strict=True
         )
         micro_batches = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
-            self._gather(piece, numbers)
+            self._gather(piece, its_randoms)
             if len(piece)
             else self._gather(global_batch[:1], randoms[:1], weight=0.0)
-            for piece, numbers in pieces
+            for piece, its_randoms in pieces
         )
         number = epoch * self.steps_per_epoch + index
         return StepBatch(micro_batches, global_count=len(global_batch), number=number)
@@ -115,14 +111,6 @@ class GlobalBatches:
         inputs = self.split.inputs.index_select(0, indices)
         targets = self.split.targets.index_select(0, indices)
         return MicroBatch(inputs, targets, weight, randoms if self.num_randoms else None)
-
-    def _randoms(self, epoch: int, index: int, count: int) -> Tensor:
-        """Return random numbers for the whole global batch, the same at every world size."""
-        if not self.num_randoms:
-            return torch.empty(count, 0)
-        seed = derive(self.seed, "augmentation", epoch, index)
-        generator = torch.Generator().manual_seed(seed)
-        return torch.rand(count, self.num_randoms, generator=generator)
 
     def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
         """Sort by length within pools of batches, then shuffle all batches but a smaller last one.

@@ -1,4 +1,4 @@
-"""A dataset as the rest of the program sees it, and the methods of a source of data."""
+"""A dataset as the rest of the program sees it, and what a source of data must give."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ddp_runner.errors import UserError
+
+KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,9 @@ class Augmentation(Protocol):
         """Return how many random numbers a sample takes."""
 
     def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:
-        """Return the changed inputs (batch, ...).
+        """Return the changed inputs (batch, ...), which are normalised and on the device.
 
-        Args:
-            inputs: normalised, on the device.
-            randoms: uniform in [0, 1), (batch, num_randoms), the same at every world size.
+        `randoms` (batch, num_randoms), uniform in [0, 1), are the same at every world size.
         """
 
 
@@ -61,12 +61,9 @@ class Dataset:
     def prepare(
         self, inputs: Tensor, device: torch.device, *, randoms: Tensor | None = None
     ) -> Tensor:
-        """Return a batch as the model's input, on the device.
+        """Return a batch (batch, ...), as it is stored, as the model's input on the device.
 
-        Args:
-            inputs: (batch, ...) as stored.
-            device: of the result.
-            randoms: for the augmentation, (batch, num_randoms); None: no augmentation.
+        The augmentation takes `randoms`, (batch, num_randoms); None: no augmentation.
         """
         if self.padding_id is not None:
             is_token = inputs.ne(self.padding_id).any(dim=0)
@@ -101,24 +98,24 @@ class Dataset:
             return inputs
         if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
             return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
-        mean, std = (
-            (value,) if isinstance(value, float | int) else tuple(value)
-            for value in (self.mean, self.std)
-        )
+        facts = (self.mean, self.std)
+        mean, std = (tuple(one) if isinstance(one, Sequence) else one for one in facts)
         shift, factor = _scaling(mean, std, inputs.device)
         return inputs.float().sub_(shift).mul_(factor)
 
 
 @cache
 def _scaling(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+    mean: float | tuple[float, ...], std: float | tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``normalize`` subtracts and multiplies by, float32 (channels, 1, 1).
+    """Return what ``normalize`` subtracts and multiplies by, float32 (channels or 1, 1, 1).
 
     It is cached on the device: a copy for each batch would make the GPU wait each time.
     """
-    shift, scale = (torch.tensor(values, dtype=torch.float64) * 255 for values in (mean, std))
-    return shift.float().view(-1, 1, 1).to(device), (1 / scale).float().view(-1, 1, 1).to(device)
+    shift, scale = (
+        255 * torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std)
+    )
+    return shift.float().to(device), (1 / scale).float().to(device)
 
 
 @runtime_checkable
@@ -133,7 +130,7 @@ class Source(Protocol):
         """Return what the tensors depend on, as JSON; None: building is cheaper than a cache."""
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Return ``{train,eval}_{inputs,targets}``, the same bits on each call; see ``Split``.
+        """Return the tensors named in ``KEYS``, the same bits on each call; see ``Split``.
 
         More tensors may come with them: the cache keeps all for ``dataset``.
 
@@ -153,45 +150,70 @@ def splits(tensors: Mapping[str, Tensor]) -> tuple[Split, Split]:
     )
 
 
-class ImageSource(Source, Protocol):
-    """A source of images with classes."""
-
-    @property
-    def num_classes(self) -> int:
-        """Return the number of classes."""
-
-    @property
-    def mean(self) -> float | Sequence[float]:
-        """Return the mean of the pixels scaled to 0..1, or one per channel."""
-
-    @property
-    def std(self) -> float | Sequence[float]:
-        """Return the standard deviation likewise."""
-
-    @property
-    def augmentation(self) -> Augmentation | None:
-        """Return the change to the training images; None: none."""
-
-
-def image_dataset(source: ImageSource, tensors: Mapping[str, Tensor]) -> Dataset:
-    """Return the dataset of a source of images; its inputs are to be normalised."""
-    return Dataset(
-        source.name,
-        *splits(tensors),
-        num_classes=source.num_classes,
-        mean=source.mean,
-        std=source.std,
-        augmentation=source.augmentation,
-    )
-
-
-def require_positive(source: Source, *fields: str) -> None:
-    """Refuse sizes below 1.
+def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
+    """Return what a ``build`` returned; refuse anything but a mapping with the four tensors.
 
     Raises:
-        UserError: one of the named fields is below 1.
+        UserError: a key is missing, or its value is not a tensor.
     """
-    for name in fields:
-        value = getattr(source, name)
-        if value < 1:
-            raise UserError(f"dataset.{name} ({value}) must be at least 1; use 1 or more")
+    if not isinstance(tensors, Mapping):
+        raise UserError(
+            f"the build of dataset={name} returned a {type(tensors).__name__}; it must return a "
+            f"mapping with {', '.join(KEYS)}"
+        )
+    for key in KEYS:
+        if key not in tensors:
+            raise UserError(
+                f"the build of dataset={name} returned no {key}, only {', '.join(tensors)}; it "
+                f"must return {', '.join(KEYS)}"
+            )
+        if not isinstance(tensors[key], Tensor):
+            raise UserError(
+                f"the build of dataset={name} returned a {type(tensors[key]).__name__} as {key}; "
+                "it must be one tensor with a sample in each row"
+            )
+    return tensors
+
+
+def validate_dataset(name: str, dataset: object) -> None:
+    """Refuse splits that cannot be trained on, and classes out of range.
+
+    Raises:
+        UserError: the message has the split and what is wrong with it.
+    """
+    if not isinstance(dataset, Dataset):
+        raise UserError(
+            f"dataset={name} made a {type(dataset).__name__} of its tensors; its method dataset "
+            "must return a ddp_runner.data.dataset.Dataset"
+        )
+    for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
+        for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):
+            if not isinstance(tensor, Tensor):
+                raise UserError(
+                    f"the {kind} {part} of dataset={name} are a {type(tensor).__name__}; they "
+                    "must be one tensor with a sample in each row"
+                )
+        num_inputs, num_targets = len(split.inputs), len(split.targets)
+        if not num_inputs or num_inputs != num_targets:
+            raise UserError(
+                f"dataset={name} has {num_inputs} {kind} inputs and {num_targets} {kind} targets; "
+                "give the same number of both, at least 1"
+            )
+        if dataset.num_classes is not None:
+            subject = f"the {kind} targets of dataset={name}"
+            _validate_classes(subject, split.targets, dataset.num_classes)
+
+
+def _validate_classes(subject: str, targets: Tensor, num_classes: int) -> None:
+    if targets.dtype != torch.int64 or targets.ndim != 1:
+        dtype = str(targets.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{subject} are {dtype} of shape {tuple(targets.shape)}; {num_classes} classes need "
+            f"int64 of shape ({len(targets)},), or num_classes=None for a regression"
+        )
+    lowest, highest = map(int, targets.aminmax())
+    if lowest < 0 or highest >= num_classes:
+        raise UserError(
+            f"{subject} go from {lowest} to {highest}; {num_classes} classes are numbered from 0 "
+            f"to {num_classes - 1}"
+        )

@@ -1,18 +1,14 @@
-"""Texts as token ids: with a vocabulary built from a corpus, or a pretrained model's tokenizer.
+"""Tokenizers of texts: built from a corpus, or read from a pretrained model's folder. Torch-free.
 
-Both are tokenizers of the ``tokenizers`` library: https://huggingface.co/docs/tokenizers
+The library: https://huggingface.co/docs/tokenizers
 """
 
 import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA, VOCABULARY_FILE, tokenizer_file
 from ddp_runner.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,18 +16,32 @@ if TYPE_CHECKING:
     from tokenizers.models import WordPiece
 
 PADDING, UNKNOWN, START, END = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+PADDING_TOKENS = (PADDING, "<pad>")
 VOCABULARIES = ("wordpiece", "characters")
-CHUNK = 8192  # texts encoded at once
+TOKENIZER_FILE, VOCABULARY_FILE = "tokenizer.json", "vocab.txt"
+NEEDS_TEXT_EXTRA = 'text needs the packages of an extra; write pip install "ddp-runner[text]"'
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """Return the tokenizer.json of a folder, or else its vocab.txt.
+
+    Raises:
+        UserError: there is neither.
+    """
+    for name in (TOKENIZER_FILE, VOCABULARY_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(
+        f"dataset.tokenizer ({folder}): there is neither {TOKENIZER_FILE} nor {VOCABULARY_FILE} in "
+        f"{folder.absolute()}; name the folder of a tokenizer, or null to build a vocabulary"
+    )
 
 
 def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -> "Tokenizer":
     """Return a tokenizer of the most frequent tokens; the same texts always give the same ids.
 
-    Args:
-        texts: the corpus.
-        vocabulary: ``characters``, or ``wordpiece`` as in BERT: parts of words, and each Chinese
-            character by itself. Both fold case.
-        vocab_size: most tokens, including the four special ones.
+    Its tokens are single ``characters``, or as in BERT ``wordpiece``: parts of words, and each
+    Chinese character by itself. Both fold case. `vocab_size` counts the four special tokens, too.
 
     Raises:
         UserError: the library is not installed.
@@ -39,28 +49,21 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -
     _validate_installed()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    special = list(SPECIAL_TOKENS)
+    num_tokens, special = vocab_size - len(SPECIAL_TOKENS), list(SPECIAL_TOKENS)
+    options: Any = {"vocab_size": vocab_size, "special_tokens": special, "show_progress": False}
     if vocabulary == "characters":
         tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
         tokenizer.normalizer = normalizers.Lowercase()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex("."), "isolated")]
         )
-        by_count = trainers.WordLevelTrainer(
-            vocab_size=vocab_size, special_tokens=special, show_progress=False
-        )
-        tokenizer.train_from_iterator(texts, by_count)
+        tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(**options))
         return _bracketed(tokenizer)
     # A character inside a word is another token (##a), so the alphabet may take twice its size, and
     # the library does not limit that.
-    for most_characters in (vocab_size - len(special), (vocab_size - len(special)) // 2):
+    for most_characters in (num_tokens, num_tokens // 2):
         tokenizer = _wordpiece(models.WordPiece(unk_token=UNKNOWN), lowercase=True)
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size,
-            limit_alphabet=most_characters,
-            special_tokens=special,
-            show_progress=False,
-        )
+        trainer = trainers.WordPieceTrainer(limit_alphabet=most_characters, **options)
         tokenizer.train_from_iterator(texts, trainer)
         if tokenizer.get_vocab_size() <= vocab_size:
             break
@@ -92,18 +95,20 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
         raise UserError(f"{path} is not a tokenizer file ({reason}); restore it") from error
 
 
-def encode(
-    tokenizer: "Tokenizer", texts: Sequence[str], *, max_length: int, padding: int
-) -> Tensor:
-    """Return the texts' token ids, int32 (num_texts, max_length), truncated or padded."""
-    tokenizer.enable_truncation(max_length)
-    ids = torch.full((len(texts), max_length), padding, dtype=torch.int32)
-    for start in range(0, len(texts), CHUNK):
-        encodings = tokenizer.encode_batch(list(texts[start : start + CHUNK]))
-        for row, encoding in zip(ids[start : start + CHUNK], encodings, strict=True):
-            row[: len(encoding.ids)] = torch.tensor(encoding.ids, dtype=torch.int32)
-    tokenizer.no_truncation()
-    return ids
+def padding_id(tokenizer: "Tokenizer", *, folder: str | None) -> int:
+    """Return the id of the token that fills up short texts.
+
+    Raises:
+        UserError: the tokenizer of the folder has none.
+    """
+    for token in PADDING_TOKENS:
+        index: int | None = tokenizer.token_to_id(token)
+        if index is not None:
+            return index
+    raise UserError(
+        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to fill up short texts; "
+        "use the tokenizer of a BERT-type model"
+    )
 
 
 def _wordpiece(model: "WordPiece", *, lowercase: bool) -> "Tokenizer":

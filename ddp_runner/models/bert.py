@@ -16,20 +16,8 @@ class Bert(nn.Module):
     With ``ngrams`` above 1 each position also gets an embedding for the two, three, … tokens that
     end there, as in fastText (arXiv:1607.01759). Where the tokens are characters, these are words.
 
-    Args:
-        num_classes: number of classes.
-        vocab_size: rows of the embedding; every id is below it.
-        max_length: most tokens of a sequence.
-        padding_id: the id that fills up short sequences.
-        num_layers: attention layers.
-        width: features of a token.
-        num_heads: attention heads; they divide the width.
-        feedforward: features within a layer's feed-forward part.
-        dropout: probability of dropping a feature or an attention weight.
-        ngrams: longest group of tokens that has an embedding; 1: single tokens only.
-        ngram_buckets: rows of each table of group embeddings; groups are hashed to rows.
-        pretrained: folder with a config and weights, as save_pretrained leaves it. It sets the
-            sizes above, and the classifier's head is new unless the folder has one that fits.
+    A pretrained folder has a config and weights, as save_pretrained leaves it. It sets the sizes,
+    and the classifier's head is new unless the folder has one that fits.
 
     Raises:
         ValueError: the sizes do not fit each other or the pretrained model, or the folder holds no
@@ -40,17 +28,17 @@ class Bert(nn.Module):
         self,
         *,
         num_classes: int,
-        vocab_size: int,
-        max_length: int,
-        padding_id: int = 0,
-        num_layers: int = 2,
-        width: int = 128,
-        num_heads: int = 2,
-        feedforward: int = 512,
-        dropout: float = 0.1,
-        ngrams: int = 1,
-        ngram_buckets: int = 8192,
-        pretrained: str | None = None,
+        vocab_size: int,  # rows of the embedding; every id is below it
+        max_length: int,  # most tokens of a sequence
+        padding_id: int = 0,  # fills up short sequences
+        num_layers: int = 2,  # of attention
+        width: int = 128,  # features of a token
+        num_heads: int = 2,  # of attention; they divide the width
+        feedforward: int = 512,  # features within a layer's feed-forward part
+        dropout: float = 0.1,  # probability of dropping a feature or an attention weight
+        ngrams: int = 1,  # longest group of tokens that has an embedding; 1: single tokens only
+        ngram_buckets: int = 8192,  # rows of each table of groups, which are hashed to rows
+        pretrained: str | None = None,  # folder
     ) -> None:
         transformers: Any = import_module("transformers")  # takes seconds
 

@@ -64,19 +64,11 @@ class ConvNetMp(ConvNet):
     Args:
         dev0: device of the first block.
         dev1: device of the second block, the classifier, the outputs and the targets.
-        num_classes: number of classes.
-        in_channels: channels of an image.
+        options: of `ConvNet`.
     """
 
-    def __init__(
-        self,
-        *,
-        dev0: torch.device,
-        dev1: torch.device,
-        num_classes: int = 10,
-        in_channels: int = 1,
-    ) -> None:
-        super().__init__(num_classes=num_classes, in_channels=in_channels)
+    def __init__(self, *, dev0: torch.device, dev1: torch.device, **options: int) -> None:
+        super().__init__(**options)
         self.dev0, self.dev1 = dev0, dev1
         self.layer1.to(dev0)
         self.layer2.to(dev1)

@@ -4,6 +4,8 @@ Source: https://github.com/pytorch/examples/blob/main/mnist/main.py; the split i
 https://pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,25 +67,11 @@ class MpNet(Net):
     Args:
         dev0: device of the convolutions.
         dev1: device of the linear layers, the outputs and the targets.
-        num_classes: number of classes.
-        in_channels: channels of an image.
-        dropout1: probability of dropping a feature after the convolutions.
-        dropout2: probability of dropping a feature between the linear layers.
+        options: of `Net`.
     """
 
-    def __init__(
-        self,
-        *,
-        dev0: torch.device,
-        dev1: torch.device,
-        num_classes: int = 10,
-        in_channels: int = 1,
-        dropout1: float = 0.25,
-        dropout2: float = 0.5,
-    ) -> None:
-        super().__init__(
-            num_classes=num_classes, in_channels=in_channels, dropout1=dropout1, dropout2=dropout2
-        )
+    def __init__(self, *, dev0: torch.device, dev1: torch.device, **options: Any) -> None:
+        super().__init__(**options)
         self.dev0, self.dev1 = dev0, dev1
         self.conv1.to(dev0)
         self.conv2.to(dev0)

@@ -59,11 +59,7 @@ def _replace_first_convolution(
 ) -> None:
     modules = dict(model.named_modules())
     name, first = next(item for item in modules.items() if isinstance(item[1], nn.Conv2d))
-    shape: dict[str, Any] = {
-        "kernel_size": first.kernel_size,
-        "stride": first.stride,
-        "padding": first.padding,
-    }
+    shape = {name: getattr(first, name) for name in ("kernel_size", "stride", "padding")}
     if small_images:
         if first.kernel_size == first.stride:
             raise ValueError(

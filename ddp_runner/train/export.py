@@ -79,7 +79,7 @@ def _best(
             manifest = read_manifest(path)
             if manifest.step == last.step:
                 return last
-            content = load_checkpoint(path, map_location="cpu")
+            content = load_checkpoint(path)
             model = content.get("model") if isinstance(content, Mapping) else None
             if not isinstance(model, Mapping) or shapes != {
                 name: getattr(value, "shape", None) for name, value in model.items()

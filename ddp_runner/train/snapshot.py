@@ -77,7 +77,7 @@ def restore(
         return None
     # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
     # counts on the CPU, where a step reads them without waiting for a GPU.
-    content = load_checkpoint(path, map_location="cpu")
+    content = load_checkpoint(path)
     position = read_position(content, path)
     validate_same_run(content, position, state.setup, config, path)
     rehearse(state)

@@ -23,7 +23,10 @@ from ddp_runner.checkpoint.store import (
     load_checkpoint,
     save_checkpoint,
 )
+from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
+
+ALL, ONE = CheckpointConfig(keep=9), CheckpointConfig(keep=1)
 
 
 def state_of(step: int, *, run: int = 0) -> dict[str, Any]:
@@ -51,9 +54,7 @@ def save(
     *,
     run: int = 0,
     metrics: Mapping[str, float] | None = None,
-    keep: int = 9,
-    monitor: str | None = None,
-    mode: str = "max",
+    config: CheckpointConfig = ALL,
     log: Callable[[str], None] = pytest.fail,
     **more_state: Any,
 ) -> Path:
@@ -63,9 +64,7 @@ def save(
         state_of(step, run=run) | more_state,
         step=step,
         metrics=metrics or {},
-        keep=keep,
-        monitor=monitor,
-        mode=mode,
+        config=config,
         log=log,
     )
 
@@ -74,7 +73,7 @@ def load_latest(folder: Path) -> dict[str, Any]:
     """Load the newest checkpoint; fail if anything is logged."""
     path = latest_checkpoint(folder, log=pytest.fail)
     assert path is not None
-    return load_checkpoint(path, map_location="cpu")
+    return load_checkpoint(path)
 
 
 def names(folder: Path) -> list[str]:
@@ -103,7 +102,7 @@ def test_a_loaded_state_equals_the_saved_one(tmp_path: Path) -> None:
     path = save(tmp_path, 600, metrics={"eval/loss": 0.25, "eval/f1": float("nan")})
     torch.manual_seed(0)
     expected = state_of(600)
-    loaded = load_checkpoint(path, map_location="cpu")
+    loaded = load_checkpoint(path)
     assert path.name == "step-00000600"
     assert names(path) == [MANIFEST, STATE]
     torch.testing.assert_close(loaded["optimizer"]["state"], expected["optimizer"]["state"])
@@ -164,13 +163,13 @@ def test_killed_between_any_two_calls_a_whole_checkpoint_is_left(tmp_path: Path,
         save(folder, 500)
         save(folder, 600)
         killed = run_until_killed(
-            partial(kill_at_call, number), partial(save, folder, step, run=1, keep=1)
+            partial(kill_at_call, number), partial(save, folder, step, run=1, config=ONE)
         )
         state = load_latest(folder)
         assert (state["step"], state["run"]) in [(600, 0), (step, 1)]
         for path in folder.glob("step-*"):
-            load_checkpoint(path, map_location="cpu")  # none is half-deleted either
-        save(folder, 800, keep=9)
+            load_checkpoint(path)  # none is half-deleted either
+        save(folder, 800)
         assert all(name in {f"step-00000{n}00" for n in (5, 6, 7, 8)} for name in names(folder))
         assert "step-00000600" in names(folder) or state["step"] == 700
         if not killed:
@@ -354,7 +353,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     assert latest_checkpoint(tmp_path, log=logged.append) == previous
     assert len(logged) == 2
     with pytest.raises(UserError, match=fault):
-        load_checkpoint(newest, map_location="cpu")
+        load_checkpoint(newest)
     assert logged[0].startswith(f"checkpoint {newest}")
     assert logged[1] == f"{previous} is used in its place"
 
@@ -403,7 +402,7 @@ def test_a_manifest_that_has_lost_its_checksum_is_damaged(tmp_path: Path) -> Non
     del fields["sha256"]
     (path / MANIFEST).write_text(json.dumps(fields))
     with pytest.raises(UserError, match="do not match their checksum"):
-        load_checkpoint(path, map_location="cpu")
+        load_checkpoint(path)
 
 
 def test_a_score_that_is_not_finite_is_none(tmp_path: Path) -> None:
@@ -444,7 +443,7 @@ def test_a_forged_state_is_refused(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 600)
     replace_state(path, content)
     with pytest.raises(UserError, match=str(path)) as caught:
-        load_checkpoint(path, map_location="cpu")
+        load_checkpoint(path)
     assert "\n" not in str(caught.value)
 
 
@@ -466,7 +465,7 @@ def test_a_hostile_checkpoint_is_refused_and_its_code_does_not_run(tmp_path: Pat
     with pytest.raises(
         UserError, match=r"refused: it names posix\.mkdir, .*none was run"
     ) as caught:
-        load_checkpoint(path, map_location="cpu")
+        load_checkpoint(path)
     assert "\n" not in str(caught.value)
     assert not proof.exists()
     torch.load(path / STATE, weights_only=False)
@@ -481,9 +480,7 @@ def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> 
             {"path": tmp_path},
             step=1,
             metrics={},
-            keep=1,
-            monitor=None,
-            mode="max",
+            config=CheckpointConfig(),
             log=pytest.fail,
         )
     assert latest_checkpoint(tmp_path, log=pytest.fail) is None
@@ -506,9 +503,10 @@ def test_a_sharded_state_is_refused_before_anything_is_written(tmp_path: Path) -
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, mode: str, best: int) -> None:
     """Checkpoints that do not have the monitored metric, or have NaN, are never the best."""
     scores = {100: 0.5, 200: 0.9, 300: 0.1, 400: 0.9, 500: float("nan"), 600: 0.3}
+    config = CheckpointConfig(keep=2, monitor="eval/f1", mode=mode)
     for step, score in scores.items():
-        save(tmp_path, step, metrics={"eval/f1": score}, keep=2, monitor="eval/f1", mode=mode)
-    save(tmp_path, 700, keep=2, monitor="eval/f1", mode=mode)
+        save(tmp_path, step, metrics={"eval/f1": score}, config=config)
+    save(tmp_path, 700, config=config)
     expected = tmp_path / f"step-00000{best}"
     assert names(tmp_path) == [expected.name, "step-00000600", "step-00000700"]
     assert best_checkpoints(tmp_path, monitor="eval/f1", mode=mode)[0] == expected
@@ -527,12 +525,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
     logged: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", fail)
-        save(tmp_path, 200, keep=1, log=logged.append)
+        save(tmp_path, 200, config=ONE, log=logged.append)
     assert len(logged) == 1
     assert str(tmp_path / "step-00000100") in logged[0]
     assert os.strerror(errno.EBUSY) in logged[0]
     assert load_latest(tmp_path)["step"] == 200
-    save(tmp_path, 300, keep=1)
+    save(tmp_path, 300, config=ONE)
     assert names(tmp_path) == ["step-00000300"]
 
 
@@ -540,5 +538,5 @@ def test_saving_an_earlier_step_again_leaves_later_ones_alone(tmp_path: Path) ->
     """A run that resumed from before a damaged checkpoint must not lose what it saves."""
     save(tmp_path, 100)
     save(tmp_path, 600)
-    save(tmp_path, 500, keep=1)
+    save(tmp_path, 500, config=ONE)
     assert names(tmp_path) == ["step-00000500", "step-00000600"]

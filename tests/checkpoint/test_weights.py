@@ -19,7 +19,7 @@ from trainees import SMALL, TOY, compose_config, flat_weights
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.checkpoint.weights import export_weights, load_weights, starting_weights
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig, Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -49,7 +49,7 @@ def prefixed(prefix: str, content: dict[str, Tensor]) -> dict[str, Tensor]:
 def as_checkpoint(path: Path, content: dict[str, Tensor]) -> Path:
     """Save a state_dict as our checkpoint."""
     return save_checkpoint(
-        path, {"model": content}, step=3, metrics={}, keep=1, monitor=None, mode="max", log=print
+        path, {"model": content}, step=3, metrics={}, config=CheckpointConfig(keep=1), log=print
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ddp_runner.checkpoint import writer as checkpoint_writer
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
-from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.checkpoint.writer import CheckpointWriter, Stager
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.scratch import Scratch
@@ -64,7 +64,7 @@ def writer(
 
 def loaded(folder: Path, step: int) -> dict[str, Any]:
     """Return the state of a step's checkpoint."""
-    return load_checkpoint(folder / "checkpoints" / f"step-{step:08d}", map_location="cpu")
+    return load_checkpoint(folder / "checkpoints" / f"step-{step:08d}")
 
 
 def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, gate: Gate) -> None:
@@ -265,3 +265,42 @@ def test_a_resume_deletes_what_a_kill_kept_a_save_from_deleting(tmp_path: Path) 
     assert sorted(path.name for path in folder.iterdir()) == [
         f"step-{step:08d}" for step in (2, 3, 4, 5)
     ]
+
+
+def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:
+    """Strides, offsets, an empty tensor, nested lists, and the metadata of state_dict()."""
+    whole = torch.arange(12.0).reshape(3, 4)
+    model = nn.BatchNorm1d(3)
+    state = {
+        "cut": [whole.t(), whole[1:, 2]],
+        "empty": torch.empty(0, 3, dtype=torch.int64),
+        "small": (torch.tensor(7, dtype=torch.int16), torch.ones(2, dtype=torch.bfloat16)),
+        "model": model.state_dict(),
+        "plain": {"rate": 0.5, "names": ["a", None, True]},
+    }
+    copied = Stager(pinned=False).stage(state)
+    given = [*state["cut"], state["empty"], *state["small"], *state["model"].values()]
+    found = [*copied["cut"], copied["empty"], *copied["small"], *copied["model"].values()]
+    for one, other in zip(given, found, strict=True):
+        assert torch.equal(one, other)
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        if one.numel():
+            assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    assert copied["plain"] == state["plain"]
+    assert copied["plain"]["names"] is not state["plain"]["names"]
+    assert copied["model"]._metadata == state["model"]._metadata
+    assert type(copied["small"]) is tuple
+    storages = {one.untyped_storage().data_ptr() for one in copied["cut"]}
+    assert len(storages) == 1  # two views of one tensor, as before
+
+
+def test_the_next_copy_takes_the_memory_of_the_one_before() -> None:
+    """Allocation takes most of the first copy's time. Memory of dropped tensors is released."""
+    weights, once = torch.zeros(1000), torch.zeros(10)
+    stager = Stager(pinned=False)
+    first = stager.stage({"weights": weights, "once": once})
+    weights += 1
+    second = stager.stage({"weights": weights})
+    assert first["weights"].data_ptr() == second["weights"].data_ptr()
+    assert second["weights"].tolist() == [1.0] * 1000
+    assert len(stager._memory) == 1

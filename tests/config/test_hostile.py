@@ -186,8 +186,11 @@ FOREIGN = (
         "ddp_runner.tracking.run_record.os._exit",
         "ddp_runner.files.replace_file",
     ),
-    *("ddp_runner.tracking.run_record.subprocess.run", "ddp_runner.data.downloads.fetch_missing"),
-    *("ddp_runner.data.downloads.sys.exit", "ddp_runner.data.cache.FileLock"),
+    *(
+        "ddp_runner.tracking.run_record.subprocess.run",
+        "ddp_runner.data.sources.shared.fetch_missing",
+    ),
+    *("ddp_runner.data.sources.shared.sys.exit", "ddp_runner.data.cache.FileLock"),
     *("ddp_runner.models.bert.import_module", "ddp_runner.models.bert._pretrained"),
     *(
         "ddp_runner.models.torchvision_models.Mapping",
@@ -231,7 +234,7 @@ def test_the_parts_that_may_be_named_are_parts() -> None:
     for name in (
         "models.mnist_net.Net",
         "models.torchvision_models.classifier",
-        "data.sources.digits.Digits",
+        "data.sources.offline.Digits",
     ):
         assert f"ddp_runner.{name}".startswith(tuple(OWN))
         assert callable(find(f"ddp_runner.{name}", key="model._target_"))

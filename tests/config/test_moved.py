@@ -13,7 +13,7 @@ from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import to_config
 from ddp_runner.config.moved import present_name, with_moved_names
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig, Config
 from ddp_runner.tracking.run_dir import RunDir
 
 # For each command line what version 0.1.0 froze in place of what is frozen now.
@@ -79,6 +79,16 @@ def test_other_names_and_values_stay() -> None:
     assert with_moved_names({"parallelism": mine}) == {"parallelism": mine}
 
 
+@pytest.mark.parametrize(
+    "name", ["digits.Digits", "fake_images.FakeImages", "random.RandomRegression"]
+)
+def test_a_source_has_moved_twice(name: str) -> None:
+    """Into its own module, and then into the one of all sources without files."""
+    present = f"ddp_runner.data.sources.offline.{name.partition('.')[2]}"
+    for folder in ("ddp_runner.data", "ddp_runner.data.sources"):
+        assert present_name(f"{folder}.{name}") == present
+
+
 def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
     """From its frozen config and from its checkpoint, which names the loss as well."""
     toy = ("model=toy", "parallelism=single", "train.num_threads=1", "train.max_steps=3")
@@ -87,20 +97,18 @@ def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
     text = frozen.read_text()
     for now, before in {
         "ddp_runner.train.": "ddp_runner.",
-        "ddp_runner.data.sources.": "ddp_runner.data.",
+        "ddp_runner.data.sources.offline.": "ddp_runner.data.random.",
         "skip_invalid": "skip_refused",
         "  needs:\n    max_ranks: 1\n": "  devices_per_rank: 1\n  max_ranks: 1\n",
     }.items():
         assert now in text
         text = text.replace(now, before)
     frozen.write_text(text)
-    state = load_checkpoint(saved / "step-00000003", map_location="cpu")
+    state = load_checkpoint(saved / "step-00000003")
     assert state["made_of"]["model.loss"] == "ddp_runner.train.losses.mse"
     state["made_of"]["model.loss"] = "ddp_runner.losses.mse"
     shutil.rmtree(saved)
-    save_checkpoint(
-        saved, state, step=3, metrics={}, keep=3, monitor=None, mode="max", log=pytest.fail
-    )
+    save_checkpoint(saved, state, step=3, metrics={}, config=CheckpointConfig(), log=pytest.fail)
     end = run_command("resume=run", "train.max_steps=5", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert record(tmp_path / "run")["step"] == 5

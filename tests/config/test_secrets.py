@@ -16,7 +16,7 @@ from ddp_runner.cli.compose import register
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.data.sources.random import RandomRegression
+from ddp_runner.data.sources.offline import RandomRegression
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job

@@ -21,12 +21,12 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from ddp_runner.data import batches as batching
 from ddp_runner.data import cache as prepared
-from ddp_runner.data import downloads as files
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, Split, splits
-from ddp_runner.data.sources.fake_images import FakeImages
+from ddp_runner.data.sources import shared
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
+from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
@@ -412,13 +412,13 @@ def test_damaged_cache_is_rebuilt_and_said(
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return a list of the files that are read in full from now on."""
     found: list[Path] = []
-    original = prepared._sha256
+    original = prepared.file_sha256
 
     def counting(path: Path) -> str:
         found.append(path)
         return original(path)
 
-    monkeypatch.setattr(prepared, "_sha256", counting)
+    monkeypatch.setattr(prepared, "file_sha256", counting)
     return found
 
 
@@ -560,7 +560,7 @@ def test_machines_that_share_a_folder_download_into_it_once(
             shutil.copy(path, tmp_path / "MNIST" / "raw")
         return ""
 
-    monkeypatch.setattr(files, "_download", download)
+    monkeypatch.setattr(shared, "_download", download)
     paths = TINY._files(tmp_path)
     children = []
     for number in range(3):
@@ -570,7 +570,7 @@ def test_machines_that_share_a_folder_download_into_it_once(
                 if number:  # as if it had waited: the first file is there already
                     while not paths[0].parent.exists() or not any(paths[0].parent.glob("t10k*")):
                         threading.Event().wait(0.01)
-                files.fetch_missing(
+                shared.fetch_missing(
                     paths, name="tiny", torchvision_class="MNIST", data_root=tmp_path
                 )
                 os._exit(0 if all(path.exists() for path in paths) else 1)

@@ -1,7 +1,6 @@
 """Texts as token ids: vocabularies, the split, batches, and the model that takes them."""
 
 import hashlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from ddp_runner.config.moved import with_moved_names
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.tokenizer import SPECIAL_TOKENS, build_tokenizer, encode, load_tokenizer
-from ddp_runner.data.tokenizer_files import padding_id, token_ids
+from ddp_runner.data.sources.csv_text import encode
+from ddp_runner.data.tokenizer import SPECIAL_TOKENS, build_tokenizer, load_tokenizer
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.bert import Bert
@@ -105,9 +104,8 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     model: Any = model_factory(config, old)()
     assert (model.padding_id, model.network.get_input_embeddings().num_embeddings) == (5, 7)
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
-    for use in (token_ids, load_tokenizer):
-        with pytest.raises(UserError, match="is not a tokenizer file"):
-            use(tmp_path / "run" / "tokenizer")
+    with pytest.raises(UserError, match="is not a tokenizer file"):
+        load_tokenizer(tmp_path / "run" / "tokenizer")
 
 
 def test_a_frozen_config_of_an_earlier_version_still_builds() -> None:
@@ -197,10 +195,8 @@ def test_without_the_extra_one_line_says_how_to_install_it(
     assert 'write pip install "ddp-runner[text]"' in refused(write_reviews(tmp_path / "x.csv"))
 
 
-def test_a_damaged_vocabulary_says_so(tmp_path: Path) -> None:
+def test_a_tokenizer_without_padding_is_refused(tmp_path: Path) -> None:
     """A tokenizer needs a token to pad with."""
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []})
-    )
-    with pytest.raises(UserError, match=r"has no \[PAD\] or <pad>"):
-        padding_id(token_ids(tmp_path), tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(("[UNK]", "[CLS]", "[SEP]", GOOD, BAD)))
+    answer = refused(write_reviews(tmp_path / "x.csv"), tokenizer=str(tmp_path))
+    assert f"the tokenizer in {tmp_path} has no [PAD] or <pad> to fill up short texts" in answer

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, splits
-from ddp_runner.data.validate import KEYS
+from ddp_runner.data.dataset import KEYS, Dataset, splits
 from ddp_runner.errors import UserError
 
 GOOD = {
@@ -58,10 +56,6 @@ def changed(**tensors: Any) -> dict[str, Any]:
 
 
 INVALID: dict[str, tuple[Any, str]] = {
-    "torch Dataset": (
-        TensorDataset(torch.zeros(3)),
-        "is not a source of data: it has no fingerprint, build, dataset; write a class",
-    ),
     "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets, only "),
     "nothing": (Own(None), "returned a NoneType; it must return a mapping with train_inputs, "),
     "dict inputs": (Own(changed(train_inputs={"ids": 1})), "returned a dict as train_inputs"),

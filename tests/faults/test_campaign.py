@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
+from ddp_runner.config.schema import CheckpointConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from kill_campaign import MODES, WrongError, assert_equal, assert_whole, campaign, uninterrupted
@@ -29,11 +30,11 @@ def test_killed_runs_end_as_the_undisturbed_ones() -> None:
 def one_weight(run: Path) -> None:
     """Let a weight of the last checkpoint be another one, with checksums that are right."""
     path = max((run / "checkpoints").iterdir())
-    state, manifest = load_checkpoint(path, map_location="cpu"), read_manifest(path)
+    state, manifest = load_checkpoint(path), read_manifest(path)
     next(iter(state["model"].values())).view(-1)[0] += 1e-6
     shutil.rmtree(path)
-    facts = {"step": manifest.step, "metrics": manifest.metrics, "keep": 9}
-    save_checkpoint(path.parent, state, **facts, monitor=None, mode="min", log=print)
+    facts = {"step": manifest.step, "metrics": manifest.metrics}
+    save_checkpoint(path.parent, state, **facts, config=CheckpointConfig(keep=9), log=print)
 
 
 def one_figure(run: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_file_that_is_not_the_published_one_is_named_with_both_checksums(tmp_p
     name = "train-images-idx3-ubyte"
     found = hashlib.sha256((raw / name).read_bytes()).hexdigest()
     assert sentence_of(command(*IDX, "dataset.name=mnist", folder=tmp_path)) == (
-        f"data/MNIST/raw/{name} has SHA-256 {found}, expected {PUBLISHED['mnist'][name]}, the "
+        f"data/MNIST/raw/{name} has SHA-256 {found}, expected {PUBLISHED[name]}, the "
         f"published file's; {REMEDY}, or write dataset.name=NAME if it is a file of your own"
     )
     end = command(*IDX, f"data_root={tmp_path / 'data'}", folder=tmp_path / "own")
@@ -132,7 +132,7 @@ def test_an_altered_pixel_of_mnist_is_found(data_root: Path, tmp_path: Path) -> 
     flip(altered, 4_000_000)
     sentence = sentence_of(command(*IDX, "dataset.name=mnist", folder=tmp_path))
     assert sentence.startswith(f"data/MNIST/raw/{altered.name} has SHA-256 ")
-    assert f"expected {PUBLISHED['mnist'][altered.name]}, the published file's" in sentence
+    assert f"expected {PUBLISHED[altered.name]}, the published file's" in sentence
 
 
 def test_missing_files_without_network_say_how_to_get_them(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_damaged_or_old_cache_is_rebuilt_and_that_is_said(tmp_path: Path) -> N
 
 def slow_build() -> None:
     """Let the preparation of made-up pictures last until another command asks for them, too."""
-    from ddp_runner.data.sources.fake_images import FakeImages
+    from ddp_runner.data.sources.offline import FakeImages
 
     build = FakeImages.build
 

@@ -14,7 +14,7 @@ from ddp_runner.cli.compose import register
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import CONFIG_DIR, Config, mode_needs
+from ddp_runner.config.schema import CONFIG_DIR, CheckpointConfig, Config, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
@@ -193,9 +193,7 @@ def run_loop(
                 content,
                 step=position.step,
                 metrics=metrics,
-                keep=config.checkpoint.keep,
-                monitor=None,
-                mode="max",
+                config=CheckpointConfig(keep=config.checkpoint.keep),
                 log=trace.said.append,
             )
 

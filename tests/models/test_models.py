@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
+from ddp_runner.config.instantiate import complete
 from ddp_runner.errors import UserError
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.mnist_net import MpNet, Net
@@ -211,10 +213,21 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
 
 
+def built(
+    build: Callable[..., LambdaLR], fields: dict[str, float], optimizer: torch.optim.Optimizer
+) -> LambdaLR:
+    """Return a schedule for two epochs of 4 steps, as the program builds it."""
+    lengths = {"total_steps": 8, "steps_per_epoch": 4}  # each schedule gets those that it takes
+    scheduler: LambdaLR = complete(
+        "scheduler", fields, partial(build, **fields), optimizer, kind=LambdaLR, **lengths
+    )
+    return scheduler
+
+
 def factors(build: Callable[..., LambdaLR], **fields: float) -> list[float]:
     """Return the learning rate's factor before each of 8 steps, 4 per epoch, and after."""
     optimizer = sgd()
-    schedule = build(optimizer, total_steps=8, steps_per_epoch=4, **fields)
+    schedule = built(build, fields, optimizer)
     seen = [optimizer.param_groups[0]["lr"] / 0.5]
     for _ in range(8):
         optimizer.step()
@@ -276,7 +289,7 @@ def test_schedule_state_survives_a_weights_only_checkpoint(
     build: Callable[..., LambdaLR], fields: dict[str, float]
 ) -> None:
     """A schedule restored from a saved state continues with the same learning rates."""
-    first, second = (build(sgd(), total_steps=8, steps_per_epoch=4, **fields) for _ in range(2))
+    first, second = (built(build, fields, sgd()) for _ in range(2))
     for _ in range(3):
         first.optimizer.step()
         first.step()

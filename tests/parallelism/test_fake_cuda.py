@@ -17,7 +17,7 @@ from trainees import Trace, at
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.schema import CheckpointConfig, Config, mode_needs
 from ddp_runner.data.dataset import Dataset, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
@@ -123,9 +123,7 @@ def save(state: TrainState, config: Config, folder: Path, *, step: int, epoch: i
             content,
             step=step,
             metrics={"eval/loss": float(step)},
-            keep=3,
-            monitor=None,
-            mode="max",
+            config=CheckpointConfig(),
             log=print,
         )
 

@@ -31,7 +31,7 @@ from ddp_runner.compare.render.tables import FORMATS
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig, Config
 from ddp_runner.data.cache import NOTE, load_dataset
 from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
@@ -88,9 +88,7 @@ def checkpoint() -> tuple[bytes, bytes]:
             STATE_SAVED,
             step=600,
             metrics={"eval/f1": 0.5, "eval/loss": float("nan")},
-            keep=1,
-            monitor=None,
-            mode="max",
+            config=CheckpointConfig(),
             log=pytest.fail,
         )
         return (saved / STATE).read_bytes(), (saved / MANIFEST).read_bytes()
@@ -128,7 +126,7 @@ def test_a_checkpoint_is_loaded_as_it_was_or_refused(files: tuple[bytes, bytes])
             found = read_manifest(path)
             assert (found.step, found.metrics) == (known.step, known.metrics)
         with refused_in_one_line(path) as refusals:
-            assert equal(load_checkpoint(path, map_location="cpu"), STATE_SAVED)
+            assert equal(load_checkpoint(path), STATE_SAVED)
         said: list[str] = []
         latest = latest_checkpoint(here, log=said.append)
         assert latest == (whole if refusals else path)
@@ -145,7 +143,7 @@ def test_a_state_with_the_right_checksum_is_plain_data_or_refused(state: bytes) 
     with folder() as here:
         path = write_checkpoint(here / "step-00000001", state, json.dumps(manifest).encode())
         with refused_in_one_line(path):
-            assert isinstance(load_checkpoint(path, map_location="cpu"), dict)
+            assert isinstance(load_checkpoint(path), dict)
 
 
 RECORD = {

@@ -291,7 +291,7 @@ def found_in(group: str) -> dict[str, Found]:
 
 def last_state(folder: Path) -> dict[str, Any]:
     """Return the state of a run's last checkpoint."""
-    return load_checkpoint(newest_first(folder)[0], map_location="cpu")
+    return load_checkpoint(newest_first(folder)[0])
 
 
 def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
@@ -431,9 +431,7 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
     ordered = sorted(expected)
     assert min(b - a for a, b in pairwise(ordered)) > 1e-3
     for step in PLACES.values():
-        content = load_checkpoint(
-            tmp_path / "asynchronous" / f"step-{step:08d}", map_location="cpu"
-        )
+        content = load_checkpoint(tmp_path / "asynchronous" / f"step-{step:08d}")
         assert content["position"]["outstanding"] == (1,), "later ones were not taken before it"
     ways = {
         "asynchronous": list(sources),

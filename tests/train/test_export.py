@@ -13,7 +13,7 @@ from trainees import TOY, Trace, at, build, compose_config, flat_weights
 
 from ddp_runner.checkpoint.manifest import STATE
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.export import export_best
@@ -39,9 +39,13 @@ def export_from(
         content: dict[str, Any] = snapshot(at(state, step=step), config)
         if env.is_rank_zero:
             save_checkpoint(
-                run_dir / "checkpoints", content, step=step, metrics={"eval/loss": loss}, keep=9,
-                monitor="eval/loss", mode="min", log=print,
-            )  # fmt: skip
+                run_dir / "checkpoints",
+                content,
+                step=step,
+                metrics={"eval/loss": loss},
+                config=CheckpointConfig(keep=9, monitor="eval/loss", mode="min"),
+                log=print,
+            )
     if env.is_rank_zero:
         for step in damaged:
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE

@@ -30,7 +30,7 @@ from trainees import (
 )
 
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig, Config
 from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -121,7 +121,7 @@ def unevaluated(env: DistEnv, config: Config, folder: Path) -> Trace:
     content = snapshot(state, config)
     if env.is_rank_zero:
         save_checkpoint(
-            folder, content, step=EPOCH_END, metrics={}, keep=1, monitor=None, mode="max", log=print
+            folder, content, step=EPOCH_END, metrics={}, config=CheckpointConfig(keep=1), log=print
         )
     return run_loop(env, config, max_steps=EPOCH_END, folder=folder, state=state)
 
@@ -375,9 +375,7 @@ def misfit(env: DistEnv, config: Config, folder: Path) -> str:
     state = at(build(env, config), step=1)
     content = snapshot(state, config)
     content["model"]["net1.weight"] = torch.zeros(3, 3)
-    save_checkpoint(
-        folder, content, step=1, metrics={}, keep=1, monitor=None, mode="max", log=print
-    )
+    save_checkpoint(folder, content, step=1, metrics={}, config=CheckpointConfig(keep=1), log=print)
     with pytest.raises(UserError) as error:
         restore(state, config, folder, log=print)
     return str(error.value)
@@ -407,7 +405,7 @@ def test_resumed_run_takes_the_rate_that_it_is_given(tmp_path: Path, scheduler: 
 def save_whatever(folder: Path, content: Any, *, step: int = 1) -> None:
     """Save whatever it is as a checkpoint whose checksums are right."""
     save_checkpoint(
-        folder, content, step=step, metrics={}, keep=1, monitor=None, mode="max", log=print
+        folder, content, step=step, metrics={}, config=CheckpointConfig(keep=1), log=print
     )
 
 
@@ -554,9 +552,7 @@ def test_the_last_checkpoint_of_a_resumed_run_is_that_of_an_undisturbed_one(
     run_ranks(loop, 1, config, tmp_path / "parts", MID_EPOCH)
     run_ranks(loop, 1, config, tmp_path / "parts")
     name = f"step-{NUM_STEPS:08d}"
-    one, other = (
-        load_checkpoint(tmp_path / run / name, map_location="cpu") for run in ("whole", "parts")
-    )
+    one, other = (load_checkpoint(tmp_path / run / name) for run in ("whole", "parts"))
     assert one.keys() == other.keys()
     assert [key for key in one if not equal(one[key], other[key])] == []
 

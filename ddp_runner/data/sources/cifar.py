@@ -13,18 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, image_dataset
-from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
+from ddp_runner.data.dataset import Augmentation
+from ddp_runner.data.sources import shared
 from ddp_runner.errors import UserError
 
 SHAPE = (3, 32, 32)  # of an image: red, green and blue planes
+TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 LAYOUTS = {  # files of the train split, the eval split, the key of the labels, torchvision's class
-    "cifar-10-batches-py": (
-        [f"data_batch_{i}" for i in range(1, 6)],
-        ["test_batch"],
-        "labels",
-        "CIFAR10",
-    ),
+    "cifar-10-batches-py": (TRAIN_BATCHES, ["test_batch"], "labels", "CIFAR10"),
     "cifar-100-python": (["train"], ["test"], "fine_labels", "CIFAR100"),
 }
 
@@ -51,8 +47,9 @@ class Cifar:
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the fields that count, and size and modification time of each file."""
-        files = self._files(data_root, 0) + self._files(data_root, 1)
-        return {"num_classes": self.num_classes, "folder": self.folder, "files": stamps(files)}
+        train, rest = self._files(data_root)
+        files = shared.stamps(train + rest)
+        return {"num_classes": self.num_classes, "folder": self.folder, "files": files}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Read the files and download missing ones; images are uint8 ``(n, 3, 32, 32)``.
@@ -60,35 +57,29 @@ class Cifar:
         Raises:
             UserError: a file is missing and cannot be downloaded, or is damaged.
         """
-        *_, key, torchvision_class = LAYOUTS[self.folder]
-        files = [self._files(data_root, part) for part in (0, 1)]
-        fetch_missing(
-            files[0] + files[1],
-            name=self.name,
-            torchvision_class=torchvision_class,
-            data_root=data_root,
+        *_, key, kind = LAYOUTS[self.folder]
+        train, rest = self._files(data_root)
+        shared.fetch_missing(
+            train + rest, name=self.name, torchvision_class=kind, data_root=data_root
         )
-        tensors = {}
-        for split, paths in zip(("train", "eval"), files, strict=True):
+        tensors: dict[str, Tensor] = {}
+        for split, paths in (("train", train), ("eval", rest)):
             batches = [read_batch(path, key=key) for path in paths]
             for path, (_, labels) in zip(paths, batches, strict=True):
-                validate_labels(labels, num_classes=self.num_classes, path=path)
-            tensors[f"{split}_inputs"] = torch.cat([images for images, _ in batches])
-            tensors[f"{split}_targets"] = torch.cat([labels for _, labels in batches])
+                shared.validate_labels(labels, num_classes=self.num_classes, path=path)
+            images, targets = map(torch.cat, zip(*batches, strict=True))
+            tensors |= {f"{split}_inputs": images, f"{split}_targets": targets}
         return tensors
 
-    dataset = image_dataset
+    dataset = shared.image_dataset
 
-    def _files(self, data_root: Path, part: int) -> list[Path]:
-        return [data_root / self.folder / name for name in LAYOUTS[self.folder][part]]
+    def _files(self, data_root: Path) -> list[list[Path]]:
+        folder = data_root / self.folder
+        return [[folder / name for name in names] for names in LAYOUTS[self.folder][:2]]
 
 
 def read_batch(path: Path, *, key: str) -> tuple[Tensor, Tensor]:
-    """Return a batch's images, uint8 ``(n, 3, 32, 32)``, and its labels, int64 ``(n,)``.
-
-    Args:
-        path: of the pickled batch.
-        key: of the labels in the batch.
+    """Return a batch's images, uint8 ``(n, 3, 32, 32)``, and the labels of a key, int64 ``(n,)``.
 
     Raises:
         UserError: the file is damaged, of another format, or names code to run.
@@ -97,50 +88,37 @@ def read_batch(path: Path, *, key: str) -> tuple[Tensor, Tensor]:
         with path.open("rb") as file:
             batch = _BatchReader(file, encoding="bytes").load()
         batch = {_text(name): value for name, value in batch.items()}
-        images, labels = batch["data"].tensor().reshape(-1, *SHAPE), torch.tensor(batch[key])
+        _, shape, dtype, is_fortran, data = batch["data"].state
+        if _text(dtype.arguments[0]) != "u1" or is_fortran:
+            raise ValueError("its pixels are not bytes in C order")
+        pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)
+        images, labels = pixels.reshape(-1, *SHAPE), torch.tensor(batch[key])
         if labels.dtype != torch.int64 or labels.shape != (len(images),):
             raise ValueError(f"it has {labels.numel()} labels for {len(images)} images")
     except Exception as error:  # damaged bytes raise any kind
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} is not a whole batch of CIFAR ({reason}); {REMEDY}") from error
+        message = f"{path} is not a whole batch of CIFAR ({reason}); {shared.REMEDY}"
+        raise UserError(message) from error
     return images, labels
 
 
-class _Array:
-    """Stands in for numpy's array: keeps an array's pickled state and runs nothing."""
+class _Inert:
+    """Stands in for numpy's array and dtype: keeps their pickled values, and runs nothing."""
 
-    def __init__(self, *_: object) -> None:
-        self.state: Sequence[Any] = ()
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
-    def __setstate__(self, state: Sequence[Any]) -> None:
+    def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def tensor(self) -> Tensor:
-        """Return the array (rows, columns), which must be of bytes and in C order."""
-        _, shape, dtype, is_fortran, data = self.state
-        if dtype.code != "u1" or is_fortran:
-            raise ValueError("its pixels are not bytes in C order")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)
-
-
-class _Dtype:
-    """Stands in for numpy's dtype: keeps only its code."""
-
-    def __init__(self, code: str | bytes, *_: object) -> None:
-        self.code = _text(code)
-
-    def __setstate__(self, state: object) -> None:
-        pass
 
 
 class _BatchReader(pickle.Unpickler):
     """Reads pickled mappings, lists, numbers, texts and numpy arrays; refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        stand_in = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Dtype}.get(name)
-        if module.partition(".")[0] != "numpy" or stand_in is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
-        return stand_in
+        if module.partition(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):
+            return _Inert
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
 
 
 def _text(value: str | bytes) -> str:

@@ -9,7 +9,11 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character; utf-7 and others allow it
+NOT_TEXT = {  # what some codecs let through, and the fault
+    "[\ud800-\udfff]": "half of a character (a surrogate); save the file as utf-8",
+    "\0": "a NUL byte, which is not text; save the file as utf-8, or name its encoding, as in "
+    "dataset.encoding=utf-16",
+}
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,7 @@ class Rows:
 def read_rows(
     path: Path, *, text: str, label: str, num_classes: int, encoding: str, delimiter: str
 ) -> Rows:
-    """Return the rows that have both a text and a class.
-
-    Args:
-        path: of the file; its first line names the columns.
-        text: name of the column with the texts.
-        label: name of the column with the classes.
-        num_classes: number of classes; a class is a whole number from 0.
-        encoding: Python's name of the encoding.
-        delimiter: between two columns.
+    """Return the rows that have both a text and a class; for the keywords see ``CsvText``.
 
     Raises:
         UserError: the file is missing or empty, or a row is malformed.
@@ -119,17 +115,9 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
             f"{path}{place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
-    if half := SURROGATE.search(content):
-        place = _place(content[: half.start()], delimiter)
-        raise UserError(
-            f"{path}, {place}: half of a character (a surrogate); save the file as utf-8"
-        )
-    if "\0" in content:
-        place = _place(content[: content.index("\0")], delimiter)
-        raise UserError(
-            f"{path}, {place}: a NUL byte, which is not text; save the file as utf-8, or name "
-            "its encoding, as in dataset.encoding=utf-16"
-        )
+    for pattern, fault in NOT_TEXT.items():
+        if found := re.search(pattern, content):
+            raise UserError(f"{path}, {_place(content[: found.start()], delimiter)}: {fault}")
     if not content.strip():
         raise UserError(f"{path} is empty; its first line must name its columns")
     return content

@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Dataset, require_positive, splits
-from ddp_runner.data.downloads import stamps
+from ddp_runner.data.dataset import Dataset, splits
+from ddp_runner.data.sources import shared
 from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.tokenizer import (
-    PADDING,
     SPECIAL_TOKENS,
+    TOKENIZER_FILE,
     VOCABULARIES,
+    VOCABULARY_FILE,
     build_tokenizer,
-    encode,
     load_tokenizer,
+    padding_id,
 )
-from ddp_runner.data.tokenizer_files import TOKENIZER_FILE, VOCABULARY_FILE, padding_id, token_ids
 from ddp_runner.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+CHUNK = 8192  # texts encoded at once
 EVAL_RUNS = 4  # runs of rising length in the eval split, so that ranks get similar lengths
-FILE_KEY = "file:"  # prefix of the keys of tensors that hold a file's bytes
+KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
+KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,8 @@ class CsvText:
     group_by_length: bool = True  # put texts of similar length in one batch: less padding
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_classes")
-        for key, least in (("max_length", 3), ("vocab_size", len(SPECIAL_TOKENS) + 1)):
-            if getattr(self, key) < least:
-                raise UserError(f"dataset.{key} ({getattr(self, key)}) must be at least {least}")
+        least_tokens = len(SPECIAL_TOKENS) + 1
+        shared.require_at_least(self, num_classes=1, max_length=3, vocab_size=least_tokens)
         if not 0 < self.eval_fraction < 1:
             raise UserError(
                 f"dataset.eval_fraction ({self.eval_fraction}) must be between 0 and 1; use 0.1"
@@ -76,13 +76,12 @@ class CsvText:
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the fields that count, and size and modification time of each file."""
-        folder = Path(self.tokenizer) if self.tokenizer is not None else None
-        names = (TOKENIZER_FILE, VOCABULARY_FILE, "tokenizer_config.json")
-        keys = {key: value for key, value in asdict(self).items() if key != "group_by_length"}
-        return keys | {
-            "csv": stamps([data_root / self.path]),
-            "tokenizer": stamps([folder / name for name in names]) if folder else None,
-        }
+        fields = {key: value for key, value in asdict(self).items() if key != "group_by_length"}
+        fields["csv"] = shared.stamps([data_root / self.path])
+        if self.tokenizer is not None:
+            names = (TOKENIZER_FILE, VOCABULARY_FILE, "tokenizer_config.json")
+            fields["tokenizer"] = shared.stamps([Path(self.tokenizer, name) for name in names])
+        return fields
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Read, split and encode; the ids are int32 ``(n, max_length)``.
@@ -94,13 +93,17 @@ class CsvText:
             UserError: the CSV or the tokenizer is missing or unusable.
         """
         parts, num_dropped = self.read(data_root)
-        tokenizer, padding = self._tokenizer(parts["train"][0])
+        if self.tokenizer is not None:
+            tokenizer = load_tokenizer(Path(self.tokenizer))
+        else:
+            tokenizer = build_tokenizer(
+                parts["train"][0], vocabulary=self.vocabulary, vocab_size=self.vocab_size
+            )
+        padding = padding_id(tokenizer, folder=self.tokenizer)
         tensors = {
             "padding": torch.tensor(padding),
             "num_dropped": torch.tensor(num_dropped),
-            f"{FILE_KEY}tokenizer/{TOKENIZER_FILE}": torch.frombuffer(
-                bytearray(tokenizer.to_str().encode()), dtype=torch.uint8
-            ),
+            KEPT: torch.frombuffer(bytearray(tokenizer.to_str().encode()), dtype=torch.uint8),
         }
         for split, (texts, labels) in parts.items():
             ids = encode(tokenizer, texts, max_length=self.max_length, padding=padding)
@@ -127,16 +130,9 @@ class CsvText:
             encoding=self.encoding,
             delimiter=self.delimiter,
         )
-        num_rows = len(rows.texts)
-        num_eval = round(num_rows * self.eval_fraction)
-        if not 0 < num_eval < num_rows:
-            raise UserError(
-                f"dataset.eval_fraction ({self.eval_fraction}) of the {num_rows} rows in {path} "
-                "leaves a split empty; use 0.5, or add rows"
-            )
-        generator = torch.Generator().manual_seed(self.split_seed)
-        order = torch.randperm(num_rows, generator=generator).tolist()
-        numbers = {"train": order[num_eval:], "eval": order[:num_eval]}
+        numbers = shared.shuffled_split(
+            len(rows.texts), self.eval_fraction, seed=self.split_seed, noun="rows", place=path
+        )
         parts = {
             split: ([rows.texts[row] for row in part], [rows.labels[row] for row in part])
             for split, part in numbers.items()
@@ -145,28 +141,31 @@ class CsvText:
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Return the sequences of token ids, with the tokenizer that made them."""
-        folder = self.tokenizer
-        num_dropped = int(tensors["num_dropped"])
+        num_dropped, vocab_size = int(tensors["num_dropped"]), None
+        if self.tokenizer is not None:
+            vocab_size = max(load_tokenizer(Path(self.tokenizer)).get_vocab().values()) + 1
         note = f"{self.path}: {num_dropped:,} rows without {self.text} or {self.label} are left out"
         return Dataset(
             self.name,
             *splits(tensors),
             num_classes=self.num_classes,
             padding_id=int(tensors["padding"]),
-            vocab_size=max(token_ids(Path(folder)).values()) + 1 if folder is not None else None,
+            vocab_size=vocab_size,
             group_by_length=self.group_by_length,
-            files={
-                key.removeprefix(FILE_KEY): value.numpy().tobytes()
-                for key, value in tensors.items()
-                if key.startswith(FILE_KEY)
-            },
+            files={KEPT_FILE: tensors[KEPT].numpy().tobytes()},
             notes=(note,) if num_dropped else (),
         )
 
-    def _tokenizer(self, corpus: Sequence[str]) -> tuple["Tokenizer", int]:
-        """Return the tokenizer and its padding id."""
-        if self.tokenizer is not None:
-            folder = Path(self.tokenizer)
-            return load_tokenizer(folder), padding_id(token_ids(folder), folder)
-        tokenizer = build_tokenizer(corpus, vocabulary=self.vocabulary, vocab_size=self.vocab_size)
-        return tokenizer, SPECIAL_TOKENS.index(PADDING)
+
+def encode(
+    tokenizer: "Tokenizer", texts: Sequence[str], *, max_length: int, padding: int
+) -> Tensor:
+    """Return the texts' token ids, int32 (num_texts, max_length), truncated or padded."""
+    tokenizer.enable_truncation(max_length)
+    ids = torch.full((len(texts), max_length), padding, dtype=torch.int32)
+    for start in range(0, len(texts), CHUNK):
+        encodings = tokenizer.encode_batch(list(texts[start : start + CHUNK]))
+        for row, encoding in zip(ids[start : start + CHUNK], encodings, strict=True):
+            row[: len(encoding.ids)] = torch.tensor(encoding.ids, dtype=torch.int32)
+    tokenizer.no_truncation()
+    return ids

@@ -1,7 +1,7 @@
 """A user's own pictures, one folder per class, decoded and scaled once."""
 
 import hashlib
-import os
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
+from ddp_runner.config.values import memory_bytes
+from ddp_runner.data.dataset import Augmentation
+from ddp_runner.data.sources import shared
 from ddp_runner.errors import UserError
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-EVAL_FOLDERS = ("val", "eval")
 SPLIT_SEED = 0
 
 Samples = list[tuple[Path, int]]  # files and their classes
@@ -41,7 +42,7 @@ class ImageFolder:
     augmentation: Augmentation | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "height", "width")
+        shared.require_at_least(self, height=1, width=1)
         if self.channels not in (1, 3):
             raise UserError(f"dataset.channels ({self.channels}) must be 1 (grey) or 3 (colours)")
         for key, value in (("mean", self.mean), ("std", self.std)):
@@ -59,9 +60,14 @@ class ImageFolder:
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the shape, and a digest of the files' names, sizes and modification times."""
         digest = hashlib.sha256()
-        for samples in self._samples(data_root):
+        for samples in self._samples(data_root).values():
             for path, label in samples:
-                stat = _stat(path)
+                try:
+                    stat = path.stat()
+                except OSError as error:  # a dangling link, or a file removed meanwhile
+                    raise UserError(
+                        f"{path.absolute()} cannot be read ({error.strerror}); replace or remove it"
+                    ) from error
                 digest.update(f"{path}\0{label}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
             digest.update(b"\n")
         return {
@@ -79,50 +85,45 @@ class ImageFolder:
                 match num_classes, the pictures do not fit in memory, or a picture is damaged.
         """
         tensors = {}
-        for split, samples in zip(("train", "eval"), self._samples(data_root), strict=True):
+        for split, samples in self._samples(data_root).items():
             tensors[f"{split}_inputs"] = self._decode([path for path, _ in samples])
             tensors[f"{split}_targets"] = torch.tensor([label for _, label in samples])
         return tensors
 
-    dataset = image_dataset
+    dataset = shared.image_dataset
 
-    def _samples(self, data_root: Path) -> tuple[Samples, Samples]:
-        """Return the files of both splits with their classes, in a fixed order."""
+    def _samples(self, data_root: Path) -> dict[str, Samples]:
+        """Return the files of each split with their classes, in a fixed order."""
         root = data_root / self.folder
         if self.eval_fraction is not None:
-            return self._split(self._classes(root), root)
-        present = [name for name in EVAL_FOLDERS if (root / name).is_dir()]
+            _, samples = self._classes(root)
+            parts = shared.shuffled_split(
+                len(samples), self.eval_fraction, seed=SPLIT_SEED, noun="pictures", place=root
+            )
+            return {split: [samples[i] for i in part] for split, part in parts.items()}
+        present = [name for name in ("val", "eval") if (root / name).is_dir()]
         if not (root / "train").is_dir() or len(present) != 1:
             raise UserError(
                 f"{root.absolute()} must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/ "
                 "with the pictures; name it with data_root and dataset.folder, or write "
                 "dataset.eval_fraction=0.1 if it holds the folders of the classes itself"
             )
-        train, rest = self._classes(root / "train"), self._classes(root / present[0])
-        if train.keys() != rest.keys():
-            differing = ", ".join(sorted(train.keys() ^ rest.keys()))
+        names, train = self._classes(root / "train")
+        eval_names, rest = self._classes(root / present[0])
+        if differing := names ^ eval_names:
             raise UserError(
-                f"the classes in {root / 'train'} and {root / present[0]} differ: {differing} is "
-                "in only one of them; give both the same classes"
+                f"the classes in {root / 'train'} and {root / present[0]} differ: "
+                f"{', '.join(sorted(differing))} is in only one of them; give both the same classes"
             )
-        return _numbered(train), _numbered(rest)
+        return {"train": train, "eval": rest}
 
-    def _split(self, classes: dict[str, list[Path]], root: Path) -> tuple[Samples, Samples]:
-        samples = _numbered(classes)
-        num_eval = round(len(samples) * (self.eval_fraction or 0))
-        if not 0 < num_eval < len(samples):
-            raise UserError(
-                f"dataset.eval_fraction ({self.eval_fraction}) of the {len(samples)} pictures in "
-                f"{root} leaves a split empty; use 0.5, or add pictures"
-            )
-        generator = torch.Generator().manual_seed(SPLIT_SEED)
-        order = torch.randperm(len(samples), generator=generator).tolist()
-        return [samples[i] for i in order[num_eval:]], [samples[i] for i in order[:num_eval]]
-
-    def _classes(self, root: Path) -> dict[str, list[Path]]:
-        """Return the pictures of each class by the class's name, all sorted."""
+    def _classes(self, root: Path) -> tuple[set[str], Samples]:
+        """Return the names of the classes, and the pictures sorted by class and path."""
         folders = [path for path in root.glob("*") if path.is_dir() and path.name[0] != "."]
-        classes = {folder.name: _pictures(folder) for folder in sorted(folders)}
+        classes = {
+            folder.name: sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES)
+            for folder in sorted(folders)
+        }
         for name, paths in classes.items():
             if not paths:
                 raise UserError(
@@ -135,16 +136,16 @@ class ImageFolder:
                 f"is {self.num_classes}; "
                 + (f"write dataset.num_classes={len(classes)}" if classes else "add pictures")
             )
-        return classes
+        numbered = enumerate(classes.values())
+        return set(classes), [(path, label) for label, paths in numbered for path in paths]
 
     def _decode(self, paths: Sequence[Path]) -> Tensor:
         shape = (len(paths), self.channels, self.height, self.width)
-        needed_gib = len(paths) * self.channels * self.height * self.width / 2**30
-        memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        if needed_gib > memory_gib / 2:
+        needed, memory = (size / 2**30 for size in (math.prod(shape), memory_bytes()))
+        if needed > memory / 2:
             raise UserError(
-                f"{len(paths)} pictures of {self.height}x{self.width} pixels take {needed_gib:.0f} "
-                f"GiB and this machine has {memory_gib:.0f}; use a smaller dataset.height and "
+                f"{len(paths)} pictures of {self.height}x{self.width} pixels take {needed:.0f} GiB "
+                f"and this machine has {memory:.0f}; use a smaller dataset.height and "
                 "dataset.width, or fewer pictures"
             )
         images = torch.empty(shape, dtype=torch.uint8)
@@ -156,14 +157,14 @@ class ImageFolder:
     def _picture(self, path: Path) -> Tensor:
         from PIL import Image, ImageOps
 
-        mode = "RGB" if self.channels == 3 else "L"
         try:
             with Image.open(path) as picture:
                 if picture.mode[0] in "IF":
                     raise ValueError(f"mode {picture.mode}: more than 8 bits a channel")
                 # A large photograph need not be decoded at its full size.
                 picture.draft(None, (2 * max(self.width, self.height),) * 2)
-                upright = ImageOps.exif_transpose(picture).convert(mode)
+                upright = ImageOps.exif_transpose(picture)
+                upright = upright.convert("RGB" if self.channels == 3 else "L")
             fitted = ImageOps.fit(upright, (self.width, self.height), Image.Resampling.BILINEAR)
         except Exception as error:  # damaged bytes raise any kind
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -172,20 +173,3 @@ class ImageFolder:
             ) from error
         pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
         return pixels.reshape(self.height, self.width, self.channels).permute(2, 0, 1)
-
-
-def _stat(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except OSError as error:  # a dangling link, or a file removed meanwhile
-        raise UserError(
-            f"{path.absolute()} cannot be read ({error.strerror}); replace or remove it"
-        ) from error
-
-
-def _pictures(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-
-
-def _numbered(classes: dict[str, list[Path]]) -> Samples:
-    return [(path, label) for label, paths in enumerate(classes.values()) for path in paths]

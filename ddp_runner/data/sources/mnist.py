@@ -15,24 +15,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, image_dataset, require_positive
-from ddp_runner.data.downloads import REMEDY, fetch_missing, stamps, validate_labels
+from ddp_runner.data.dataset import Augmentation
+from ddp_runner.data.sources import shared
 from ddp_runner.errors import UserError
 
 IMAGES_MAGIC = 0x803  # unsigned bytes in 3 dimensions
 LABELS_MAGIC = 0x801  # unsigned bytes in 1 dimension
-# SHA-256 of the unpacked files, by the dataset's name; a user's own files take another name.
+# The four files and, for dataset.name=mnist, the SHA-256 of each when unpacked. A user's own files
+# take another name.
 PUBLISHED = {
-    "mnist": {
-        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738"
-        "ad16aec93bde7f9b65e87a2fc25776db",
-        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5"
-        "333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77"
-        "db3f2f8254e26661ceb7762c4d494ce7",
-        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351"
-        "222c34898ecbeaf847f06e48f7ec33f2",
-    }
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 
 
@@ -57,7 +52,7 @@ class IdxImages:
             "folder": self.folder,
             "num_classes": self.num_classes,
             "channels": self.channels,
-            "files": stamps(self._files(data_root)),
+            "files": shared.stamps(self._files(data_root)),
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
@@ -66,17 +61,15 @@ class IdxImages:
         Raises:
             UserError: a file is missing and cannot be downloaded, or is damaged.
         """
-        require_positive(self, "channels")
-        fetch_missing(
-            self._files(data_root),
-            name=self.name,
-            torchvision_class=self.folder,
-            data_root=data_root,
+        shared.require_at_least(self, channels=1)
+        files = self._files(data_root)
+        shared.fetch_missing(
+            files, name=self.name, torchvision_class=self.folder, data_root=data_root
         )
         tensors = {}
-        for split, prefix in (("train", "train"), ("eval", "t10k")):
-            images_path, labels_path = self._pair(data_root, prefix)
-            published = PUBLISHED.get(self.name, {})
+        published = PUBLISHED if self.name == "mnist" else {}
+        files = self._files(data_root)  # again: a download may have unpacked some
+        for split, (images_path, labels_path) in (("train", files[:2]), ("eval", files[2:])):
             images = read_idx(images_path, magic=IMAGES_MAGIC, published=published)
             labels = read_idx(labels_path, magic=LABELS_MAGIC, published=published)
             if len(labels) != len(images):
@@ -84,35 +77,29 @@ class IdxImages:
                     f"{labels_path} has {len(labels)} labels, expected {len(images)}, one for each "
                     f"image in {images_path.name}; replace both files"
                 )
-            validate_labels(labels, num_classes=self.num_classes, path=labels_path)
+            shared.validate_labels(labels, num_classes=self.num_classes, path=labels_path)
             images = images.unsqueeze(1).expand(-1, self.channels, -1, -1)
             tensors[f"{split}_inputs"] = images.contiguous()
             tensors[f"{split}_targets"] = labels.long()
         return tensors
 
-    dataset = image_dataset
+    dataset = shared.image_dataset
 
-    def _pair(self, data_root: Path, prefix: str) -> tuple[Path, Path]:
-        raw = data_root / self.folder / "raw"
-        images, labels = f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
-        return _plain_or_gzipped(raw / images), _plain_or_gzipped(raw / labels)
-
-    def _files(self, data_root: Path) -> tuple[Path, ...]:
-        return self._pair(data_root, "train") + self._pair(data_root, "t10k")
-
-
-def _plain_or_gzipped(path: Path) -> Path:
-    gzipped = path.with_name(f"{path.name}.gz")
-    return gzipped if gzipped.exists() and not path.exists() else path
+    def _files(self, data_root: Path) -> list[Path]:
+        """Return the files in the order of PUBLISHED, each gzipped if there is no plain one."""
+        files = []
+        for name in PUBLISHED:
+            plain = data_root / self.folder / "raw" / name
+            gzipped = plain.with_name(f"{name}.gz")
+            files.append(gzipped if gzipped.exists() and not plain.exists() else plain)
+        return files
 
 
 def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
-    """Return the uint8 tensor in an IDX file; the magic number's last byte counts its dimensions.
+    """Return the uint8 tensor in an IDX file; a ``.gz`` file is unpacked in memory.
 
-    Args:
-        path: of the file; a ``.gz`` file is unpacked in memory.
-        magic: the number that the file must begin with.
-        published: SHA-256 of unpacked files by name; other files are not compared.
+    The last byte of the magic number counts the dimensions. `published` has the SHA-256 of unpacked
+    files by name; other files may hold anything.
 
     Raises:
         UserError: the file cannot be read or unpacked, or its magic number, size or SHA-256 is
@@ -124,26 +111,28 @@ def read_idx(path: Path, *, magic: int, published: Mapping[str, str]) -> Tensor:
             data = bytearray(gzip.decompress(data))
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"{path} cannot be read ({reason}); {REMEDY}") from error
-    num_dims = magic & 0xFF
-    header = struct.Struct(f">{1 + num_dims}I")
+        raise UserError(f"{path} cannot be read ({reason}); {shared.REMEDY}") from error
+    header = struct.Struct(f">{1 + (magic & 0xFF)}I")
     if len(data) < header.size:
-        raise UserError(f"{path} has {len(data)} bytes, expected at least {header.size}; {REMEDY}")
+        raise UserError(
+            f"{path} has {len(data)} bytes, expected at least {header.size}; {shared.REMEDY}"
+        )
     found, *shape = header.unpack_from(data)
     if found != magic:
         raise UserError(
-            f"{path} begins with the magic number {found:#010x}, expected {magic:#010x}; {REMEDY}"
+            f"{path} begins with the magic number {found:#010x}, expected {magic:#010x}; "
+            f"{shared.REMEDY}"
         )
     size = header.size + math.prod(shape)
     if len(data) != size or 0 in shape:
         raise UserError(
             f"{path} has {len(data)} bytes, expected {size} for the sizes in its header "
-            f"({' x '.join(map(str, shape))}); {REMEDY}"
+            f"({' x '.join(map(str, shape))}); {shared.REMEDY}"
         )
     expected = published.get(path.name.removesuffix(".gz"))
     if expected is not None and (digest := hashlib.sha256(data).hexdigest()) != expected:
         raise UserError(
             f"{path} has SHA-256 {digest}, expected {expected}, the published file's; "
-            f"{REMEDY}, or write dataset.name=NAME if it is a file of your own"
+            f"{shared.REMEDY}, or write dataset.name=NAME if it is a file of your own"
         )
     return torch.frombuffer(data, dtype=torch.uint8, offset=header.size).reshape(shape)

@@ -1,0 +1,155 @@
+"""What sources share: checks of their fields, the split, and the files that they download."""
+
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
+from http.client import HTTPException
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from ddp_runner.data.dataset import Augmentation, Dataset, Source, splits
+from ddp_runner.errors import UserError
+
+REMEDY = "replace the file, or delete it to have it downloaded"
+DOWNLOADS = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")  # torchvision's classes
+DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
+DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
+
+
+class _ImageSource(Source, Protocol):
+    """A source of images with classes: its facts are those of the ``Dataset``."""
+
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def mean(self) -> float | Sequence[float]: ...
+    @property
+    def std(self) -> float | Sequence[float]: ...
+    @property
+    def augmentation(self) -> Augmentation | None: ...
+
+
+def image_dataset(source: _ImageSource, tensors: Mapping[str, Tensor]) -> Dataset:
+    """Return the dataset of a source of images; its inputs are to be normalised."""
+    return Dataset(
+        source.name,
+        *splits(tensors),
+        num_classes=source.num_classes,
+        mean=source.mean,
+        std=source.std,
+        augmentation=source.augmentation,
+    )
+
+
+def require_at_least(source: Source, **least: int) -> None:
+    """Refuse fields of a source that are too small.
+
+    Raises:
+        UserError: a field is below its smallest value.
+    """
+    for name, smallest in least.items():
+        if getattr(source, name) < smallest:
+            raise UserError(
+                f"dataset.{name} ({getattr(source, name)}) must be at least {smallest}; use "
+                f"{smallest} or more"
+            )
+
+
+def shuffled_split(
+    num_samples: int, eval_fraction: float, *, seed: int, noun: str, place: Path
+) -> dict[str, list[int]]:
+    """Return the numbers of the samples of ``train`` and of ``eval``, in a random order.
+
+    Raises:
+        UserError: a split would be empty; `noun` and `place` are words of the message.
+    """
+    num_eval = round(num_samples * eval_fraction)
+    if not 0 < num_eval < num_samples:
+        raise UserError(
+            f"dataset.eval_fraction ({eval_fraction}) of the {num_samples} {noun} in {place} "
+            f"leaves a split empty; use 0.5, or add {noun}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_samples, generator=generator).tolist()
+    return {"train": order[num_eval:], "eval": order[:num_eval]}
+
+
+def validate_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
+    """Refuse labels (num_samples,) that are not classes.
+
+    Raises:
+        UserError: a label is out of range; the message has the first one.
+    """
+    wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
+    if len(wrong):
+        position = int(wrong[0])
+        raise UserError(
+            f"{path} has label {int(labels[position])} for sample {position}, expected 0 to "
+            f"{num_classes - 1}; {REMEDY}"
+        )
+
+
+def stamps(paths: Sequence[Path]) -> dict[str, object]:
+    """Return size (bytes) and modification time (ns) of each file by name; None: missing."""
+    found: dict[str, object] = {path.name: None for path in paths}
+    for path in paths:
+        with suppress(OSError):  # the build reports it
+            stat = path.stat()
+            found[path.name] = [stat.st_size, stat.st_mtime_ns]
+    return found
+
+
+def fetch_missing(
+    paths: Sequence[Path], *, name: str, torchvision_class: str, data_root: Path
+) -> None:
+    """Download a dataset with torchvision, unless all its files are there, in one folder.
+
+    If several machines share the folder, one downloads and the others wait.
+
+    Raises:
+        UserError: a file is missing and cannot be downloaded.
+    """
+    folder = paths[0].parent
+    if all(path.exists() for path in paths) and not (folder / DOWNLOAD_LOCK).exists():
+        return
+    lock = FileLock(folder / DOWNLOAD_LOCK)
+    # A folder that cannot be written or locked is not locked: the download fails with the reason.
+    with suppress(OSError, RuntimeError):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        if all(path.exists() for path in paths):
+            return
+        reason = _download(torchvision_class, data_root)
+    finally:
+        lock.release()
+    if missing := [path.name for path in paths if not path.exists()]:
+        raise UserError(
+            f"dataset {name}: {', '.join(missing)} not found in {folder.absolute()}, and the "
+            f"download failed ({reason}); copy the files into that folder, point data_root at the "
+            f"folder that holds {folder.relative_to(data_root)}, connect to the network once, or "
+            "use dataset=digits, which is bundled and needs no network"
+        )
+
+
+def _download(torchvision_class: str, data_root: Path) -> str:
+    """Download what torchvision offers; return why a file may still be missing."""
+    from torchvision import datasets  # slow to import, and needed only here
+
+    if torchvision_class not in DOWNLOADS:  # the name of a folder that a config gives
+        return f"only {', '.join(DOWNLOADS)} can be downloaded"
+    with ExitStack() as stack:
+        stack.callback(socket.setdefaulttimeout, socket.getdefaulttimeout())
+        socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
+        stack.enter_context(redirect_stdout(sys.stderr))
+        try:
+            getattr(datasets, torchvision_class)(data_root, download=True)
+        # torchvision also reads the files; our own reader reports damaged ones better.
+        except (RuntimeError, OSError, HTTPException, ValueError, AssertionError) as error:
+            return " ".join(str(error).split())
+    return "the download left them out"
