@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
 from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
+from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs
-from ddp_runner.compare.stats import Target
 from ddp_runner.errors import UserError
 
 

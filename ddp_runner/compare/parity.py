@@ -7,10 +7,9 @@ them from unequal runs is how the difference starts and how fast it grows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddp_runner.compare.run import Run
-from ddp_runner.compare.settings import Setting, identity
+from ddp_runner.compare.settings import identity
 
 LOSS = "train/loss"
 # Keys that may differ between runs whose losses must not.
@@ -41,32 +40,27 @@ class Parity:
         return self.first_break is not None
 
 
-def parities(
-    runs: Sequence[Run], *, settings: Mapping[Path, Setting], tolerance: float
-) -> tuple[Parity, ...]:
+def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
     """Compare the losses of runs that differ only in mode, devices and world size.
 
     Args:
         runs: Runs without a reason to skip them.
-        settings: Their settings, by folder.
         tolerance: A relative difference that is fine, however it started.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        setting = settings[run.folder]
-        has_losses = setting.get("batch.global_size") is not None and run.values(LOSS)
+        has_losses = run.setting.get("batch.global_size") is not None and run.values(LOSS)
         if has_losses and promises_parity(run):
-            key = f"{run.seed!r}\n{identity(setting, without=MAY_DIFFER)}"
+            key = f"{run.seed!r}\n{identity(run.setting, without=MAY_DIFFER)}"
             groups.setdefault(key, []).append(run)
     results = []
     for group in groups.values():
-        reference = min(group, key=lambda run: (run.world_size, *_simplicity(settings[run.folder])))
-        same = identity(settings[reference.folder], without=("parallel_jobs",))
+        reference = min(group, key=_simplicity)
+        same = identity(reference.setting, without=("parallel_jobs",))
         for run in group:
-            if identity(settings[run.folder], without=("parallel_jobs",)) != same:
-                parity = _compare(run, reference, tolerance=tolerance)
-                results += [parity] if parity.num_steps else []
-    return tuple(results)
+            if identity(run.setting, without=("parallel_jobs",)) != same:
+                results.append(_compare(run, reference, tolerance=tolerance))
+    return [parity for parity in results if parity.num_steps]
 
 
 def promises_parity(run: Run) -> bool:
@@ -74,10 +68,10 @@ def promises_parity(run: Run) -> bool:
     return run.config.get("parallelism.mode") != "async"
 
 
-def _simplicity(setting: Setting) -> tuple[int, str]:
-    """Return a key that sorts modes with few options, such as no communication, first."""
-    options = [key for key in setting if key.startswith("parallelism.")]
-    return len(options), str(setting.get("parallelism.name"))
+def _simplicity(run: Run) -> tuple[int, int, str]:
+    """Return a key that sorts few ranks, then modes with few options, such as `single`, first."""
+    options = [key for key in run.setting if key.startswith("parallelism.")]
+    return run.world_size, len(options), str(run.setting.get("parallelism.name"))
 
 
 def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
@@ -86,9 +80,8 @@ def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
         for lines in (run.lines, reference.lines)
     )
     differences = {
-        int(step or 0): _difference(loss, theirs[step])
-        for step, loss in sorted(ours.items(), key=lambda item: item[0] or 0)
-        if step in theirs
+        int(step or 0): _difference(ours[step], theirs[step])
+        for step in sorted(ours.keys() & theirs.keys(), key=lambda step: step or 0)
     }
     largest, first_break, verdict = max(differences.values(), default=0.0), None, "ok"
     if largest > tolerance:

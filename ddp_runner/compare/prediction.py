@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ddp_runner.compare.rows import ComparisonRow, Prediction
 from ddp_runner.compare.run import Run
 from ddp_runner.metric_names import StepPart
 
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
+COMPUTED = (*PER_SAMPLE, StepPart.OPTIMIZER)
 REST = "rest"  # the time of a step outside of its measured parts
 
 
@@ -27,68 +29,47 @@ class AllReduceFit:
     num_sizes: int  # message sizes in the fit
     error: float  # median relative error of the fit
 
-    def time_ms(self, num_bytes: int, num_messages: int) -> float:
-        """Return the time for so many bytes in so many messages."""
-        return num_messages * self.latency_us / 1e3 + num_bytes / self.gb_per_s / 1e6
-
 
 AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """The mean step of a setting."""
-
-    run: Run  # any run of the setting
-    samples_per_s: float
-    step_time_ms: float
-    parts_ms: Mapping[str, float]  # those that were measured
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted step of a row, beside the measured step."""
-
-    samples_per_s: float
-    speedup: float  # over the baseline
-    parts_ms: Mapping[str, float]  # predicted
-    measured_ms: Mapping[str, float]  # the same parts
 
 
 def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
     """Return what ``task=collectives`` runs have measured."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for run in runs:
-        key = (str(run.config.get("backend.name")), run.world_size)
         for call in run.record.get("collectives", ()):
             kind = (call.get("op"), call.get("reduce_op"), call.get("dtype"))
             if kind == ("all_reduce", "sum", "float32"):
-                points.setdefault(key, []).append((call["bytes"], call["latency_us"]["median"]))
-    fits = [_fit(backend, ranks, measured) for (backend, ranks), measured in points.items()]
-    return {(fit.backend, fit.world_size): fit for fit in fits if fit is not None}
+                point = call["bytes"], call["latency_us"]["median"]
+                points.setdefault(_backend_and_size(run), []).append(point)
+    fits = {key: _fit(*key, measured) for key, measured in points.items()}
+    return {key: fit for key, fit in fits.items() if fit is not None}
 
 
-def predict(step: MeasuredStep, base: MeasuredStep, fits: AllReduceFits) -> Prediction | None:
-    """Predict the step of a setting from the baseline's; None if a measurement is missing.
+def predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Prediction | None:
+    """Predict the step of a row from its baseline's; None if a measurement is missing.
 
-    Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction.
+    Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction, and only
+    on more ranks than the baseline.
     """
-    run = step.run
+    run, base_run = row.runs[0], base.runs[0]  # any run of the setting
     num_bytes = run.record.get("gradient_bytes")
     cap_mb = run.config.get("parallelism.bucket_cap_mb")
-    fit = fits.get((str(run.config.get("backend.name")), run.world_size))
-    measured_ms, base_ms = _all_parts_ms(step), _all_parts_ms(base)
-    if not (measured_ms and base_ms and fit and num_bytes and cap_mb):
+    fit = fits.get(_backend_and_size(run))
+    measured_ms, base_ms = _all_parts_ms(row), _all_parts_ms(base)
+    if base.world_size >= row.world_size or not (num_bytes and cap_mb and fit):
+        return None
+    if measured_ms is None or base_ms is None or base.samples_per_s is None:
         return None
     samples = int(run.config["batch.global_size"])
-    base_samples = int(base.run.config["batch.global_size"])
-    growth = (samples / run.world_size) / (base_samples / base.run.world_size)
+    base_samples = int(base_run.config["batch.global_size"])
+    growth = (samples / run.world_size) / (base_samples / base_run.world_size)
+    latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3
     parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
     parts_ms |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}
-    parts_ms[StepPart.COMM] = fit.time_ms(num_bytes, num_buckets(num_bytes, cap_mb))
-    parts_ms[StepPart.WAIT] = 0.0
+    parts_ms |= {StepPart.COMM: latency_ms + num_bytes / fit.gb_per_s / 1e6, StepPart.WAIT: 0.0}
     samples_per_s = 1000 * samples / sum(parts_ms.values())
-    return Prediction(samples_per_s, samples_per_s / base.samples_per_s, parts_ms, measured_ms)
+    return Prediction(samples_per_s, samples_per_s / base.samples_per_s.mean, parts_ms, measured_ms)
 
 
 def num_buckets(num_bytes: int, cap_mb: float) -> int:
@@ -99,14 +80,17 @@ def num_buckets(num_bytes: int, cap_mb: float) -> int:
     return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
 
 
-def _all_parts_ms(step: MeasuredStep) -> dict[str, float] | None:
+def _backend_and_size(run: Run) -> tuple[str, int]:
+    return str(run.config.get("backend.name")), run.world_size
+
+
+def _all_parts_ms(row: ComparisonRow) -> dict[str, float] | None:
     """Return all parts of a step, which add up to its time; None if one was not measured."""
-    needed = (*PER_SAMPLE, StepPart.OPTIMIZER)
-    if not set(needed).issubset(step.parts_ms):
+    if row.step_time_ms is None or not set(COMPUTED).issubset(row.step_parts_ms):
         return None
-    names = (*needed, StepPart.COMM, StepPart.WAIT)
-    parts: dict[str, float] = {part: step.parts_ms.get(part, 0.0) for part in names}
-    return {**parts, REST: step.step_time_ms - sum(parts.values())}
+    names = (*COMPUTED, StepPart.COMM, StepPart.WAIT)
+    parts: dict[str, float] = {part: row.step_parts_ms.get(part, 0.0) for part in names}
+    return {**parts, REST: row.step_time_ms.mean - sum(parts.values())}
 
 
 def _fit(backend: str, world_size: int, points: Sequence[tuple[int, float]]) -> AllReduceFit | None:
@@ -114,18 +98,12 @@ def _fit(backend: str, world_size: int, points: Sequence[tuple[int, float]]) -> 
     import numpy as np  # takes 0.1 s, and most comparisons have nothing to fit
 
     sizes, times_us = (np.array(values, dtype=float) for values in zip(*points, strict=True))
-    if len(set(sizes)) < 2:
+    num_sizes = len(set(sizes))
+    if num_sizes < 2:
         return None
     slope, intercept = np.polyfit(sizes, times_us, 1, w=1 / times_us)
     if slope <= 0:
         return None  # larger messages were not slower: the measurement is noise
-    latency_us = max(0.0, float(intercept))
-    errors = abs(latency_us + slope * sizes - times_us) / times_us
-    return AllReduceFit(
-        backend=backend,
-        world_size=world_size,
-        latency_us=latency_us,
-        gb_per_s=float(1 / (slope * 1e3)),
-        num_sizes=len(set(sizes)),
-        error=float(np.median(errors)),
-    )
+    latency_us, gb_per_s = max(0.0, float(intercept)), float(1 / (slope * 1e3))
+    error = float(np.median(abs(latency_us + slope * sizes - times_us) / times_us))
+    return AllReduceFit(backend, world_size, latency_us, gb_per_s, num_sizes, error)

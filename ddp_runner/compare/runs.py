@@ -8,6 +8,7 @@ import os
 import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ddp_runner.compare.run import Run, is_finite
+from ddp_runner.compare.run import SAMPLES_PER_S, Run, is_finite
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError
@@ -24,14 +25,11 @@ from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, S
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": dict}
-KNOWN_FIELDS = {
-    *get_type_hints(RunRecord),
-    "launch_id",
-    "agents",
-    "packed",
-}  # the last three are of old runs
+OLD_FIELDS = ("launch_id", "agents", "packed")  # of earlier versions
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_version = cache(metadata.version)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -83,11 +81,8 @@ def read_run(folder: Path) -> Run:
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
     except Exception as error:  # PyYAML raises errors of any type for odd tags
         return Run(folder, reason=_sentence(folder, error, record), record=record)
-    notes = list(_version_notes(record))
-    if num_damaged:
-        num_lines = num_damaged + len(lines)
-        notes.append(f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged")
-    return Run(folder, notes=tuple(notes), record=record, config=keys, lines=tuple(lines))
+    run = Run(folder, record=record, config=keys, lines=tuple(lines))
+    return replace(run, notes=tuple(_notes(run, num_damaged)))
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
@@ -139,21 +134,6 @@ def _sentence(folder: Path, error: Exception, record: Mapping[str, Any]) -> str:
     return f"{name} cannot be read ({' '.join(str(error).split())})"
 
 
-def _version_notes(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note if another version of the program wrote the record."""
-    versions = record.get("versions")
-    theirs = versions.get("ddp_runner") if isinstance(versions, dict) else None
-    if theirs != _version():
-        sentence = f"written by ddp_runner {theirs or '(unknown)'}, this is {_version()}"
-        unknown = ", ".join(sorted(set(record) - KNOWN_FIELDS))
-        yield f"{sentence}; unknown fields: {unknown}" if unknown else sentence
-
-
-@cache
-def _version() -> str:
-    return metadata.version("ddp_runner")
-
-
 def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
@@ -161,15 +141,35 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     for text in path.read_bytes().splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
-            if not (is_finite(line["step"]) and is_finite(line["time_s"])):
+            has_numbers = all(isinstance(value, int | float | None) for value in line.values())
+            if not (has_numbers and is_finite(line["step"]) and is_finite(line["time_s"])):
                 raise ValueError
-            lines.append({key: _number(value) for key, value in line.items()})
+            lines.append({key: value if is_finite(value) else None for key, value in line.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             num_damaged += 1
     return lines, num_damaged
 
 
-def _number(value: Any) -> float | None:
-    if value is None or isinstance(value, int | float):
-        return value if is_finite(value) else None
-    raise ValueError
+def _notes(run: Run, num_damaged: int) -> Iterator[str]:
+    """Yield what a reader must know about a run that is in a row."""
+    versions = run.record.get("versions")
+    theirs = versions.get("ddp_runner") if isinstance(versions, dict) else None
+    if theirs != (ours := _version("ddp_runner")):
+        unknown = ", ".join(sorted({*run.record} - {*get_type_hints(RunRecord), *OLD_FIELDS}))
+        yield (
+            f"written by ddp_runner {theirs or '(unknown)'}, this is {ours}"
+            + (f"; unknown fields: {unknown}" if unknown else "")
+        )
+    if num_damaged:
+        num_lines = num_damaged + len(run.lines)
+        yield f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged"
+    if len(run.sessions) > 1:
+        yield (
+            f"resumed: wall s is the sum of its {len(run.sessions)} sessions, start-up s is from "
+            "the first"
+        )
+    if len(run.values(SAMPLES_PER_S)) == 1:
+        yield (
+            f"no samples/s: {SAMPLES_PER_S} has only one line, the warm-up; lower "
+            "train.log_every_steps"
+        )

@@ -1,12 +1,8 @@
-"""The setting of a run, the keys in which settings differ, and how both read in a table."""
+"""The settings of runs: which are equal, in which keys they differ, how they read in a table."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ddp_runner.compare.run import Run
-
-# The seed, over which a row averages, and keys that change neither the work nor its speed.
-IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
 FIRST_KEYS = (
@@ -21,20 +17,6 @@ FIRST_KEYS = (
 )
 
 Setting = Mapping[str, Any]  # dotted keys and values
-
-
-def setting_of(run: Run) -> Setting:
-    """Return everything that two runs must share to count as repetitions of one setting."""
-    config = {
-        key: value
-        for key, value in run.config.items()
-        if key not in IGNORED and not key.startswith(("launch.", "sweep."))
-    }
-    return config | {
-        "world_size": run.world_size,
-        "num_devices": run.num_devices,
-        "parallel_jobs": run.is_parallel_job,  # its times differ from those of a run alone
-    }
 
 
 def identity(setting: Setting, *, without: Collection[str] = ()) -> str:

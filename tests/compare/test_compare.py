@@ -12,8 +12,8 @@ from ddp_runner.compare.analysis import Comparison, compare
 from ddp_runner.compare.render.plots import figures
 from ddp_runner.compare.render.tables import as_text
 from ddp_runner.compare.rows import ComparisonRow
+from ddp_runner.compare.run import Stat, Target
 from ddp_runner.compare.runs import read_runs
-from ddp_runner.compare.stats import Stat, Target
 from ddp_runner.errors import UserError
 
 STRONG = {1: (64, 64), 2: (64, 32), 4: (64, 16)}  # global batch, batch per rank

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
-from ddp_runner.compare.remarks import speed_remark
 from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure, plain_log_ticks
 from ddp_runner.compare.render.step_parts import step_parts
@@ -122,7 +121,7 @@ def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
             x: row.predicted[kind].speedup for x, row in rows.items() if kind in row.predicted
         }
         predicted |= {xs[0]: predicted.get(xs[0], 1.0)} if predicted else {}
-        remarks = {x: remark for x, row in rows.items() if (remark := speed_remark(row))}
+        remarks = {x: remark for x, row in rows.items() if (remark := row.speed_remark)}
         words = [f"{name}: {ys[-1]:.2f}x ({ys[-1] / (xs[-1] / xs[0]):.0%})"]
         lines.append(
             Line(

@@ -9,14 +9,12 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from ddp_runner.compare.analysis import Comparison
+from ddp_runner.compare.analysis import Comparison, RunNote
 from ddp_runner.compare.parity import Parity
-from ddp_runner.compare.remarks import RunNote
 from ddp_runner.compare.render.columns import Column, columns, digits, legends
 from ddp_runner.compare.rows import ComparisonRow
-from ddp_runner.compare.run import Run
+from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, counted, label, title_of
-from ddp_runner.compare.stats import Stat
 from ddp_runner.errors import printable
 from ddp_runner.files import json_safe
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.remarks import speed_remark
 from ddp_runner.compare.render.tables import as_markdown
 from ddp_runner.compare.settings import label
 from ddp_runner.files import safe_name
@@ -49,7 +48,7 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
     for number, row in enumerate(comparison.rows, start=1):
         name = label(row.setting, comparison.keys)
         name = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]} {number}"
-        name += f", {remark}" if (remark := speed_remark(row)) else ""
+        name += f", {remark}" if (remark := row.speed_remark) else ""
         for kind, scaling in row.scalings.items():
             values = {"speedup": scaling.speedup, "efficiency": scaling.efficiency}
             if kind in row.predicted:
