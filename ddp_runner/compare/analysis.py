@@ -13,6 +13,7 @@ from ddp_runner.compare.prediction import AllReduceFit, AllReduceFits, fit_all_r
 from ddp_runner.compare.rows import ComparisonRow, warnings_about
 from ddp_runner.compare.run import (
     COMM_SHARE,
+    PEAK_MEMORY_GIB,
     SAMPLES_PER_S,
     STEP_TIME_MS,
     Run,
@@ -141,8 +142,8 @@ def _row(
 ) -> ComparisonRow:
     """Return the row of runs that differ only in their seeds, without its scalings."""
 
-    def steady(metric: str) -> Stat | None:
-        return stat(run.steady(metric) for run in runs)
+    def result(metric: str) -> Stat | None:
+        return stat(run.result(metric) for run in runs)
 
     setting = {"seed": runs[0].seed, **runs[0].setting}
     finals = [run.final for run in runs]
@@ -150,21 +151,21 @@ def _row(
     metrics = {name: stat(final.get(name) for final in finals) for name in names}
     logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
     times = [name for name in logged if name.startswith("perf/") and name.endswith("_ms")]
-    parts = {name: steady(name) for name in times if name != STEP_TIME_MS}
+    parts = {name: result(name) for name in times if name != STEP_TIME_MS}
     return ComparisonRow(
         setting={key: setting.get(key) for key in keys},
         world_size=runs[0].world_size,
         num_devices=runs[0].num_devices,
         runs=tuple(runs),
-        samples_per_s=steady(SAMPLES_PER_S),
+        samples_per_s=result(SAMPLES_PER_S),
         time_to_target_s=stat(target.time_s(run) for run in runs) if target else None,
         metrics={name: value for name, value in metrics.items() if value is not None},
-        peak_memory_gib=stat(run.peak_memory_gib for run in runs),
-        comm_share=steady(COMM_SHARE),
+        peak_memory_gib=result(PEAK_MEMORY_GIB),
+        comm_share=result(COMM_SHARE),
         startup_s=stat(run.number("startup_s") for run in runs),
         wall_s=stat(run.number("wall_s") for run in runs),
         num_sessions=stat(len(run.sessions) or None for run in runs),
-        step_time_ms=steady(STEP_TIME_MS),
+        step_time_ms=result(STEP_TIME_MS),
         step_parts_ms={
             name.removeprefix("perf/").removesuffix("_ms"): part.mean
             for name, part in parts.items()
@@ -196,12 +197,10 @@ def _scaled(
     ]
 
 
-def _order(value: Any) -> tuple[int, float, str]:
+def _order(value: Any) -> tuple[bool, bool, Any]:
     """Return a key that sorts None first, then numbers by value, then text."""
-    if value is None:
-        return 0, 0.0, ""
-    is_number = isinstance(value, int | float)
-    return (1, value, "") if is_number else (2, 0.0, str(value))
+    is_text = not isinstance(value, int | float)
+    return value is not None, is_text, str(value) if is_text else value
 
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:

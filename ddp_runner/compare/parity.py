@@ -34,11 +34,6 @@ class Parity:
     first_break: int | None  # first step that rounding does not explain; None if parity holds
     verdict: str  # in words: ok; ok, rounding grows to 1.1%; breaks at step 45; …
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether rounding does not explain the difference."""
-        return self.first_break is not None
-
 
 def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
     """Compare the losses of runs that differ only in mode, devices and world size.

@@ -89,10 +89,9 @@ def warnings_about(
     rows: Sequence[ComparisonRow], keys: Sequence[str], runs: Sequence[Run]
 ) -> Iterator[str]:
     """Yield why the runs of rows may not be comparable, and which speeds are doubtful."""
-    versions = [run.record.get("versions") for run in runs]
     origins = {
         "hosts": [run.record.get("host") for run in runs],
-        "torch versions": [one.get("torch") if isinstance(one, dict) else None for one in versions],
+        "torch versions": [run.field("versions", "torch") for run in runs],
         "git revisions": [run.record.get("git_revision") for run in runs],
     }
     for name, values in origins.items():

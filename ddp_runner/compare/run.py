@@ -73,11 +73,7 @@ class Run:
 
         Measured on the machine of rank 0 since the last start; None if unknown.
         """
-        load = self.record.get("load")
-        end = load.get("end") if isinstance(load, dict) else None
-        if not isinstance(end, dict):
-            return None
-        shares = [end.get("busy_share_others"), end.get("steal_share")]
+        shares = [self.field("load", "end", name) for name in ("busy_share_others", "steal_share")]
         known = [share for share in shares if is_finite(share)]
         return sum(known) if known else None
 
@@ -98,10 +94,12 @@ class Run:
         metrics = self.record["metrics"].items()
         return {key: float(value) for key, value in metrics if is_finite(value)}
 
-    @property
-    def peak_memory_gib(self) -> float | None:
-        """Peak memory of rank 0."""
-        return max(self.values(PEAK_MEMORY_GIB), default=None)
+    def field(self, *keys: str) -> Any:
+        """Return what run.json holds below nested keys; None if it does not have them."""
+        value: Any = self.record
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
 
     def number(self, name: str) -> float | None:
         """Return a field of run.json; None if it is not a finite number."""
@@ -113,16 +111,18 @@ class Run:
         values = (line.get(metric) for line in self.lines)
         return [value for value in values if value is not None]
 
-    def steady(self, metric: str) -> float | None:
-        """Return the median of a metric over the lines without the first, the warm-up."""
-        values = self.values(metric)[1:]
-        return statistics.median(values) if values else None
-
     def result(self, metric: str) -> float | None:
-        """Return the result in a metric: the peak memory, a steady median, or the last value."""
+        """Return the result in a metric; None if there is none.
+
+        It is the highest value of the peak memory, which is of rank 0; the median of other numbers
+        of `perf/` without the first line, the warm-up; else the last value.
+        """
         if metric == PEAK_MEMORY_GIB:
-            return self.peak_memory_gib
-        return self.steady(metric) if metric.startswith("perf/") else self.final.get(metric)
+            return max(self.values(metric), default=None)
+        if metric.startswith("perf/"):
+            values = self.values(metric)[1:]
+            return statistics.median(values) if values else None
+        return self.final.get(metric)
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: One of the paths contains no run.
     """
-    runs: dict[Path, Run] = {}
-    seen: set[tuple[str, float]] = set()
+    runs: dict[object, Run] = {}
+    seen: set[Path] = set()
     for path in paths:
         folders = sorted(_run_folders(path))
         if not folders:
@@ -51,16 +51,14 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             )
         for folder in folders:
             resolved = folder.resolve()
-            if resolved in runs:
+            if resolved in seen:
                 continue
+            seen.add(resolved)
             run = read_run(folder)
             started_at = [run.record, *run.sessions][-1].get("started_at")
-            if is_finite(started_at) and "config_hash" in run.record:
-                identity = (str(run.record["config_hash"]), started_at)
-                if identity in seen:
-                    continue
-                seen.add(identity)
-            runs[resolved] = run
+            has_identity = is_finite(started_at) and "config_hash" in run.record
+            identity = (str(run.record["config_hash"]), started_at) if has_identity else resolved
+            runs.setdefault(identity, run)
     return list(runs.values())
 
 
@@ -72,7 +70,7 @@ def read_run(folder: Path) -> Run:
     record: Mapping[str, Any] = {}
     try:
         record = read_run_record(folder)
-        if (problem := _unfinished(folder, record) or _unusable(record)) is not None:
+        if (problem := _problem(folder, record)) is not None:
             return Run(folder, reason=problem, record=record)
         config = yaml.load((folder / CONFIG_FILE).read_bytes(), Loader=LOADER)  # a safe loader
         if not isinstance(config, dict):
@@ -97,11 +95,9 @@ def _run_folders(path: Path) -> Iterator[Path]:
     yield from (folder for folder in unreadable if path.is_dir() and folder.is_dir())
 
 
-def _unfinished(folder: Path, record: Mapping[str, Any]) -> str | None:
-    """Return why a run is not completed; None if it is."""
+def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
+    """Return why a run is not completed or not usable; None if it is."""
     status, error = record.get("status"), record.get("error")
-    if status == Status.COMPLETED:
-        return None
     if status == Status.RUNNING:
         lines = folder / METRICS_FILE
         written = (lines if lines.exists() else folder / RUN_RECORD).stat().st_mtime
@@ -111,10 +107,8 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> str | None:
     if status in (Status.FAILED, Status.PREEMPTED):
         sentence = error.get("sentence") if isinstance(error, dict) else None
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
-    return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
-
-
-def _unusable(record: Mapping[str, Any]) -> str | None:
+    if status != Status.COMPLETED:
+        return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
     if "checks" in record:
         return "a task=check run has no metrics to compare"
     for name, kind in REQUIRED.items():
@@ -152,8 +146,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
 
 def _notes(run: Run, num_damaged: int) -> Iterator[str]:
     """Yield what a reader must know about a run that is in a row."""
-    versions = run.record.get("versions")
-    theirs = versions.get("ddp_runner") if isinstance(versions, dict) else None
+    theirs = run.field("versions", "ddp_runner")
     if theirs != (ours := _version("ddp_runner")):
         unknown = ", ".join(sorted({*run.record} - {*get_type_hints(RunRecord), *OLD_FIELDS}))
         yield (

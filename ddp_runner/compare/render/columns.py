@@ -44,24 +44,9 @@ def columns(comparison: Comparison) -> list[Column]:
 
 def legends(comparison: Comparison) -> dict[str, str]:
     """Return what a reader must know about columns, by their keys."""
-    efficiency = "the speedup divided by the ratio of devices (on a CPU, of ranks)"
-    predicted = (
-        "the speedup from the baseline's computing and the all-reduce that task=collectives "
-        "measured, without overlap"
-    )
-    strong, weak = (
-        bases[0] if len(bases) == 1 else "the setting under against"
-        for bases in (_bases(comparison, "strong"), _bases(comparison, "weak"))
-    )
-    return {
+    texts = {
         "seeds": "fewer seeds than runs mean that some runs are repetitions",
         "samples_per_s": "median of a run's perf/samples_per_s without its first line, the warm-up",
-        "strong_speedup": f"samples/s relative to {strong}, with the same global batch",
-        "strong_efficiency": efficiency,
-        "strong_predicted": predicted,
-        "weak_speedup": f"samples/s relative to {weak}, with the same batch per rank",
-        "weak_efficiency": efficiency,
-        "weak_predicted": predicted,
         "remark": f"superlinear means an efficiency above {SUPERLINEAR:.0%}, from a busy machine "
         f"or cache effects; busy machine means that other work used more than {BUSY:.0%} of the "
         "cores' time during a run (load in run.json)",
@@ -76,6 +61,17 @@ def legends(comparison: Comparison) -> dict[str, str]:
         "difference that began as rounding grew slowly to this size, as in any training; breaks: "
         "from this step on, rounding does not explain the difference",
     }
+    for kind, same in (("strong", "global batch"), ("weak", "batch per rank")):
+        bases = _bases(comparison, kind)
+        base = bases[0] if len(bases) == 1 else "the setting under against"
+        texts |= {
+            f"{kind}_speedup": f"samples/s relative to {base}, with the same {same}",
+            f"{kind}_efficiency": "the speedup divided by the ratio of devices "
+            "(on a CPU, of ranks)",
+            f"{kind}_predicted": "the speedup from the baseline's computing and the all-reduce "
+            "that task=collectives measured, without overlap",
+        }
+    return texts
 
 
 def _columns(comparison: Comparison) -> Iterator[Column]:
@@ -146,11 +142,9 @@ def _scaling(kind: str, *, has_several_bases: bool) -> Iterator[Column]:
 
 def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:
     """Return the worst verdict of a row's runs; None if they have none."""
-    breaks = [parity for parity in row.parity if parity.is_broken]
-    if breaks:
-        return min(breaks, key=lambda parity: parity.first_break or 0).verdict
-    if row.parity:
-        return max(row.parity, key=lambda parity: parity.largest).verdict
+    if row.parity:  # the earliest break, else the largest difference
+        ranks = [(one.first_break is None, one.first_break or -one.largest) for one in row.parity]
+        return row.parity[ranks.index(min(ranks))].verdict
     if references & {run.folder for run in row.runs}:
         return "reference"
     is_promised = not references or all(promises_parity(run) for run in row.runs)

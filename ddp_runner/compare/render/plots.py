@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
 from ddp_runner.compare.render.columns import digits
-from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure, plain_log_ticks
+from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure
 from ddp_runner.compare.render.step_parts import step_parts
-from ddp_runner.compare.rows import ComparisonRow
+from ddp_runner.compare.rows import ComparisonRow, Scaling
 from ddp_runner.compare.run import Run
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, label
 
@@ -100,37 +100,35 @@ def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
     """Return a line for each setting that ran on several numbers of devices, the fastest first."""
     sizes = ("world_size", "num_devices", *BATCH_SIZES)
     keys = [key for key in comparison.keys if key not in sizes]
-    scaled = [row for row in comparison.rows if kind in row.scalings]
-    if len({row.scalings[kind].batch for row in scaled}) > 1:
+    scaled = [(row, row.scalings[kind]) for row in comparison.rows if kind in row.scalings]
+    if len({scaling.batch for _, scaling in scaled}) > 1:
         keys.append(GLOBAL_BATCH if kind == "strong" else BATCH_PER_RANK)
-    settings: dict[str, dict[float, ComparisonRow]] = {}
-    for row in scaled:
-        setting = {**row.setting, **dict.fromkeys(BATCH_SIZES, row.scalings[kind].batch)}
-        settings.setdefault(label(setting, keys), {})[row.num_devices] = row
+    settings: dict[str, dict[float, tuple[ComparisonRow, Scaling]]] = {}
+    for row, scaling in scaled:
+        setting = {**row.setting, **dict.fromkeys(BATCH_SIZES, scaling.batch)}
+        settings.setdefault(label(setting, keys), {})[row.num_devices] = row, scaling
     lines = []
     for name, rows in settings.items():
-        scalings = {size: row.scalings[kind] for size, row in rows.items()}
-        base = next(iter(scalings.values()))
+        _, base = next(iter(rows.values()))
         speedups: dict[float, float] = {base.base_num_devices: 1.0}
-        speedups |= {size: scaling.speedup for size, scaling in scalings.items()}
+        speedups |= {size: scaling.speedup for size, (_, scaling) in rows.items()}
         if len(speedups) == 1:
             continue
         xs = sorted(speedups)
-        ys = [speedups[x] for x in xs]
-        predicted = {
-            x: row.predicted[kind].speedup for x, row in rows.items() if kind in row.predicted
-        }
+        predictions = {size: row.predicted.get(kind) for size, (row, _) in rows.items()}
+        predicted = {size: one.speedup for size, one in predictions.items() if one is not None}
         predicted |= {xs[0]: predicted.get(xs[0], 1.0)} if predicted else {}
-        remarks = {x: remark for x, row in rows.items() if (remark := row.speed_remark)}
-        words = [f"{name}: {ys[-1]:.2f}x ({ys[-1] / (xs[-1] / xs[0]):.0%})"]
+        remarks = {size: row.speed_remark for size, (row, _) in rows.items() if row.speed_remark}
+        last = xs[-1]
+        words = f"{name}: {speedups[last]:.2f}x ({speedups[last] / (last / xs[0]):.0%})"
         lines.append(
             Line(
-                name=", ".join(words + [remarks[x] for x in xs[-1:] if x in remarks]),
+                name=f"{words}, {remarks[last]}" if last in remarks else words,
                 xs=xs,
-                ys=ys,
+                ys=[speedups[x] for x in xs],
                 base=base.base,
                 predicted=_at(xs, predicted),
-                errors=_at(xs, {x: scaling.speedup_sd for x, scaling in scalings.items()}),
+                errors=_at(xs, {size: scaling.speedup_sd for size, (_, scaling) in rows.items()}),
                 doubtful=list(remarks),
             )
         )
@@ -144,6 +142,8 @@ def _at(xs: Sequence[float], values: Mapping[float, float | None]) -> list[float
 
 
 def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
+    from matplotlib.ticker import LogLocator, NullLocator
+
     rows = [_loss_line(row, comparison.keys, by_time=by_time) for row in comparison.rows]
     lines = [line for line in rows if line is not None]
     if not lines:
@@ -157,7 +157,10 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
     figure, (axes,) = new_figure(f"Training loss by {title}")
     values = [value for line in lines for value in line.ys]
     if min(values) > 0 and max(values) / min(values) > 20:
-        plain_log_ticks(axes)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     draw_lines(axes, lines, first=first, xlabel=xlabel, is_ragged=by_time)
     axes.set_ylabel(LOSS)
     axes.locator_params(axis="x", integer=not by_time)
@@ -172,9 +175,9 @@ def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
     groups: list[list[Line]] = []
     for line in lines:
         for group in groups:
-            same_steps = line.xs == group[0].xs
             pairs = zip(line.ys, group[0].ys, strict=False)
-            if same_steps and all(math.isclose(y, z, rel_tol=tolerance) for y, z in pairs):
+            is_near = all(math.isclose(y, z, rel_tol=tolerance) for y, z in pairs)
+            if is_near and line.xs == group[0].xs:
                 group.append(line)
                 break
         else:

@@ -17,45 +17,45 @@ if TYPE_CHECKING:
 
 MAX_BARS = 20
 PART_COLOURS = (*COLOURS, "#6a5acd", "#a0522d")
-MIN_NUMBERED = 0.07  # share of the longest bar; shorter parts have no number
+MIN_NUMBERED = 0.07 / 1.2  # share of the width; shorter parts have no number
 
 
 def step_parts(comparison: Comparison) -> "Figure | str":
     """Return the plot of the rows that have measured the parts of a step, or why there is none."""
-    rows = [row for row in comparison.rows if row.step_parts_ms]
-    if not rows:
+    bars = [(_parts(row), row) for row in comparison.rows if row.step_parts_ms]
+    if not bars:
         return "no run has measured the parts of its step time (perf/*_ms)"
-    rows = sorted(rows, key=lambda row: sum(_parts(row).values()))[:MAX_BARS]
-    names = list(dict.fromkeys([*StepPart, *(name for row in rows for name in _parts(row))]))
-    names = [name for name in names if any(_parts(row).get(name) for row in rows)]
+    bars = sorted(bars, key=lambda bar: sum(bar[0].values()))[:MAX_BARS]
+    names = [
+        name
+        for name in dict.fromkeys([*StepPart, *(name for parts, _ in bars for name in parts)])
+        if any(parts.get(name) for parts, _ in bars)
+    ]
     names.sort(key=lambda name: name == REST)
     colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
     colours |= {REST: GREY} if REST in names else {}
-    has_predicted = any(row.predicted for row in rows)
-    height = 1.8 + (0.65 if has_predicted else 0.4) * len(rows)
+    has_predicted = any(row.predicted for _, row in bars)
+    height = 1.8 + (0.65 if has_predicted else 0.4) * len(bars)
     figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
-    longest = max(sum(_parts(row).values()) for row in rows)
-    measured = {"at": -0.15, "height": 0.5} if has_predicted else {"at": 0.0, "height": 0.8}
-    for place, row in enumerate(rows):
-        _bar(axes, place + measured["at"], _parts(row), colours, longest, measured["height"])
+    axes.set_xlim(0, 1.2 * max(sum(parts.values()) for parts, _ in bars))
+    at, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
+    for place, (parts, row) in enumerate(bars):
+        _draw_bar(axes, place + at, parts, colours, size)
         for prediction in list(row.predicted.values())[:1]:
-            parts = prediction.parts_ms
-            _bar(axes, place + 0.22, parts, colours, longest, 0.18, word=" predicted")
-    axes.set_yticks(range(len(rows)), [label(row.setting, comparison.keys) for row in rows])
-    axes.set_xlim(0, 1.2 * longest)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+            _draw_bar(axes, place + 0.22, prediction.parts_ms, colours, 0.18, word=" predicted")
+    axes.set_yticks(range(len(bars)), [label(row.setting, comparison.keys) for _, row in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("milliseconds per step (median without the first line)")
     figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
     return figure
 
 
-def _bar(
+def _draw_bar(
     axes: "Axes",
     place: float,
     parts: Mapping[str, float],
     colours: Mapping[str, str],
-    longest: float,
     height: float,
     word: str = "",
 ) -> None:
@@ -67,17 +67,15 @@ def _bar(
         bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
         if place <= 0:
             bar.set_label(name)  # one label per part, from the first measured bar
-        if length > MIN_NUMBERED * longest and not word:
+        if length > MIN_NUMBERED * axes.get_xlim()[1] and not word:
             middle = start + length / 2
             axes.text(middle, place, digits(length), color="white", ha="center", va="center")
         start += length
-    size = 8 if word else None
     text = f"  {digits(sum(parts.values()))} ms{word}"
-    axes.text(start, place, text, va="center", color=TEXT, fontsize=size)
+    axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)
 
 
 def _parts(row: ComparisonRow) -> dict[str, float]:
     """Return the measured parts of a row's step, and the rest of its time."""
-    parts = dict(row.step_parts_ms)
     whole = row.step_time_ms.mean if row.step_time_ms else 0.0
-    return {**parts, REST: max(0.0, whole - sum(parts.values()))}
+    return {**row.step_parts_ms, REST: max(0.0, whole - sum(row.step_parts_ms.values()))}

@@ -39,12 +39,15 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
     for path in folder.rglob("events.out.tfevents.*"):
         path.unlink()  # TensorBoard would show its points as well
     plugin = SummaryMetadata.PluginData(plugin_name="text")
-    table = Summary.Value(
-        tag=f"{CARDS}/table",
-        metadata=SummaryMetadata(plugin_data=plugin),
-        tensor=make_tensor_proto(as_markdown(comparison).encode()),
-    )
-    _write(folder / CARDS, [table, *map(_image, sorted(pictures))])
+    table = make_tensor_proto(as_markdown(comparison).encode())
+    metadata = SummaryMetadata(plugin_data=plugin)
+    cards = [Summary.Value(tag=f"{CARDS}/table", metadata=metadata, tensor=table)]
+    for path in sorted(pictures):
+        png = path.read_bytes()
+        width, height = struct.unpack(">II", png[16:24])  # of its header
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+        cards.append(Summary.Value(tag=f"{CARDS}/{path.stem}", image=image))
+    _write(folder / CARDS, cards)
     for number, row in enumerate(comparison.rows, start=1):
         name = label(row.setting, comparison.keys)
         name = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]} {number}"
@@ -78,12 +81,3 @@ def _write(folder: Path, values: Sequence[Any], *, step: int = 0) -> None:
             Event(wall_time=now, step=step, summary=Summary(value=values)),
         ):
             records.write(event.SerializeToString())
-
-
-def _image(path: Path) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    data = path.read_bytes()
-    width, height = struct.unpack(">II", data[16:24])  # the header of a PNG
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
-    return Summary.Value(tag=f"{CARDS}/{path.stem}", image=image)
