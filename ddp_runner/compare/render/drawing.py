@@ -5,9 +5,11 @@ a plot is drawn.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ddp_runner.compare.render.columns import digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,10 +17,12 @@ if TYPE_CHECKING:
 
 # Contrast of at least 4.5:1 on white; the markers differ too, for colour-blind readers.
 COLOURS = ("#0060a0", "#b84a00", "#00795a", "#aa3377", "#000000", "#7a5c00")
+PART_COLOURS = (*COLOURS, "#6a5acd", "#a0522d")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, TEXT = "#6e6e6e", "#333333"
 MAX_GREY = 100  # lines behind the coloured ones
 MAX_MARKED = 30  # points of a line with markers
+MIN_NUMBERED = 0.07 / 1.2  # share of the axes; shorter parts of a bar have no number
 LABEL_WIDTH, LABEL_HEIGHT = 30, 0.055  # characters; share of the axes that a line of text takes
 STYLE: dict[Any, Any] = {
     "font.size": 11,
@@ -150,3 +154,27 @@ def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
 
 def _wrapped(name: str) -> str:
     return "\n".join(textwrap.fill(line, LABEL_WIDTH) for line in name.splitlines())
+
+
+def draw_bar(
+    axes: "Axes",
+    place: float,
+    parts: Mapping[str, float],
+    colours: Mapping[str, str],
+    height: float,
+    word: str = "",
+) -> None:
+    """Draw one bar, with numbers on its parts; a bar with a `word` is pale and has only a total."""
+    start = 0.0
+    for name, colour in colours.items():
+        length = max(0.0, parts.get(name, 0.0))
+        alpha = 0.45 if word else 1.0
+        bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
+        if place <= 0:
+            bar.set_label(name)  # one label per part, from the first measured bar
+        if length > MIN_NUMBERED * axes.get_xlim()[1] and not word:
+            middle = start + length / 2
+            axes.text(middle, place, digits(length), color="white", ha="center", va="center")
+        start += length
+    text = f"  {digits(sum(parts.values()))} ms{word}"
+    axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)

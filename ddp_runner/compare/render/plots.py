@@ -12,17 +12,26 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
+from ddp_runner.compare.prediction import REST
 from ddp_runner.compare.render.columns import digits
-from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure
-from ddp_runner.compare.render.step_parts import step_parts
+from ddp_runner.compare.render.drawing import (
+    GREY,
+    PART_COLOURS,
+    STYLE,
+    Line,
+    draw_bar,
+    draw_lines,
+    new_figure,
+)
 from ddp_runner.compare.rows import ComparisonRow, Scaling
-from ddp_runner.compare.run import Run
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, label
+from ddp_runner.metric_names import StepPart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 500  # of a line
+MAX_BARS = 20
 
 
 def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
@@ -34,7 +43,7 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
             "scaling": _scaling(comparison),
             "loss_by_step": _loss(comparison, by_time=False),
             "loss_by_time": _loss(comparison, by_time=True),
-            "step_parts": step_parts(comparison),
+            "step_parts": _step_parts(comparison),
         }
 
 
@@ -192,7 +201,14 @@ def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
 
 def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Line | None:
     """Return the mean over a row's runs at the steps that all of them have logged."""
-    points = [_losses(run) for run in row.runs]
+    points = [
+        {
+            line["step"] or 0: (line["time_s"] or 0, loss)
+            for line in run.lines
+            if (loss := line.get(LOSS)) is not None
+        }
+        for run in row.runs
+    ]
     steps = sorted(set(points[0]).intersection(*points[1:]))
     steps = steps[:: math.ceil(len(steps) / MAX_POINTS) or 1]
     if not steps:
@@ -209,10 +225,34 @@ def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Lin
     )
 
 
-def _losses(run: Run) -> dict[float, tuple[float, float]]:
-    """Return the time and the loss of each step with a finite loss."""
-    return {
-        line["step"] or 0: (line["time_s"] or 0, loss)
-        for line in run.lines
-        if (loss := line.get(LOSS)) is not None
-    }
+def _step_parts(comparison: Comparison) -> "Figure | str":
+    """Return bars of the parts of each row's step, with its prediction below."""
+    bars = [(_parts(row), row) for row in comparison.rows if row.step_parts_ms]
+    if not bars:
+        return "no run has measured the parts of its step time (perf/*_ms)"
+    bars = sorted(bars, key=lambda bar: sum(bar[0].values()))[:MAX_BARS]
+    order = dict.fromkeys([*StepPart, *(name for _, row in bars for name in row.step_parts_ms)])
+    names = [name for name in (*order, REST) if any(parts.get(name) for parts, _ in bars)]
+    colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
+    colours |= {REST: GREY} if REST in names else {}
+    has_predicted = any(row.predicted for _, row in bars)
+    height = 1.8 + (0.65 if has_predicted else 0.4) * len(bars)
+    figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
+    axes.set_xlim(0, 1.2 * max(sum(parts.values()) for parts, _ in bars))
+    at, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
+    for place, (parts, row) in enumerate(bars):
+        draw_bar(axes, place + at, parts, colours, size)
+        for prediction in list(row.predicted.values())[:1]:
+            draw_bar(axes, place + 0.22, prediction.parts_ms, colours, 0.18, word=" predicted")
+    axes.set_yticks(range(len(bars)), [label(row.setting, comparison.keys) for _, row in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("milliseconds per step (median without the first line)")
+    figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
+    return figure
+
+
+def _parts(row: ComparisonRow) -> dict[str, float]:
+    """Return the measured parts of a row's step, and the rest of its time."""
+    whole = row.step_time_ms.mean if row.step_time_ms else 0.0
+    return {**row.step_parts_ms, REST: max(0.0, whole - sum(row.step_parts_ms.values()))}
