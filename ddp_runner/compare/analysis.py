@@ -4,12 +4,11 @@ This module only computes; ``render`` shows the result.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.compare.parity import Parity, parities
-from ddp_runner.compare.prediction import AllReduceFit, AllReduceFits, fit_all_reduces, predict
 from ddp_runner.compare.rows import ComparisonRow, warnings_about
 from ddp_runner.compare.run import (
     COMM_SHARE,
@@ -21,8 +20,8 @@ from ddp_runner.compare.run import (
     Target,
     stat,
 )
-from ddp_runner.compare.scaling import scalings
-from ddp_runner.compare.settings import BATCH_SIZES, Setting, identity, same_keys, varied_keys
+from ddp_runner.compare.settings import Setting, identity, same_keys, varied_keys
+from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import is_lower_better
 
@@ -103,7 +102,7 @@ def compare(
     for run in usable:
         groups.setdefault(str(run.folder) if each else identity(run.setting), []).append(run)
     rows = [_row(group, keys, target, parity) for group in groups.values()]
-    rows = _scaled(rows, fits, include_parallel_jobs=include_parallel_jobs)
+    rows = with_speedups(rows, fits, include_parallel_jobs=include_parallel_jobs)
     rows.sort(key=lambda row: [_order(value) for value in row.setting.values()])
     return Comparison(
         keys=keys,
@@ -173,28 +172,6 @@ def _row(
         },
         parity=tuple(parity[run.folder] for run in runs if run.folder in parity),
     )
-
-
-def _scaled(
-    rows: Sequence[ComparisonRow], fits: AllReduceFits, *, include_parallel_jobs: bool
-) -> list[ComparisonRow]:
-    """Return the rows with their scalings and predictions."""
-    strong, weak = (
-        scalings(rows, batch_key=key, include_parallel_jobs=include_parallel_jobs)
-        for key in BATCH_SIZES
-    )
-    scaled = [replace(row, strong=s, weak=w) for row, s, w in zip(rows, strong, weak, strict=True)]
-    return [
-        replace(
-            row,
-            predicted={
-                kind: prediction
-                for kind, scaling in row.scalings.items()
-                if (prediction := predict(row, rows[scaling.base_index], fits))
-            },
-        )
-        for row in scaled
-    ]
 
 
 def _order(value: Any) -> tuple[bool, bool, Any]:

@@ -135,11 +135,9 @@ class Target:
     def time_s(self, run: Run) -> float | None:
         """Return when a run first reached it, without its start-up; None if it never did."""
         sign = -1 if is_lower_better(self.metric) else 1
-        for line in run.lines:
-            value = line.get(self.metric)
-            if value is not None and sign * value >= sign * self.value:
-                return line["time_s"]
-        return None
+        values = ((line.get(self.metric), line["time_s"]) for line in run.lines)
+        reached = (at for one, at in values if one is not None and sign * one >= sign * self.value)
+        return next(reached, None)
 
 
 @dataclass(frozen=True)

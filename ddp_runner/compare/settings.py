@@ -112,10 +112,8 @@ def _is_implied(key: str, settings: Sequence[Setting], varied: Collection[str]) 
     values = [setting.get(key) for setting in settings]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return False
-    by_name: dict[str, list[Setting]] = {}
-    for setting in settings:
-        by_name.setdefault(repr(setting.get(name)), []).append(setting)
-    return all(len(_values(group, key)) <= 1 for group in by_name.values())
+    pairs = {(repr(one.get(name)), repr(one[key])) for one in settings if key in one}
+    return len(pairs) == len({name for name, _ in pairs})
 
 
 def _column_order(key: str) -> tuple[int, str]:

@@ -128,16 +128,13 @@ def _bases(comparison: Comparison, kind: str) -> list[str]:
 def _scaling(kind: str, *, has_several_bases: bool) -> Iterator[Column]:
     """Yield the columns of strong or weak scaling."""
 
-    def fact(name: str) -> Callable[[ComparisonRow], Any]:
-        return lambda row: getattr(row.scalings.get(kind), name, None)
+    def fact(field: str, name: str) -> Callable[[ComparisonRow], Any]:
+        return lambda row: getattr(getattr(row, field).get(kind), name, None)
 
-    def predicted(row: ComparisonRow) -> float | None:
-        return row.predicted[kind].speedup if kind in row.predicted else None
-
-    yield Column(f"{kind}_speedup", f"{kind} speedup", fact("speedup"), times)
-    yield Column(f"{kind}_efficiency", "efficiency", fact("efficiency"), percent)
-    yield Column(f"{kind}_predicted", "predicted", predicted, times)
-    yield Column(f"{kind}_against", "against", fact("base"), str, has_several_bases)
+    yield Column(f"{kind}_speedup", f"{kind} speedup", fact("scalings", "speedup"), times)
+    yield Column(f"{kind}_efficiency", "efficiency", fact("scalings", "efficiency"), percent)
+    yield Column(f"{kind}_predicted", "predicted", fact("predicted", "speedup"), times)
+    yield Column(f"{kind}_against", "against", fact("scalings", "base"), str, has_several_bases)
 
 
 def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
-from ddp_runner.compare.prediction import REST
 from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.render.drawing import (
     GREY,
@@ -25,6 +24,7 @@ from ddp_runner.compare.render.drawing import (
 )
 from ddp_runner.compare.rows import ComparisonRow, Scaling
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, label
+from ddp_runner.compare.speedup import REST
 from ddp_runner.metric_names import StepPart
 
 if TYPE_CHECKING:
@@ -227,7 +227,11 @@ def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Lin
 
 def _step_parts(comparison: Comparison) -> "Figure | str":
     """Return bars of the parts of each row's step, with its prediction below."""
-    bars = [(_parts(row), row) for row in comparison.rows if row.step_parts_ms]
+    bars = []
+    for row in comparison.rows:
+        whole = row.step_time_ms.mean if row.step_time_ms else 0.0
+        parts = {**row.step_parts_ms, REST: max(0.0, whole - sum(row.step_parts_ms.values()))}
+        bars += [(parts, row)] if row.step_parts_ms else []
     if not bars:
         return "no run has measured the parts of its step time (perf/*_ms)"
     bars = sorted(bars, key=lambda bar: sum(bar[0].values()))[:MAX_BARS]
@@ -250,9 +254,3 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
     axes.set_xlabel("milliseconds per step (median without the first line)")
     figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
     return figure
-
-
-def _parts(row: ComparisonRow) -> dict[str, float]:
-    """Return the measured parts of a row's step, and the rest of its time."""
-    whole = row.step_time_ms.mean if row.step_time_ms else 0.0
-    return {**row.step_parts_ms, REST: max(0.0, whole - sum(row.step_parts_ms.values()))}
