@@ -10,16 +10,7 @@ from typing import Any
 
 from ddp_runner.compare.parity import Parity, parities
 from ddp_runner.compare.rows import ComparisonRow, warnings_about
-from ddp_runner.compare.run import (
-    COMM_SHARE,
-    PEAK_MEMORY_GIB,
-    SAMPLES_PER_S,
-    STEP_TIME_MS,
-    Run,
-    Stat,
-    Target,
-    stat,
-)
+from ddp_runner.compare.run import Run, Stat, Target, stat
 from ddp_runner.compare.settings import Setting, identity, same_keys, varied_keys
 from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
 from ddp_runner.errors import UserError
@@ -113,7 +104,7 @@ def compare(
         tolerance=tolerance,
         target=target,
         best=_best(rows, best, mode=mode) if best and rows else None,
-        warnings=tuple(warnings_about(rows, keys, usable)),
+        warnings=tuple(warnings_about(rows, usable)),
         notes=tuple(RunNote(run.folder, note) for run in usable for note in run.notes),
         skipped=tuple(RunNote(run.folder, run.reason) for run in runs if run.reason is not None),
     )
@@ -141,35 +132,32 @@ def _row(
 ) -> ComparisonRow:
     """Return the row of runs that differ only in their seeds, without its scalings."""
 
-    def result(metric: str) -> Stat | None:
-        return stat(run.result(metric) for run in runs)
+    def result(name: str) -> Stat | None:
+        return stat(run.result(f"perf/{name}") for run in runs)
 
     setting = {"seed": runs[0].seed, **runs[0].setting}
     finals = [run.final for run in runs]
     names = sorted(set[str]().union(*finals))
     metrics = {name: stat(final.get(name) for final in finals) for name in names}
     logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
-    times = [name for name in logged if name.startswith("perf/") and name.endswith("_ms")]
-    parts = {name: result(name) for name in times if name != STEP_TIME_MS}
+    perf = [name.removeprefix("perf/") for name in logged if name.startswith("perf/")]
+    times = [name for name in perf if name.endswith("_ms") and name != "step_time_ms"]
+    parts = {name.removesuffix("_ms"): result(name) for name in times}
     return ComparisonRow(
         setting={key: setting.get(key) for key in keys},
         world_size=runs[0].world_size,
         num_devices=runs[0].num_devices,
         runs=tuple(runs),
-        samples_per_s=result(SAMPLES_PER_S),
+        samples_per_s=result("samples_per_s"),
         time_to_target_s=stat(target.time_s(run) for run in runs) if target else None,
         metrics={name: value for name, value in metrics.items() if value is not None},
-        peak_memory_gib=result(PEAK_MEMORY_GIB),
-        comm_share=result(COMM_SHARE),
+        peak_memory_gib=result("peak_memory_gib"),
+        comm_share=result("comm_share"),
         startup_s=stat(run.number("startup_s") for run in runs),
         wall_s=stat(run.number("wall_s") for run in runs),
         num_sessions=stat(len(run.sessions) or None for run in runs),
-        step_time_ms=result(STEP_TIME_MS),
-        step_parts_ms={
-            name.removeprefix("perf/").removesuffix("_ms"): part.mean
-            for name, part in parts.items()
-            if part is not None
-        },
+        step_time_ms=result("step_time_ms"),
+        step_parts_ms={name: part.mean for name, part in parts.items() if part is not None},
         parity=tuple(parity[run.folder] for run in runs if run.folder in parity),
     )
 

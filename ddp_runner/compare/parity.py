@@ -38,9 +38,7 @@ class Parity:
 def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
     """Compare the losses of runs that differ only in mode, devices and world size.
 
-    Args:
-        runs: Runs without a reason to skip them.
-        tolerance: A relative difference that is fine, however it started.
+    A relative difference up to `tolerance` is fine, however it started.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -92,7 +90,7 @@ def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
 def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | None:
     """Return the first step at which rounding does not explain the difference; None: it does.
 
-    A difference counts as rounding if it passes two bounds: at most ``ROUNDING`` times ``GROWTH``
+    A difference counts as rounding if it passes two bounds: at most `rounding` times ``GROWTH``
     to the power of the steps since the start; and at most ``SPIKE`` times the largest difference so
     far, times ``GROWTH`` to the power of the steps since the line before. So a difference that
     exists from the start, or that appears at once, is a break. A fault that begins when rounding
@@ -101,10 +99,6 @@ def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | 
     Both bounds are measured (SGD, momentum and Adam, networks with and without BatchNorm, weights
     perturbed by 1e-7): rounding reached 0.8 of the first and 0.7 of the second. It exceeded them
     only where the training itself was about to diverge.
-
-    Args:
-        differences: Relative differences of the losses by step, ascending.
-        rounding: The difference that is possible at step 1, with the initial weights.
     """
     largest, previous, spike = rounding, 1, 1
     for step, difference in differences.items():

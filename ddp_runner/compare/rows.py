@@ -8,7 +8,7 @@ from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import Setting, label, missing_keys
 from ddp_runner.errors import listed
 
-SUPERLINEAR = 1.1  # an efficiency above it needs an explanation
+SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
 BUSY = 0.1  # share of the cores' time that other work may use
 
 
@@ -23,11 +23,6 @@ class Scaling:
     speedup: float  # ratio of samples per second
     speedup_sd: float | None  # over the setting's runs; takes the baseline's mean as exact
     efficiency: float  # speedup divided by the ratio of devices; 1 is ideal
-
-    @property
-    def is_superlinear(self) -> bool:
-        """Whether the additional devices alone cannot explain the speedup."""
-        return self.efficiency > SUPERLINEAR
 
 
 @dataclass(frozen=True)
@@ -65,6 +60,11 @@ class ComparisonRow:
     parity: tuple[Parity, ...]  # one per run that was compared with a reference
 
     @property
+    def label(self) -> str:
+        """Its setting in a few words."""
+        return label(self.setting, self.setting)
+
+    @property
     def scalings(self) -> Mapping[str, Scaling]:
         """Its scalings: strong, weak, both or none."""
         kinds = {"strong": self.strong, "weak": self.weak}
@@ -79,15 +79,13 @@ class ComparisonRow:
     @property
     def speed_remark(self) -> str | None:
         """In a few words why its speed is doubtful; None if it is not."""
-        is_superlinear = any(scaling.is_superlinear for scaling in self.scalings.values())
-        words = ["superlinear"] if is_superlinear else []
+        efficiencies = [scaling.efficiency for scaling in self.scalings.values()]
+        words = ["superlinear"] if max(efficiencies, default=0.0) > SUPERLINEAR else []
         words += ["busy machine"] if self.busy_shares else []
         return ", ".join(words) or None
 
 
-def warnings_about(
-    rows: Sequence[ComparisonRow], keys: Sequence[str], runs: Sequence[Run]
-) -> Iterator[str]:
+def warnings_about(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterator[str]:
     """Yield why the runs of rows may not be comparable, and which speeds are doubtful."""
     origins = {
         "hosts": [run.record.get("host") for run in runs],
@@ -101,15 +99,14 @@ def warnings_about(
     if missing := missing_keys([run.setting for run in runs]):
         yield f"some runs, written by another version, lack keys ({listed(missing)})"
     for row in rows:
-        name = label(row.setting, keys)
         for kind, scaling in row.scalings.items():
-            if scaling.is_superlinear:
+            if scaling.efficiency > SUPERLINEAR:
                 yield (
-                    f"{name}: {kind} efficiency {scaling.efficiency:.0%} is superlinear (busy "
-                    "machine or cache effects); measure it and its baseline again"
+                    f"{row.label}: {kind} efficiency {scaling.efficiency:.0%} is superlinear "
+                    "(busy machine or cache effects); measure it and its baseline again"
                 )
         if shares := row.busy_shares:
             yield (
-                f"{name}: the machine was busy during {len(shares)} of {len(row.runs)} runs: "
+                f"{row.label}: the machine was busy during {len(shares)} of {len(row.runs)} runs: "
                 f"other work used up to {max(shares):.0%} of the cores' time; measure it again"
             )

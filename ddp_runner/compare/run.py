@@ -11,8 +11,6 @@ from typing import Any, TypeGuard
 from ddp_runner.compare.settings import Setting
 from ddp_runner.metric_names import is_lower_better
 
-SAMPLES_PER_S, STEP_TIME_MS = "perf/samples_per_s", "perf/step_time_ms"
-COMM_SHARE, PEAK_MEMORY_GIB = "perf/comm_share", "perf/peak_memory_gib"
 # The seed, over which a row averages, and keys that change neither the work nor its speed.
 IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
 
@@ -112,12 +110,11 @@ class Run:
         return [value for value in values if value is not None]
 
     def result(self, metric: str) -> float | None:
-        """Return the result in a metric; None if there is none.
+        """Return the last value of a metric; of `perf/` the median without the warm-up, line 1.
 
-        It is the highest value of the peak memory, which is of rank 0; the median of other numbers
-        of `perf/` without the first line, the warm-up; else the last value.
+        Of the peak memory, which is rank 0's, return the highest value.
         """
-        if metric == PEAK_MEMORY_GIB:
+        if metric == "perf/peak_memory_gib":
             return max(self.values(metric), default=None)
         if metric.startswith("perf/"):
             values = self.values(metric)[1:]

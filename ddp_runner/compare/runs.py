@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ddp_runner.compare.run import SAMPLES_PER_S, Run, is_finite
+from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError
@@ -77,10 +77,17 @@ def read_run(folder: Path) -> Run:
             raise ValueError("it is not a mapping")
         keys = dict(leaves(with_moved_names(config)))
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
+    except UserError as error:
+        reason = str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
+    except OSError as error:
+        reason = f"{Path(error.filename).name} cannot be read ({error.strerror})"
     except Exception as error:  # PyYAML raises errors of any type for odd tags
-        return Run(folder, reason=_sentence(folder, error, record), record=record)
-    run = Run(folder, record=record, config=keys, lines=tuple(lines))
-    return replace(run, notes=tuple(_notes(run, num_damaged)))
+        name = CONFIG_FILE if record else RUN_RECORD
+        reason = f"{name} cannot be read ({' '.join(str(error).split())})"
+    else:
+        run = Run(folder, record=record, config=keys, lines=tuple(lines))
+        return replace(run, notes=tuple(_notes(run, num_damaged)))
+    return Run(folder, reason=reason, record=record)
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
@@ -119,15 +126,6 @@ def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _sentence(folder: Path, error: Exception, record: Mapping[str, Any]) -> str:
-    if isinstance(error, UserError):
-        return str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
-    if isinstance(error, OSError):
-        return f"{Path(error.filename).name} cannot be read ({error.strerror})"
-    name = CONFIG_FILE if record else RUN_RECORD
-    return f"{name} cannot be read ({' '.join(str(error).split())})"
-
-
 def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
@@ -161,8 +159,8 @@ def _notes(run: Run, num_damaged: int) -> Iterator[str]:
             f"resumed: wall s is the sum of its {len(run.sessions)} sessions, start-up s is from "
             "the first"
         )
-    if len(run.values(SAMPLES_PER_S)) == 1:
+    if len(run.values("perf/samples_per_s")) == 1:
         yield (
-            f"no samples/s: {SAMPLES_PER_S} has only one line, the warm-up; lower "
+            "no samples/s: perf/samples_per_s has only one line, the warm-up; lower "
             "train.log_every_steps"
         )

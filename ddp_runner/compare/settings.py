@@ -20,17 +20,15 @@ Setting = Mapping[str, Any]  # dotted keys and values
 
 
 def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
-    """Return a text that is equal for equal settings.
+    """Return a text that is equal for settings that are equal but for the keys `without`.
 
-    Args:
-        setting: The setting of a run.
-        without: Keys to ignore; ``parallelism.`` stands for every key of that group.
+    Of these, ``parallelism.`` stands for every key of that group.
     """
     groups = tuple(key for key in without if key.endswith("."))
     return "\n".join(
         f"{key}={setting[key]!r}"
         for key in sorted(setting)
-        if key not in without and not (groups and key.startswith(groups))
+        if key not in without and not key.startswith(groups)
     )
 
 

@@ -62,10 +62,7 @@ def with_speedups(
 ) -> list[ComparisonRow]:
     """Return the rows with their scalings and predictions.
 
-    Args:
-        rows: Rows without them.
-        fits: The result of ``fit_all_reduces``.
-        include_parallel_jobs: Count runs that shared the machine with parallel jobs.
+    Parallel jobs have none, unless they are included: they slow each other down.
     """
     strong, weak = (_scalings(rows, key, include_parallel_jobs) for key in BATCH_SIZES)
     scaled = [replace(row, strong=s, weak=w) for row, s, w in zip(rows, strong, weak, strict=True)]

@@ -153,7 +153,7 @@ def _at(xs: Sequence[float], values: Mapping[float, float | None]) -> list[float
 def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
     from matplotlib.ticker import LogLocator, NullLocator
 
-    rows = [_loss_line(row, comparison.keys, by_time=by_time) for row in comparison.rows]
+    rows = [_loss_line(row, by_time=by_time) for row in comparison.rows]
     lines = [line for line in rows if line is not None]
     if not lines:
         return f"no run has logged {LOSS}"
@@ -199,7 +199,7 @@ def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
     return merged
 
 
-def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Line | None:
+def _loss_line(row: ComparisonRow, *, by_time: bool) -> Line | None:
     """Return the mean over a row's runs at the steps that all of them have logged."""
     points = [
         {
@@ -215,9 +215,9 @@ def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Lin
         return None
     times = [statistics.fmean(run[step][0] for run in points) for step in steps]
     losses = [[run[step][1] for run in points] for step in steps]
-    has_band, name = len(row.runs) > 1, label(row.setting, keys)
+    has_band = len(row.runs) > 1
     return Line(
-        name=f"{name}\n{digits(times[-1])} s" if by_time else name,
+        name=f"{row.label}\n{digits(times[-1])} s" if by_time else row.label,
         xs=times if by_time else steps,
         ys=[statistics.fmean(values) for values in losses],
         low=[min(values) for values in losses] if has_band else (),
@@ -248,7 +248,7 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
         draw_bar(axes, place + at, parts, colours, size)
         for prediction in list(row.predicted.values())[:1]:
             draw_bar(axes, place + 0.22, prediction.parts_ms, colours, 0.18, word=" predicted")
-    axes.set_yticks(range(len(bars)), [label(row.setting, comparison.keys) for _, row in bars])
+    axes.set_yticks(range(len(bars)), [row.label for _, row in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("milliseconds per step (median without the first line)")

@@ -174,7 +174,7 @@ def _step_gaps(comparison: Comparison) -> Iterator[str]:
                 if abs(gap) >= 0.005 * total
             )
             yield (
-                f"{label(row.setting, comparison.keys)} ({kind}): {digits(total)} ms, predicted "
+                f"{row.label} ({kind}): {digits(total)} ms, predicted "
                 f"{digits(sum(predicted.values()))}; {parts}"
             )
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.render.tables import as_markdown
-from ddp_runner.compare.settings import label
 from ddp_runner.files import safe_name
 
 CARDS = "table and plots"  # sorts after "scaling", TensorBoard's first group
@@ -28,10 +27,7 @@ MAX_NAME = 150  # characters of a run's name; a longer one ends in the number of
 def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path]) -> str:
     """Write the runs in place of those of an earlier comparison; return a line for the user.
 
-    Args:
-        comparison: What to show.
-        folder: The folder for ``tensorboard --logdir``.
-        pictures: The plots, as PNG files.
+    The `pictures` are the plots, as PNG files.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -49,8 +45,8 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
         cards.append(Summary.Value(tag=f"{CARDS}/{path.stem}", image=image))
     _write(folder / CARDS, cards)
     for number, row in enumerate(comparison.rows, start=1):
-        name = label(row.setting, comparison.keys)
-        name = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]} {number}"
+        is_short = len(row.label) <= MAX_NAME
+        name = row.label if is_short else f"{row.label[:MAX_NAME]} {number}"
         name += f", {remark}" if (remark := row.speed_remark) else ""
         for kind, scaling in row.scalings.items():
             values = {"speedup": scaling.speedup, "efficiency": scaling.efficiency}
