@@ -125,10 +125,7 @@ def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str |
 
 
 def _row(
-    runs: Sequence[Run],
-    keys: Sequence[str],
-    target: Target | None,
-    parity: Mapping[Path, Parity],
+    runs: Sequence[Run], keys: Sequence[str], target: Target | None, parity: Mapping[Path, Parity]
 ) -> ComparisonRow:
     """Return the row of runs that differ only in their seeds, without its scalings."""
 

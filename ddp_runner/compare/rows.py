@@ -46,8 +46,7 @@ class ComparisonRow:
     samples_per_s: Stat | None
     strong: Scaling | None = None
     weak: Scaling | None = None
-    # For strong and weak, from that scaling's baseline.
-    predicted: Mapping[str, Prediction] = field(default_factory=dict)
+    predicted: Mapping[str, Prediction] = field(default_factory=dict)  # from the baseline's step
     time_to_target_s: Stat | None
     metrics: Mapping[str, Stat]  # last values
     peak_memory_gib: Stat | None

@@ -110,9 +110,10 @@ class Run:
         return [value for value in values if value is not None]
 
     def result(self, metric: str) -> float | None:
-        """Return the last value of a metric; of `perf/` the median without the warm-up, line 1.
+        """Return the result in a metric; None if the run has none.
 
-        Of the peak memory, which is rank 0's, return the highest value.
+        It is the highest value of the peak memory, which is rank 0's; the median of other metrics
+        of `perf/` without the first line, the warm-up; else the last value.
         """
         if metric == "perf/peak_memory_gib":
             return max(self.values(metric), default=None)
@@ -132,9 +133,11 @@ class Target:
     def time_s(self, run: Run) -> float | None:
         """Return when a run first reached it, without its start-up; None if it never did."""
         sign = -1 if is_lower_better(self.metric) else 1
-        values = ((line.get(self.metric), line["time_s"]) for line in run.lines)
-        reached = (at for one, at in values if one is not None and sign * one >= sign * self.value)
-        return next(reached, None)
+        for line in run.lines:
+            value = line.get(self.metric)
+            if value is not None and sign * value >= sign * self.value:
+                return line["time_s"]
+        return None
 
 
 @dataclass(frozen=True)

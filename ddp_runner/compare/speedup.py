@@ -84,7 +84,7 @@ def _scalings(
 ) -> list[Scaling | None]:
     """Return the scaling of each row among those that differ in ranks and devices alone.
 
-    With a constant global batch (`batch_key`) it is strong scaling, per rank weak scaling.
+    `batch_key` is the constant batch size: global for strong scaling, per rank for weak scaling.
     """
     free = ["world_size", "num_devices", *BATCH_SIZES]
     free += ["parallel_jobs"] if include_parallel_jobs else []
@@ -105,6 +105,7 @@ def _scalings(
         for speeds in modes.values():
             base = _on(min(speed.num_devices for speed in speeds), speeds)
             mode = ""
+            # A mode that did not run on one device has the fastest mode that did as its baseline.
             if base[0].num_devices > 1 and any(on_one_device):
                 base = max(filter(None, on_one_device), key=_mean)
                 mode = f"{base[0].setting.get('parallelism.name')}, "
@@ -121,7 +122,7 @@ def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Pr
     Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction, and only
     on more ranks than the baseline.
     """
-    run, base_run = row.runs[0], base.runs[0]  # any run of the setting
+    run = row.runs[0]  # any run of the setting
     num_bytes = run.record.get("gradient_bytes")
     cap_mb = run.config.get("parallelism.bucket_cap_mb")
     fit = fits.get(_backend_and_size(run))
@@ -131,8 +132,8 @@ def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Pr
     if measured_ms is None or base_ms is None or base.samples_per_s is None:
         return None
     samples = int(run.config["batch.global_size"])
-    base_samples = int(base_run.config["batch.global_size"])
-    growth = (samples / run.world_size) / (base_samples / base_run.world_size)
+    base_samples = int(base.runs[0].config["batch.global_size"])
+    growth = (samples / row.world_size) / (base_samples / base.world_size)
     latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3
     parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
     parts_ms |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}

@@ -113,7 +113,7 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
 
 
 def _value(field: str, key: str) -> Callable[[ComparisonRow], Any]:
-    """Return what takes a row's value of a key from a field that holds a mapping."""
+    """Return a cell: the value of a key in a field that holds a mapping."""
     return lambda row: getattr(row, field).get(key)
 
 
@@ -140,8 +140,11 @@ def _scaling(kind: str, *, has_several_bases: bool) -> Iterator[Column]:
 def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:
     """Return the worst verdict of a row's runs; None if they have none."""
     if row.parity:  # the earliest break, else the largest difference
-        ranks = [(one.first_break is None, one.first_break or -one.largest) for one in row.parity]
-        return row.parity[ranks.index(min(ranks))].verdict
+        worst = min(
+            row.parity,
+            key=lambda parity: (parity.first_break is None, parity.first_break or -parity.largest),
+        )
+        return worst.verdict
     if references & {run.folder for run in row.runs}:
         return "reference"
     is_promised = not references or all(promises_parity(run) for run in row.runs)

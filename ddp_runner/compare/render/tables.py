@@ -146,11 +146,11 @@ def _sections(
     ]:
         yield "time of an all-reduce, fitted to task=collectives", lines
     if lines := [
-        f"{label(one.run.setting, ALWAYS_SHOWN)}, seed {one.run.seed}: {one.verdict}, compared "
-        f"with {label(one.reference.setting, ALWAYS_SHOWN)}; difference up to {one.largest:.1%} "
-        f"({one.run.folder})"
-        for one in comparison.parity
-        if one.first_break is not None
+        f"{label(parity.run.setting, ALWAYS_SHOWN)}, seed {parity.run.seed}: {parity.verdict}, "
+        f"compared with {label(parity.reference.setting, ALWAYS_SHOWN)}; difference up to "
+        f"{parity.largest:.1%} ({parity.run.folder})"
+        for parity in comparison.parity
+        if parity.first_break is not None
     ]:
         title = f"loss parity broken, {counted(len(lines), 'run')}"
         yield title, [*_shortened(lines), *PARITY_HINTS]

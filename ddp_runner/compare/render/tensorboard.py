@@ -45,8 +45,7 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
         cards.append(Summary.Value(tag=f"{CARDS}/{path.stem}", image=image))
     _write(folder / CARDS, cards)
     for number, row in enumerate(comparison.rows, start=1):
-        is_short = len(row.label) <= MAX_NAME
-        name = row.label if is_short else f"{row.label[:MAX_NAME]} {number}"
+        name = row.label if len(row.label) <= MAX_NAME else f"{row.label[:MAX_NAME]} {number}"
         name += f", {remark}" if (remark := row.speed_remark) else ""
         for kind, scaling in row.scalings.items():
             values = {"speedup": scaling.speedup, "efficiency": scaling.efficiency}
