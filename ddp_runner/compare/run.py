@@ -106,8 +106,7 @@ class Run:
 
     def values(self, metric: str) -> list[float]:
         """Return the finite values of a metric in the order of the steps."""
-        values = (line.get(metric) for line in self.lines)
-        return [value for value in values if value is not None]
+        return [value for line in self.lines if (value := line.get(metric)) is not None]
 
     def result(self, metric: str) -> float | None:
         """Return the result in a metric; None if the run has none.

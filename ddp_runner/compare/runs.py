@@ -25,7 +25,8 @@ from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, S
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": dict}
-OLD_FIELDS = ("launch_id", "agents", "packed")  # of earlier versions
+# Of run.json; the last three are of earlier versions.
+KNOWN_FIELDS = {*get_type_hints(RunRecord), "launch_id", "agents", "packed"}
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -146,7 +147,7 @@ def _notes(run: Run, num_damaged: int) -> Iterator[str]:
     """Yield what a reader must know about a run that is in a row."""
     theirs = run.field("versions", "ddp_runner")
     if theirs != (ours := _version("ddp_runner")):
-        unknown = ", ".join(sorted({*run.record} - {*get_type_hints(RunRecord), *OLD_FIELDS}))
+        unknown = ", ".join(sorted(set(run.record) - KNOWN_FIELDS))
         yield (
             f"written by ddp_runner {theirs or '(unknown)'}, this is {ours}"
             + (f"; unknown fields: {unknown}" if unknown else "")

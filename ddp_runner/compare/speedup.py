@@ -53,8 +53,7 @@ def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
             if kind == ("all_reduce", "sum", "float32"):
                 point = call["bytes"], call["latency_us"]["median"]
                 points.setdefault(_backend_and_size(run), []).append(point)
-    fits = {key: _fit(*key, measured) for key, measured in points.items()}
-    return {key: fit for key, fit in fits.items() if fit is not None}
+    return {key: fit for key, measured in points.items() if (fit := _fit(*key, measured))}
 
 
 def with_speedups(

@@ -68,8 +68,8 @@ def write_plots(comparison: Comparison, folder: Path) -> tuple[list[Path], list[
 
 
 def _scaling(comparison: Comparison) -> "Figure | str":
-    kinds = {kind: _scaling_lines(comparison, kind) for kind in ("strong", "weak")}
-    kinds = {kind: lines for kind, lines in kinds.items() if lines}
+    both = {kind: _scaling_lines(comparison, kind) for kind in ("strong", "weak")}
+    kinds = {kind: lines for kind, lines in both.items() if lines}
     if not kinds:
         return "no setting has samples/s for two world sizes; run a sweep with -m world_size=1,2,4"
     are_ranks = all(row.num_devices == row.world_size for row in comparison.rows)
@@ -153,8 +153,7 @@ def _at(xs: Sequence[float], values: Mapping[float, float | None]) -> list[float
 def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
     from matplotlib.ticker import LogLocator, NullLocator
 
-    rows = [_loss_line(row, by_time=by_time) for row in comparison.rows]
-    lines = [line for line in rows if line is not None]
+    lines = [line for row in comparison.rows if (line := _loss_line(row, by_time=by_time))]
     if not lines:
         return f"no run has logged {LOSS}"
     if by_time:
