@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_runner.errors import counted
+
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
 FIRST_KEYS = (
@@ -90,11 +92,6 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
         else:
             words.append(str(value) if key.endswith(".name") else f"{key} {value}")
     return ", ".join(words)
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from ddp_runner.compare.rows import ComparisonRow, Prediction, Scaling
 from ddp_runner.compare.run import Run, Stat
-from ddp_runner.compare.settings import BATCH_SIZES, Setting, counted, identity
+from ddp_runner.compare.settings import BATCH_SIZES, Setting, identity
+from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
 
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)

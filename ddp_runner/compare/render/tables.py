@@ -12,8 +12,8 @@ from ddp_runner.compare.analysis import Comparison, RunNote
 from ddp_runner.compare.render.columns import Column, columns, digits, legends
 from ddp_runner.compare.rows import ComparisonRow
 from ddp_runner.compare.run import Run, Stat
-from ddp_runner.compare.settings import ALWAYS_SHOWN, counted, label, title_of
-from ddp_runner.errors import listed, printable
+from ddp_runner.compare.settings import ALWAYS_SHOWN, label, title_of
+from ddp_runner.errors import counted, listed, printable
 from ddp_runner.files import json_safe
 
 WIDTH = 120  # characters, without a terminal
