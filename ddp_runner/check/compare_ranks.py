@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.dataset import Split
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.train.loop import DTYPES, evaluate, forward, train_step
+from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import snapshot
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step_metrics import global_loss
 
 # How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
 # adds in no fixed order.
@@ -72,7 +71,7 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:
     """Return the tolerance for a tensor's dtype, or for autocast's if that is on."""
-    precision = state.setup.config.precision
+    precision = state.setup.config.train.precision
     return TOLERANCES.get(dtype if precision == "fp32" else DTYPES[precision], 2e-2)
 
 
@@ -97,14 +96,14 @@ def equal_parameters(state: TrainState) -> Finding:
     return replace(found, detail=f"after each of {NUM_STEPS} steps (loss {', '.join(losses)})")
 
 
-def equal_buffers(state: TrainState, config: Config) -> Finding:
+def equal_buffers(state: TrainState) -> Finding:
     """Check that all ranks evaluate and save the same buffers, after some training steps."""
     setup, buffers = state.setup, dict(state.module.named_buffers())
     num_differed = len(differences(buffers))
     size = EVAL_STEPS * setup.eval_batch_size * setup.env.world_size
     part = Split(setup.dataset.eval.inputs[:size], setup.dataset.eval.targets[:size])
     evaluate(replace(state, setup=replace(setup, dataset=replace(setup.dataset, eval=part))))
-    saved = snapshot(state, config)["model"]
+    saved = snapshot(state, setup.config)["model"]
     detail = (
         f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "
         f"{num_differed} differed while training, and rank 0's are used"

@@ -21,7 +21,6 @@ from ddp_runner.check.gradients import (
     wait_for_mean,
 )
 from ddp_runner.check.samples import eval_samples, same_data, train_samples
-from ddp_runner.config.schema import Config
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
@@ -57,7 +56,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
         f"{state.setup.devices[0].type}, run {session.run_dir}"
     )
     status, findings = Status.COMPLETED, list[Finding]()
-    for finding in run_checks(state, config):
+    for finding in run_checks(state):
         findings.append(finding)
         log(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
         if any(gather_objects(stop_requested())):
@@ -77,7 +76,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     return status
 
 
-def run_checks(state: TrainState, config: Config) -> Iterator[Finding]:
+def run_checks(state: TrainState) -> Iterator[Finding]:
     """Yield the finding of each check, in the order in which a fault shows first.
 
     Collective: every rank must call, and take all findings.
@@ -87,7 +86,7 @@ def run_checks(state: TrainState, config: Config) -> Iterator[Finding]:
     """
     yield train_samples(state)
     yield eval_samples(state)
-    trials = gather_objects(try_first_batch(state, config))
+    trials = gather_objects(try_first_batch(state))
     trial = next((trial for trial in trials if trial.kind != "sum"), trials[0])
     yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
     if state.setup.env.world_size == 1:
@@ -105,5 +104,5 @@ def run_checks(state: TrainState, config: Config) -> Iterator[Finding]:
     del own, synced
     yield wait_for_mean(state, batch)
     yield equal_parameters(state)
-    yield equal_buffers(state, config)
+    yield equal_buffers(state)
     yield equal_outputs(state)

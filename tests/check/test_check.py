@@ -129,7 +129,7 @@ def check_all(env: DistEnv) -> dict[str, list[Finding]]:
     cases |= {name: (keys, broken) for name, (keys, broken, *_) in BROKEN.items()}
     for name, (keys, broken) in cases.items():
         config = compose_config(*keys, world_size=WORLD_SIZE)
-        found[name] = list(run_checks(broken(build(env, config), env), config))
+        found[name] = list(run_checks(broken(build(env, config), env)))
     return found
 
 
