@@ -25,14 +25,12 @@ from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.run_folder import asked_folder, goes_on, new_folder
 from ddp_runner.dist_env import DistEnv, dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import detect
-from ddp_runner.host.signals import handled_signals
+from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import launch, print_error
-from ddp_runner.sweep.batches import Sweep
-from ddp_runner.sweep.multirun import run_sweep, sweep_dir
+from ddp_runner.sweep.multirun import Sweep, sweep_dir
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import git_revision, versions
 
@@ -134,4 +132,4 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
             name_of=partial(job_folder, command=command),
         )
         given = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
-        return run_sweep(sweep, partial(run_hydra, arguments=given))
+        return sweep.run(partial(run_hydra, arguments=given))

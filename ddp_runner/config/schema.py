@@ -193,7 +193,7 @@ def config_hash(config: Config) -> str:
     return digest(flatten(config))
 
 
-def digest(values: Mapping[str, Any]) -> str:
+def digest(values: Any) -> str:
     """Return a short hash of what JSON can hold."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

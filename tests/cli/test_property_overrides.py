@@ -31,7 +31,7 @@ from properties import check_sentence, examples
 
 import ddp_runner.cli.app
 import ddp_runner.launch.launcher
-import ddp_runner.sweep.batches
+import ddp_runner.sweep.multirun
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.known_keys import dotted_keys
@@ -41,8 +41,7 @@ from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
-from ddp_runner.sweep.jobs import run_jobs
-from ddp_runner.sweep.slots import Batch
+from ddp_runner.sweep.jobs import Batch, run_jobs
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
 EXIT_CODES = (0, 2)
@@ -231,19 +230,13 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *_: object) -> None:
             self.close = lambda: None
 
-        def run(self, batch: Batch) -> None:
-            run_jobs(
-                batch.jobs,
-                ledger=batch.ledger,
-                settings=batch.settings,
-                known_failures=batch.known_failures,
-                execute=ddp_runner.launch.launcher.launch,
-            )
+        def run(self, batch: Batch) -> list[Outcome]:
+            return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.batches):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda: LAPTOP)
-    monkeypatch.setattr(ddp_runner.sweep.batches, "Slots", InTurn)
+    monkeypatch.setattr(ddp_runner.sweep.multirun, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_worker_group", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 

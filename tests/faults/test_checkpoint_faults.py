@@ -43,8 +43,8 @@ from trainings import (
     wait_for_nobody,
 )
 
-from ddp_runner.launch.rank_processes import END_S
 from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.launch.supervisor import END_S
 
 KILL = partial(send, signal.SIGKILL)
 # The save of step 6, the third one: two checkpoints are there before it.

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from trainings import LONG, MOTHER, is_training
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.children import adopt_orphans, children, end_adopted
+from ddp_runner.host.processes import adopt_orphans, children, end_adopted
 
 
 def test_the_children_of_ranks_end_with_a_run_that_completes(tmp_path: Path) -> None:
