@@ -16,9 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ddp_runner.cli.app
 import ddp_runner.sweep.multirun
-from ddp_runner.cli.compose import register
+from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config, leaves
 from ddp_runner.host.hardware import Hardware

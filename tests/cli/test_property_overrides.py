@@ -32,10 +32,9 @@ from properties import check_sentence, examples
 import ddp_runner.cli.app
 import ddp_runner.launch.launcher
 import ddp_runner.sweep.multirun
-from ddp_runner.cli.compose import register
+from ddp_runner.cli.command_line import dotted_keys
+from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.known_keys import dotted_keys
-from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
@@ -67,7 +66,8 @@ def keys() -> list[str]:
         prefix = "" if is_global else f"{path.parent.name}."
         found |= dict.fromkeys(f"{prefix}{key}" for key, _ in leaves(content))
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        found |= dict.fromkeys(dotted_keys(compose("config", return_hydra_config=True)))
+        config = compose("config", return_hydra_config=True)
+        found |= dict.fromkeys(dotted_keys(OmegaConf.to_container(config)))
     return [key for key in found if re.fullmatch(r"[\w.]+", key)]
 
 

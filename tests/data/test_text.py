@@ -12,7 +12,7 @@ from commands import resolved
 from ranks import run_ranks
 from texts import BAD, GOOD, csv_text, load, refused, write_reviews
 
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.compose import validate_files
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset

@@ -13,9 +13,8 @@ from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.cli.compose import register
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import chosen_keys, to_config
-from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import CONFIG_DIR, Config
+from ddp_runner.config.schema import CONFIG_DIR, Config, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
