@@ -10,8 +10,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.tracking.run_logger import NullLogger, RunLogger
-from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
 from ddp_runner.tracking.start_block import fact_lines, gpu_names, ranks_on_nodes, shown_path
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
@@ -41,11 +40,9 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
         for variant in variants(config)
     }
     validate_reduce_ops(config, reasons, backend=backend)
-    logger = (
-        RunLogger(session.run_dir, started_at=job.started_at, title=job.title)
-        if session.env.is_rank_zero
-        else NullLogger()
-    )
+    logger: Logger = NullLogger()
+    if session.env.is_rank_zero:
+        logger = RunLogger(session.run_dir, started_at=job.started_at, title=job.title)
     logger.step_done(step=0, epoch=0)  # the start-up ends here
     measurements, status = list[Measurement](), Status.COMPLETED
     session.log(TABLE_HEAD)
@@ -60,10 +57,13 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
             session.log(_table_line(measured))
             logger.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
         absent = [{**asdict(one), "reason": why} for one, why in reasons.items() if why is not None]
-        calls = [asdict(one) for one in measurements]
-        fields = RunFields(collectives=calls, not_in_backend=absent)
-        last_step = max((one.bytes for one in measurements), default=0)
-        logger.finish(status, step=last_step, epoch=0, fields=fields)
+        logger.finish(
+            status,
+            step=max((one.bytes for one in measurements), default=0),
+            epoch=0,
+            collectives=[asdict(one) for one in measurements],
+            not_in_backend=absent,
+        )
     return status
 
 

@@ -58,7 +58,9 @@ class Trace:
     status: str = ""
     error: str = ""
 
-    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+    def log(
+        self, metrics: Mapping[str, float], *, step: int, epoch: int, confusion: object = None
+    ) -> None:
         """Record a line as in metrics.jsonl: NaN, which never compares equal, becomes None."""
         self.lines.append({"step": step, **json_safe(metrics)})
 
@@ -66,9 +68,6 @@ class Trace:
         """Do nothing."""
 
     def step_done(self, *, step: int, epoch: int) -> None:
-        """Do nothing."""
-
-    def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
         """Do nothing."""
 
 
