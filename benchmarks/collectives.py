@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ddp_runner.collectives.messages import prepare
+from ddp_runner.collectives.measurement import prepare, summarize, time_calls
 from ddp_runner.collectives.operations import Variant
-from ddp_runner.collectives.timing import summarize, time_calls, verify_result
+from ddp_runner.config.schema import CollectivesConfig
 from ddp_runner.distributed import gather_objects
 
 
@@ -69,14 +69,14 @@ class Runner:
     """The runner's timing: verified data, ranks in step, the median of the slowest rank."""
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
-        self._variant, self._device = Variant("all_reduce", "float32", "sum"), device
+        self._variant = Variant("all_reduce", "float32", "sum")
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._call = prepare(self._variant, num_bytes=num_bytes, device=device, backend=backend)
-        verify_result(self._variant, self._call, device=device)
+        self._call.verify()
 
     def __call__(self, steps: int) -> float:
         """Return the bus bandwidth in GB/s. Collective: every rank must call."""
-        seconds = time_calls(self._call, warmup_steps=0, steps=steps, device=self._device)
+        seconds = time_calls(self._call, CollectivesConfig(warmup_steps=0, steps=steps))
         assert seconds is not None
         measured = summarize(self._variant, self._call.num_bytes, gather_objects(seconds))
         assert measured.busbw_gb_per_s is not None

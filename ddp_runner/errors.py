@@ -1,4 +1,4 @@
-"""The one exception for what a user can cause, and how its messages list and suggest names."""
+"""The one exception for what a user can cause, and how messages list, count and suggest names."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -29,6 +29,11 @@ def listed(names: Sequence[str], *, separator: str = ", ") -> str:
     """Return the first few names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return separator.join(names[:MOST_NAMES]) + more
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count and its noun, in the plural unless the count is 1."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

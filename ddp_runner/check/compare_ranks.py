@@ -1,25 +1,33 @@
-"""Compares tensors over ranks, and holds the result of a check.
+"""Compares ranks: their tensors bit for bit, and so their models, in training and in evaluation.
 
 Ranks exchange digests. Where these differ, the minimum and maximum over ranks show by how much. No
 tensor is gathered, so a large model needs little extra memory.
+
+Collective: every rank must call each check, and gets the same finding.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.dataset import Split
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.train.loop import DTYPES
+from ddp_runner.train.loop import DTYPES, evaluate, forward, train_step
+from ddp_runner.train.metrics import global_loss
+from ddp_runner.train.snapshot import snapshot
 from ddp_runner.train.state import TrainState
 
 # How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
 # adds in no fixed order.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+NUM_STEPS = 3  # optimizer steps; the parameters are compared after each
+EVAL_STEPS = 2  # batches that a rank evaluates
 
 
 @dataclass(frozen=True)
@@ -31,58 +39,34 @@ class Finding:
     detail: str  # what was compared, and the numbers
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A tensor that is not equal on all ranks."""
-
-    name: str
-    ranks: tuple[int, ...]  # ranks whose tensor differs from rank 0's
-    what: str  # the largest difference, or the shapes
-
-    def __str__(self) -> str:
-        """Return the tensor's name, its ranks and what differs."""
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        return f"{self.name} on {ranks} is not rank 0's ({self.what})"
+def equality(name: str, tensors: Mapping[str, Tensor | None], detail: str) -> Finding:
+    """Check that tensors are equal on all ranks; `detail` describes them if they are."""
+    differing = listed(differences(tensors), separator="; ")
+    return Finding(name, not differing, differing or detail)
 
 
-def differences(tensors: Mapping[str, Tensor | None]) -> list[Difference]:
-    """Return the tensors that differ between ranks in any bit. Collective: every rank must call.
+def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
+    """Return a sentence for each tensor that differs between ranks in any bit.
 
     Args:
         tensors: by name; a tensor that is None or missing on only some ranks differs, too.
     """
-    own = {name: _fingerprint(tensor) for name, tensor in tensors.items() if tensor is not None}
-    by_rank = gather_objects(own)
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    by_rank = gather_objects({name: _fingerprint(tensor) for name, tensor in present.items()})
     result = []
     for name in dict.fromkeys(name for prints in by_rank for name in prints):
         prints = [of_rank.get(name) for of_rank in by_rank]
-        ranks = tuple(rank for rank, mark in enumerate(prints) if mark != prints[0])
+        ranks = [str(rank) for rank, mark in enumerate(prints) if mark != prints[0]]
         if not ranks:
             continue
-        shapes = [None if mark is None else mark[:2] for mark in prints]
-        if any(shape != shapes[0] for shape in shapes):
-            shown = ("none" if shape is None else f"{shape[0]} of {shape[1]}" for shape in shapes)
-            what = f"by rank: {'; '.join(shown)}"
+        shapes = ["none" if mark is None else f"{mark[0]} of {mark[1]}" for mark in prints]
+        if len(set(shapes)) > 1:
+            what = f"by rank: {'; '.join(shapes)}"
         else:
-            tensor = tensors[name]
-            assert tensor is not None
-            what = f"largest difference {largest_difference(tensor):.3g}"
-        result.append(Difference(name, ranks, what))
+            what = f"largest difference {_largest_difference(present[name]):.3g}"
+        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        result.append(f"{name} on {where} is not rank 0's ({what})")
     return result
-
-
-def largest_difference(tensor: Tensor) -> float:
-    """Return how far an element differs between ranks at most. Collective: every rank."""
-    lowest = tensor.detach().to(dtype=torch.float64, copy=True).contiguous()
-    highest = lowest.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return float((highest - lowest).max()) if lowest.numel() else 0.0
-
-
-def format_differences(differing: Sequence[Difference]) -> str:
-    """Return the differences as a phrase; empty if there are none."""
-    return listed([str(difference) for difference in differing], separator="; ")
 
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:
@@ -91,12 +75,89 @@ def tolerance(state: TrainState, dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype if precision == "fp32" else DTYPES[precision], 2e-2)
 
 
-def registered_tensors(module: nn.Module) -> dict[str, Tensor]:
+def equal_start(state: TrainState) -> Finding:
+    """Check that the parameters and buffers are equal after the mode has wrapped the model."""
+    tensors = _registered_tensors(state.module)
+    detail = f"{len(tensors)} parameters and buffers, bit for bit"
+    return equality("all ranks begin with rank 0's weights", tensors, detail)
+
+
+def equal_parameters(state: TrainState) -> Finding:
+    """Check that the parameters are equal after each of a few optimizer steps."""
+    state.model.train()
+    batches, losses = state.setup.batches, list[str]()
+    for step in range(NUM_STEPS):
+        epoch, index = divmod(step, batches.steps_per_epoch)
+        loss = train_step(state, batches.step(epoch, index, order=batches.order(epoch)))
+        losses.append(f"{global_loss(state, loss):.4f}")
+        found = equality("parameters stay equal", dict(state.module.named_parameters()), "")
+        if not found.ok:
+            return replace(found, detail=f"after step {step + 1} {found.detail}")
+    return replace(found, detail=f"after each of {NUM_STEPS} steps (loss {', '.join(losses)})")
+
+
+def equal_buffers(state: TrainState) -> Finding:
+    """Check that all ranks evaluate and save the same buffers, after some training steps."""
+    setup, buffers = state.setup, dict(state.module.named_buffers())
+    num_differed = len(differences(buffers))
+    size = EVAL_STEPS * setup.eval_batch_size * setup.env.world_size
+    part = Split(setup.dataset.eval.inputs[:size], setup.dataset.eval.targets[:size])
+    evaluate(replace(state, setup=replace(setup, dataset=replace(setup.dataset, eval=part))))
+    saved = snapshot(state, setup.config)["model"]
+    detail = (
+        f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "
+        f"{num_differed} differed while training, and rank 0's are used"
+    )
+    return equality("buffers are equal where evaluated and saved", {**buffers, **saved}, detail)
+
+
+@torch.no_grad()
+def equal_outputs(state: TrainState) -> Finding:
+    """Check that all ranks compute the same outputs for the same samples."""
+    split, size = state.setup.dataset.eval, state.setup.eval_batch_size
+    state.module.eval()
+    batch = MicroBatch(split.inputs[:size], split.targets[:size])
+    _, outputs = forward(state, state.module, batch)
+    name, detail = "all ranks evaluate a sample alike", f"outputs of {len(batch.inputs)} samples"
+    found = equality(name, {"outputs": outputs}, f"{detail}, bit for bit")
+    if found.ok:
+        return found
+    tensors = {**_registered_tensors(state.module), **_unregistered_values(state.module)}
+    random = "no tensor of the model differs: evaluation draws random numbers"
+    cause = equality(name, tensors, random)
+    farthest = _largest_difference(outputs)
+    largest = max(gather_objects(float(outputs.abs().max())))
+    detail = f"outputs of up to {largest:.3g} differ by up to {farthest:.3g}"
+    if cause.ok and farthest <= tolerance(state, outputs.dtype) * largest:
+        return Finding(name, True, detail)
+    return Finding(name, False, f"{detail}; {cause.detail}")
+
+
+def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    """Return the tensor's shape, dtype and digest."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest
+
+
+def _largest_difference(tensor: Tensor) -> float:
+    """Return how far an element differs between ranks at most. Collective: every rank."""
+    lowest = tensor.detach().to(dtype=torch.float64, copy=True).contiguous()
+    highest = lowest.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return float((highest - lowest).max()) if lowest.numel() else 0.0
+
+
+def _registered_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and buffers, including those that are not saved."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def unregistered_values(module: nn.Module) -> dict[str, Tensor]:
+def _unregistered_values(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors and numbers that are plain attributes of a model's modules.
 
     They are in no state_dict, and no mode sends them to other ranks.
@@ -108,13 +169,3 @@ def unregistered_values(module: nn.Module) -> dict[str, Tensor]:
                 name = f"{prefix}.{key}".lstrip(".") + ", a plain attribute,"
                 values[name] = value if isinstance(value, Tensor) else torch.tensor(float(value))
     return values
-
-
-def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
-    """Return the tensor's shape, dtype and digest."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    digest = hashlib.blake2b(raw.data, digest_size=16).hexdigest()
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_runner.check.compare_ranks import (
-    Finding,
-    differences,
-    format_differences,
-    tolerance,
-)
+from ddp_runner.check.compare_ranks import Finding, equality, tolerance
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
@@ -36,21 +31,18 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     A copy of the model computes them, with the random numbers that the next backward will draw.
     They are scaled like the reduced ones.
     """
-    copied = copy.deepcopy(state.module).train()
-    total: dict[str, Tensor] = {}
+    copied = copy.deepcopy(state.module).train()  # parameters, without their gradients
     cuda = [device for device in state.setup.devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
         for micro_batch in batch.micro_batches:
             loss, _ = forward(state, copied, micro_batch)
             share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
-            # Listed after forward: lazy modules create parameters there.
-            parameters = {name: p for name, p in copied.named_parameters() if p.requires_grad}
-            values = tuple(parameters.values())
-            gradients = torch.autograd.grad(loss * share, values, allow_unused=True)
-            for name, gradient in zip(parameters, gradients, strict=True):
-                part = torch.zeros_like(parameters[name]) if gradient is None else gradient
-                total[name] = total[name] + part if name in total else part
-    return total
+            (loss * share).backward()
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in copied.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | None]:
@@ -67,17 +59,15 @@ def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | 
 
 def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
     """Check that all ranks have equal gradients after a backward."""
-    name, differing = "gradients are equal on all ranks", differences(synced)
-    if not differing:
-        return Finding(name, True, f"{len(synced)} of them after backward, bit for bit")
-    detail = format_differences(differing)
-    if unused := [key for key, gradient in synced.items() if gradient is None]:
-        # DDP waits for every parameter, so it never finishes the reduction.
-        detail += (
-            f"; the loss does not depend on {listed(unused)}; write "
-            "parallelism.find_unused_parameters=true"
-        )
-    return Finding(name, False, detail)
+    detail = f"{len(synced)} of them after backward, bit for bit"
+    found = equality("gradients are equal on all ranks", synced, detail)
+    unused = [name for name, gradient in synced.items() if gradient is None]
+    if found.ok or not unused:
+        return found
+    # DDP waits for every parameter, so it never finishes the reduction.
+    hint = f"the loss does not depend on {listed(unused)}"
+    fix = "write parallelism.find_unused_parameters=true"
+    return replace(found, detail=f"{found.detail}; {hint}; {fix}")
 
 
 def mean_gradients(
@@ -108,12 +98,13 @@ def mean_gradients(
     return Finding(name, not wrong, f"not {listed(wrong)}; {detail}" if wrong else detail)
 
 
-def wait_for_mean(state: TrainState, batch: StepBatch, *, num_nodes: int) -> Finding:
+def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     """Check that ranks wait for the mean: delay the last one and time when the others have it."""
     name = "no rank reads a gradient before all have computed theirs"
-    if num_nodes > 1:
-        return Finding(name, True, f"not measured: {num_nodes} machines have no common clock")
-    late = state.setup.env.world_size - 1
+    env = state.setup.env
+    if env.num_nodes > 1:
+        return Finding(name, True, f"not measured: {env.num_nodes} machines have no common clock")
+    late = env.world_size - 1
     began = 0
 
     def late_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -121,7 +112,7 @@ def wait_for_mean(state: TrainState, batch: StepBatch, *, num_nodes: int) -> Fin
         loss = state.setup.loss_fn(outputs, targets)
         _finish_kernels(state)
         gather_objects(None)  # every rank is about to begin its backward
-        if state.setup.env.rank == late:
+        if env.rank == late:
             time.sleep(DELAY_S)
         began = time.monotonic_ns()  # all processes of a machine share this clock
         return loss
@@ -131,15 +122,15 @@ def wait_for_mean(state: TrainState, batch: StepBatch, *, num_nodes: int) -> Fin
     _finish_kernels(state)
     times = gather_objects((began, time.monotonic_ns()))
     late_began = times.pop(late)[0]
-    waits_ms = [(readable - late_began) / 1e6 for _, readable in times]
-    lead_ms = min((late_began - began_at) / 1e6 for began_at, _ in times)
-    earliest = min(range(len(times)), key=lambda rank: waits_ms[rank])
-    when = f"{abs(waits_ms[earliest]):.1f} ms {'after' if waits_ms[earliest] >= 0 else 'before'}"
+    lead_ms = (late_began - max(began_at for began_at, _ in times)) / 1e6
+    readable, earliest = min((readable, rank) for rank, (_, readable) in enumerate(times))
+    wait_ms = (readable - late_began) / 1e6
+    when = f"{abs(wait_ms):.1f} ms {'after' if wait_ms >= 0 else 'before'}"
     detail = (
         f"rank {late} began its backward {lead_ms:.0f} ms after the others; the first of them, "
         f"rank {earliest}, could read its gradients {when} that"
     )
-    return Finding(name, waits_ms[earliest] >= 0, detail)
+    return Finding(name, wait_ms >= 0, detail)
 
 
 def _finish_kernels(state: TrainState) -> None:

@@ -4,14 +4,15 @@ Collective: every rank must call each check, and gets the same finding.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_runner.check.compare_ranks import Finding, differences, format_differences
-from ddp_runner.data.batches import eval_batches
+from ddp_runner.check.compare_ranks import Finding, equality
+from ddp_runner.data.batches import MicroBatch, eval_batches
 from ddp_runner.data.dataset import Split
 from ddp_runner.train.state import TrainState
 
@@ -20,45 +21,34 @@ MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
 
 def same_data(state: TrainState) -> Finding:
     """Check that all ranks hold the same samples; of a large split only evenly spaced ones."""
+    train, evaluation = state.setup.batches.split, state.setup.dataset.eval
     tensors = dict[str, Tensor | None]()
-    for name, split in (("train", state.setup.batches.split), ("eval", state.setup.dataset.eval)):
+    for name, split in (("train", train), ("eval", evaluation)):
         stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
         tensors |= {f"{name} inputs": split.inputs[::stride], f"{name} targets": split.targets}
-    differing = differences(tensors)
-    train, evaluation = state.setup.batches.split, state.setup.dataset.eval
     sizes = f"{len(train)} train and {len(evaluation)} eval samples"
-    return Finding(
-        "all ranks hold the same data", not differing, format_differences(differing) or sizes
-    )
+    return equality("all ranks hold the same data", tensors, sizes)
 
 
 def train_samples(state: TrainState) -> Finding:
     """Check that the ranks' micro-batches use each training sample once in an epoch."""
     batches = replace(state.setup.batches, split=_numbered(state.setup.batches.split))
-    counts = torch.zeros(len(batches.split), dtype=torch.float64)
-    most = 0
-    for step in batches.epoch(0):
-        most = max(most, len(step.micro_batches))
-        for batch in step.micro_batches:
-            weights = torch.full((len(batch.targets),), batch.weight, dtype=counts.dtype)
-            counts.index_add_(0, batch.targets, weights)
-    how = f"in {batches.steps_per_epoch} steps x {batches.num_shares} ranks x {most} micro-batches"
-    return _tally("each training sample is used once an epoch", counts, how)
+    steps = [step.micro_batches for step in batches.epoch(0)]
+    how = (
+        f"in {batches.steps_per_epoch} steps x {batches.num_shares} ranks x "
+        f"{max(map(len, steps), default=0)} micro-batches"
+    )
+    parts = [part for step in steps for part in step]
+    return _tally("each training sample is used once an epoch", len(batches.split), parts, how)
 
 
 def eval_samples(state: TrainState) -> Finding:
     """Check that the ranks' evaluation batches hold each sample once."""
-    numbered = _numbered(state.setup.dataset.eval)
-    counts = torch.zeros(len(numbered), dtype=torch.int64)
-    for batch in eval_batches(
-        numbered,
-        batch_size=state.setup.eval_batch_size,
-        rank=state.setup.env.rank,
-        world_size=state.setup.env.world_size,
-    ):
-        counts.index_add_(0, batch.targets, torch.ones_like(batch.targets))
-    how = f"in batches of up to {state.setup.eval_batch_size} on {state.setup.env.world_size} ranks"
-    return _tally("each evaluation sample counts once", counts, how)
+    numbered, size = _numbered(state.setup.dataset.eval), state.setup.eval_batch_size
+    env = state.setup.env
+    parts = eval_batches(numbered, batch_size=size, rank=env.rank, world_size=env.world_size)
+    how = f"in batches of up to {size} on {env.world_size} ranks"
+    return _tally("each evaluation sample counts once", len(numbered), parts, how)
 
 
 def _numbered(split: Split) -> Split:
@@ -67,8 +57,12 @@ def _numbered(split: Split) -> Split:
     return Split(numbers, numbers)
 
 
-def _tally(name: str, counts: Tensor, how: str) -> Finding:
-    """Return whether the counts of all ranks add up to 1 per sample."""
+def _tally(name: str, num_samples: int, batches: Iterable[MicroBatch], how: str) -> Finding:
+    """Return whether the weights of each sample in all ranks' batches add up to 1."""
+    counts = torch.zeros(num_samples, dtype=torch.float64)
+    for batch in batches:
+        weights = torch.full((len(batch.targets),), batch.weight, dtype=counts.dtype)
+        counts.index_add_(0, batch.targets, weights)
     dist.all_reduce(counts)
     missed, repeated = (counts == 0).nonzero().flatten(), (counts > 1).nonzero().flatten()
     faults = [
@@ -77,5 +71,5 @@ def _tally(name: str, counts: Tensor, how: str) -> Finding:
         if len(samples)
     ]
     if faults:
-        return Finding(name, False, f"of {len(counts)} samples {' and '.join(faults)}, {how}")
-    return Finding(name, True, f"{len(counts)} {how}")
+        return Finding(name, False, f"of {num_samples} samples {' and '.join(faults)}, {how}")
+    return Finding(name, True, f"{num_samples} {how}")

@@ -6,7 +6,13 @@ from dataclasses import asdict, replace
 
 import torch
 
-from ddp_runner.check.compare_ranks import Finding
+from ddp_runner.check.compare_ranks import (
+    Finding,
+    equal_buffers,
+    equal_outputs,
+    equal_parameters,
+    equal_start,
+)
 from ddp_runner.check.gradients import (
     equal_gradients,
     mean_gradients,
@@ -15,9 +21,6 @@ from ddp_runner.check.gradients import (
     wait_for_mean,
 )
 from ddp_runner.check.samples import eval_samples, same_data, train_samples
-from ddp_runner.check.state import equal_buffers, equal_outputs, equal_parameters, equal_start
-from ddp_runner.config.schema import Config
-from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
@@ -38,7 +41,12 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     note_restart(session, step=0)
     if env.is_rank_zero:
         begin_anew(session.run_dir)
-    state = _build(session)
+    if config.train.compile:
+        log("train.compile=true is ignored: compiled code draws other random numbers")
+        config = replace(config, train=replace(config.train, compile=False))
+    state = build_session_state(session, config)
+    # A scaled loss may overflow at first, and no check depends on the scale.
+    state = replace(state, scaler=torch.amp.GradScaler("cuda", enabled=False))
     for warning in session.job.warnings:
         log(f"warning: {warning}")
     log(
@@ -47,7 +55,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
         f"{state.setup.devices[0].type}, run {session.run_dir}"
     )
     status, findings = Status.COMPLETED, list[Finding]()
-    for finding in run_checks(state, config, env):
+    for finding in run_checks(state):
         findings.append(finding)
         log(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
         if any(gather_objects(stop_requested())):
@@ -55,21 +63,19 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
             break
     failed = [finding for finding in findings if not finding.ok]
     if env.is_rank_zero:
-        checks = [asdict(finding) for finding in findings]
-        write_run_record(session.run_dir, checks=checks)
+        write_run_record(session.run_dir, checks=[asdict(finding) for finding in findings])
     if failed:
         raise UserError(
             f"task=check ({len(failed)} of {len(findings)} failed): {failed[0].name}: "
             f"{failed[0].detail}; fix it, then check again"
         )
-    wall_s = time.time() - session.job.started_at
-    log(f"{status} in {wall_s:.1f} s, {len(findings)} checks ok")
+    log(f"{status} in {time.time() - session.job.started_at:.1f} s, {len(findings)} checks ok")
     if env.is_rank_zero:
         end_session(session.run_dir, status=status)
     return status
 
 
-def run_checks(state: TrainState, config: Config, env: DistEnv) -> Iterator[Finding]:
+def run_checks(state: TrainState) -> Iterator[Finding]:
     """Yield the finding of each check, in the order in which a fault shows first.
 
     Collective: every rank must call, and take all findings.
@@ -82,7 +88,7 @@ def run_checks(state: TrainState, config: Config, env: DistEnv) -> Iterator[Find
     trials = gather_objects(try_first_batch(state))
     trial = next((trial for trial in trials if trial.kind != "sum"), trials[0])
     yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
-    if env.world_size == 1:
+    if state.setup.env.world_size == 1:
         yield Finding("what ranks have in common", True, "nothing to compare: one rank")
         return
     yield same_data(state)
@@ -95,17 +101,7 @@ def run_checks(state: TrainState, config: Config, env: DistEnv) -> Iterator[Find
     if not all(finding.ok for finding in findings):
         return  # after an unfinished reduction DDP raises in the next forward
     del own, synced
-    yield wait_for_mean(state, batch, num_nodes=env.num_nodes)
+    yield wait_for_mean(state, batch)
     yield equal_parameters(state)
-    yield equal_buffers(state, config)
+    yield equal_buffers(state)
     yield equal_outputs(state)
-
-
-def _build(session: Session) -> TrainState:
-    config = session.config
-    if config.train.compile:
-        session.log("train.compile=true is ignored: compiled code draws other random numbers")
-        config = replace(config, train=replace(config.train, compile=False))
-    state = build_session_state(session, config)
-    # A scaled loss may overflow at first, and no check depends on the scale.
-    return replace(state, scaler=torch.amp.GradScaler("cuda", enabled=False))

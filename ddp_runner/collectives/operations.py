@@ -39,7 +39,7 @@ class Operation:
     bind: Callable[[Tensor, Tensor, dist.ReduceOp.RedOpType], Callable[[], object]]
     sent: Callable[[int, int, str], Patterns]
     expected: Callable[[int, int, str], Patterns]
-    bus_factor: Callable[[int], float]
+    bus_factor: Callable[[int], float] = lambda world_size: 1.0
     is_split: bool = False  # each rank holds one share of the message; False: all of it
     in_place: bool = False
     reduces: bool = False
@@ -60,24 +60,17 @@ def addends(reduce_op: str, rank: int, share: int = 0) -> Tensor:
 def reduced(reduce_op: str, world_size: int, share: int = 0) -> Tensor:
     """Return one period of the reduction of all ranks' addends: int64, or float64 of a mean."""
     by_rank = torch.stack([addends(reduce_op, rank, share) for rank in range(world_size)])
-    match reduce_op:
-        case "sum":
-            return by_rank.sum(0)
-        case "mean":
-            return by_rank.double().mean(0)
-        case "max":
-            return by_rank.amax(0)
-        case "min":
-            return by_rank.amin(0)
-        case "product":
-            return by_rank.prod(0)
-    raise AssertionError(reduce_op)
+    return REDUCTIONS[reduce_op][1](by_rank)
 
 
-def torch_reduce_op(name: str) -> dist.ReduceOp.RedOpType:
-    """Return torch's reduction by the config's name for it."""
-    op: dist.ReduceOp.RedOpType = getattr(dist.ReduceOp, "AVG" if name == "mean" else name.upper())
-    return op
+# By the config's name: torch's reduction over ranks, and what it computes of (ranks, elements).
+REDUCTIONS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, lambda by_rank: by_rank.sum(0)),
+    "mean": (dist.ReduceOp.AVG, lambda by_rank: by_rank.double().mean(0)),
+    "max": (dist.ReduceOp.MAX, lambda by_rank: by_rank.amax(0)),
+    "min": (dist.ReduceOp.MIN, lambda by_rank: by_rank.amin(0)),
+    "product": (dist.ReduceOp.PRODUCT, lambda by_rank: by_rank.prod(0)),
+}
 
 
 def _scatter(source: Tensor, target: Tensor, _: object) -> Callable[[], object]:
@@ -114,7 +107,6 @@ OPERATIONS = {
         bind=lambda source, target, _: partial(dist.broadcast, source, src=0),
         sent=lambda rank, n, _: [values(rank)],
         expected=lambda rank, n, _: [values(0)],
-        bus_factor=lambda n: 1.0,
         in_place=True,
     ),
     "scatter": Operation(
@@ -135,7 +127,6 @@ OPERATIONS = {
         bind=lambda source, target, op: partial(dist.reduce, source, dst=0, op=op),
         sent=lambda rank, n, op: [addends(op, rank)],
         expected=lambda rank, n, op: [] if rank else [reduced(op, n)],
-        bus_factor=lambda n: 1.0,
         in_place=True,
         reduces=True,
     ),
@@ -173,6 +164,5 @@ OPERATIONS = {
         bind=_send_recv,
         sent=lambda rank, n, _: [values(rank)],
         expected=lambda rank, n, _: [values((rank - 1) % n)],
-        bus_factor=lambda n: 1.0,
     ),
 }

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 
-from ddp_runner.collectives.messages import prepare, unsupported_reason
+from ddp_runner.collectives.measurement import Measurement, measure, prepare, unsupported_reason
 from ddp_runner.collectives.operations import OPERATIONS, Variant
-from ddp_runner.collectives.timing import Measurement, measure
 from ddp_runner.config.schema import OPS, CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
@@ -21,7 +20,7 @@ TABLE_HEAD = (
 )
 
 
-def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str:
+def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Status:
     """Measure what the config names; return completed or preempted.
 
     Collective: every rank must call.
@@ -30,48 +29,40 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
         UserError: the backend does not support a reduction that the config names.
         WrongResultError: a rank's result was wrong; raised on every rank.
     """
-    env, device, run_dir = session.env, session.devices[0], session.run_dir
+    job, device = session.job, session.devices[0]
     config, backend = session.config.collectives, session.config.backend.name
     note_restart(session, step=0)
-    for warning in session.job.warnings:
+    for warning in job.warnings:
         session.log(f"warning: {warning}")
-    (session.log if session.job.shows_header else log_to_file)(_start_block(session))
+    (session.log if job.shows_header else log_to_file)(_start_block(session))
     reasons = {
         variant: unsupported_reason(variant, device=device, backend=backend)
         for variant in variants(config)
     }
     validate_reduce_ops(config, reasons, backend=backend)
     logger: Logger = NullLogger()
-    if env.is_rank_zero:
-        job = session.job
-        logger = RunLogger(run_dir, started_at=job.started_at, title=job.title)
+    if session.env.is_rank_zero:
+        logger = RunLogger(session.run_dir, started_at=job.started_at, title=job.title)
     logger.step_done(step=0, epoch=0)  # the start-up ends here
-
-    measurements: list[Measurement] = []
-    status = Status.COMPLETED
+    measurements, status = list[Measurement](), Status.COMPLETED
     session.log(TABLE_HEAD)
     with logger:
         for variant, num_bytes in _messages(session, reasons):
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
-            measured = measure(
-                variant, prepared, config, device=device, stop_requested=stop_requested
-            )
+            measured = measure(prepared, config, stop_requested=stop_requested)
             if measured is None:
                 status = Status.PREEMPTED
                 break
             measurements.append(measured)
             session.log(_table_line(measured))
             logger.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
+        absent = [{**asdict(one), "reason": why} for one, why in reasons.items() if why is not None]
         logger.finish(
             status,
             step=max((one.bytes for one in measurements), default=0),
             epoch=0,
             collectives=[asdict(one) for one in measurements],
-            not_in_backend=[
-                {**asdict(variant), "reason": reason}
-                for variant, reason in reasons.items()
-                if reason is not None
-            ],
+            not_in_backend=absent,
         )
     return status
 
@@ -92,13 +83,12 @@ def _messages(
     session: Session, reasons: Mapping[Variant, str | None]
 ) -> Iterator[tuple[Variant, int]]:
     """Yield each supported variant with each size in bytes; log the unsupported ones."""
+    sizes, backend = message_sizes(session.config.collectives), session.config.backend.name
     for variant, reason in reasons.items():
-        if reason is not None:
-            backend = session.config.backend.name
+        if reason is None:
+            yield from ((variant, num_bytes) for num_bytes in (sizes if variant.dtype else (0,)))
+        else:
             session.log(f"{_title(variant)} unsupported by {backend}: {reason}")
-            continue
-        for num_bytes in message_sizes(session.config.collectives) if variant.dtype else (0,):
-            yield variant, num_bytes
 
 
 def message_sizes(asked: CollectivesConfig) -> list[int]:
@@ -113,15 +103,16 @@ def message_sizes(asked: CollectivesConfig) -> list[int]:
 def validate_reduce_ops(
     config: CollectivesConfig, reasons: Mapping[Variant, str | None], *, backend: str
 ) -> None:
-    """Refuse a named reduction that the backend supports for none of the dtypes.
+    """Reject a named reduction that the backend supports for none of the dtypes.
 
     Raises:
         UserError: raised on every rank, with the reductions that can stay.
     """
-    for reduce_op in config.reduce_ops or ():
+    named = config.reduce_ops or ()
+    for reduce_op in named:
         found = [reason for variant, reason in reasons.items() if variant.reduce_op == reduce_op]
         if found and None not in found:
-            others = [name for name in config.reduce_ops or () if name != reduce_op]
+            others = [name for name in named if name != reduce_op]
             raise UserError(
                 f"collectives.reduce_ops ({reduce_op}) is unsupported by {backend} for "
                 f"{', '.join(config.dtypes)} ({found[0]}); "
@@ -150,9 +141,8 @@ def _title(variant: Variant | Measurement) -> str:
 
 
 def _table_line(measured: Measurement) -> str:
-    latencies = " ".join(
-        f"{measured.latency_us[key]:>12,.1f}" for key in ("median", "p95", "min", "max")
-    )
+    # In the order of TABLE_HEAD: median, p95, min, max.
+    latencies = " ".join(f"{value:>12,.1f}" for value in measured.latency_us.values())
     line = f"{_title(measured)} {measured.bytes:>13,} {latencies}"
     if measured.algbw_gb_per_s is None:
         return line
@@ -160,8 +150,13 @@ def _table_line(measured: Measurement) -> str:
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:
-    metrics = {f"latency_us_{name}": value for name, value in measured.latency_us.items()}
-    for name in ("algbw_gb_per_s", "busbw_gb_per_s"):
-        if (bandwidth := getattr(measured, name)) is not None:
-            metrics[name] = bandwidth
-    return {f"collectives/{variant}/{name}": value for name, value in metrics.items()}
+    numbers = {
+        **{f"latency_us_{name}": value for name, value in measured.latency_us.items()},
+        "algbw_gb_per_s": measured.algbw_gb_per_s,
+        "busbw_gb_per_s": measured.busbw_gb_per_s,
+    }
+    return {
+        f"collectives/{variant}/{name}": value
+        for name, value in numbers.items()
+        if value is not None
+    }

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
 from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
+from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs
-from ddp_runner.compare.stats import Target
 from ddp_runner.errors import UserError
 
 
 def main() -> None:
     """Run the command and exit."""
     try:
-        sys.exit(run(sys.argv[1:]))
+        run(sys.argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -28,8 +28,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Compare the runs that a command line names; return the exit code.
+def run(arguments: Sequence[str]) -> None:
+    """Compare the runs that a command line names.
 
     Raises:
         UserError: A path contains no run, no run has a metric, or `--out` cannot be written.
@@ -51,7 +51,6 @@ def run(arguments: Sequence[str]) -> int:
             print("\n  ".join([f"{title}:", *sentences]), file=sys.stderr)
     for line in written:
         print(line, file=sys.stderr)
-    return 0
 
 
 def write_all(comparison: Comparison, folder: Path) -> list[str]:

@@ -6,17 +6,37 @@ This module only computes; ``render`` shows the result.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.compare.parity import Parity, parities
-from ddp_runner.compare.prediction import AllReduceFit, AllReduceFits, fit_all_reduces
-from ddp_runner.compare.remarks import RunNote, notes_on, warnings_about
-from ddp_runner.compare.rows import Best, ComparisonRow, best_of, build_rows
-from ddp_runner.compare.run import Run
-from ddp_runner.compare.settings import Setting, identity, same_keys, setting_of, varied_keys
-from ddp_runner.compare.stats import Target, result_of
+from ddp_runner.compare.rows import ComparisonRow, warnings_about
+from ddp_runner.compare.run import Run, Stat, Target, stat
+from ddp_runner.compare.settings import Setting, identity, same_keys, varied_keys
+from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
 from ddp_runner.errors import UserError
+from ddp_runner.metric_names import is_lower_better
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
+
+
+@dataclass(frozen=True)
+class Best:
+    """The run, and the row by its mean, with the best value of a metric."""
+
+    metric: str
+    mode: str  # max or min
+    run: Run
+    value: float
+    row: ComparisonRow
+    row_stat: Stat
+
+
+@dataclass(frozen=True)
+class RunNote:
+    """A sentence about one run."""
+
+    folder: Path
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -60,70 +80,99 @@ def compare(
     Raises:
         UserError: No run has the metric of `target` or of `best`.
     """
-    usable, fits = _select(runs, target=target, best=best)
-    settings = {run.folder: setting_of(run) for run in usable}
-    keys = varied_keys([*settings.values()]) + (("seed",) if each else ())
-    parity = parities(usable, settings=settings, tolerance=tolerance)
-    rows = build_rows(
-        _grouped(usable, settings, each=each),
-        settings,
-        keys=keys,
-        target=target,
-        parity=parity,
-        fits=fits,
-        include_parallel_jobs=include_parallel_jobs,
-    )
+    usable = [run for run in runs if run.reason is None]
+    benchmarks = [run for run in usable if "collectives" in run.record]
+    # Beside training runs, benchmarks only serve predictions and have no rows.
+    usable = [run for run in usable if "collectives" not in run.record] or benchmarks
+    _validate_metrics(usable, target=target, best=best)
+    settings = [run.setting for run in usable]
+    keys = varied_keys(settings) + (("seed",) if each else ())
+    fits = fit_all_reduces(benchmarks)
+    parity = {result.run.folder: result for result in parities(usable, tolerance=tolerance)}
+    groups: dict[str, list[Run]] = {}
+    for run in usable:
+        groups.setdefault(str(run.folder) if each else identity(run.setting), []).append(run)
+    rows = [_row(group, keys, target, parity) for group in groups.values()]
+    rows = with_speedups(rows, fits, include_parallel_jobs=include_parallel_jobs)
+    rows.sort(key=lambda row: [_order(value) for value in row.setting.values()])
     return Comparison(
         keys=keys,
-        same=same_keys([*settings.values()]),
+        same=same_keys(settings),
         rows=tuple(rows),
         all_reduces=tuple(fits.values()),
-        parity=parity,
+        parity=tuple(parity.values()),
         tolerance=tolerance,
         target=target,
-        best=best_of(rows, best, mode=mode) if best and rows else None,
-        warnings=tuple(warnings_about(rows, keys, [*settings.values()])),
-        notes=tuple(note for run in usable for note in notes_on(run)),
+        best=_best(rows, best, mode=mode) if best and rows else None,
+        warnings=tuple(warnings_about(rows, usable)),
+        notes=tuple(RunNote(run.folder, note) for run in usable for note in run.notes),
         skipped=tuple(RunNote(run.folder, run.reason) for run in runs if run.reason is not None),
     )
 
 
-def _select(
-    runs: Sequence[Run], *, target: Target | None, best: str | None
-) -> tuple[list[Run], AllReduceFits]:
-    """Return the runs for the rows, and what the collectives benchmarks measured.
-
-    Beside training runs, benchmarks only serve predictions and have no rows.
-    """
-    usable = [run for run in runs if run.reason is None]
-    benchmarks = [run for run in usable if "collectives" in run.record]
-    if len(benchmarks) < len(usable):
-        usable = [run for run in usable if run not in benchmarks]
-    if usable and target is not None:
-        _validate_metric("--target", target.metric, _logged(usable))
-    if usable and best is not None:
-        names = _logged(usable).union(*(run.final for run in usable))
-        with_result = {name for run in usable for name in names if result_of(run, name) is not None}
-        _validate_metric("--best", best, with_result)
-    return usable, fit_all_reduces(benchmarks)
+def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str | None) -> None:
+    logged = {name for run in runs for line in run.lines for name in line}
+    logged -= {"step", "epoch", "time_s"}
+    asked = [("--target", target.metric, logged)] if target else []
+    if best is not None:
+        names = logged.union(*(run.final for run in runs))
+        with_result = {name for run in runs for name in names if run.result(name) is not None}
+        asked.append(("--best", best, with_result))
+    for option, metric, names in asked:
+        if runs and metric not in names:
+            known = ", ".join(sorted(names))
+            raise UserError(f"{option} ({metric}) is a metric of no run; use one of {known}")
 
 
-def _logged(runs: Sequence[Run]) -> set[str]:
-    names = set[str]().union(*(line for run in runs for line in run.lines))
-    return names - {"step", "epoch", "time_s"}
+def _row(
+    runs: Sequence[Run], keys: Sequence[str], target: Target | None, parity: Mapping[Path, Parity]
+) -> ComparisonRow:
+    """Return the row of runs that differ only in their seeds, without its scalings."""
+
+    def result(name: str) -> Stat | None:
+        return stat(run.result(f"perf/{name}") for run in runs)
+
+    setting = {"seed": runs[0].seed, **runs[0].setting}
+    finals = [run.final for run in runs]
+    names = sorted(set[str]().union(*finals))
+    metrics = {name: stat(final.get(name) for final in finals) for name in names}
+    logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
+    perf = [name.removeprefix("perf/") for name in logged if name.startswith("perf/")]
+    times = [name for name in perf if name.endswith("_ms") and name != "step_time_ms"]
+    parts = {name.removesuffix("_ms"): result(name) for name in times}
+    return ComparisonRow(
+        setting={key: setting.get(key) for key in keys},
+        world_size=runs[0].world_size,
+        num_devices=runs[0].num_devices,
+        runs=tuple(runs),
+        samples_per_s=result("samples_per_s"),
+        time_to_target_s=stat(target.time_s(run) for run in runs) if target else None,
+        metrics={name: value for name, value in metrics.items() if value is not None},
+        peak_memory_gib=result("peak_memory_gib"),
+        comm_share=result("comm_share"),
+        startup_s=stat(run.number("startup_s") for run in runs),
+        wall_s=stat(run.number("wall_s") for run in runs),
+        num_sessions=stat(len(run.sessions) or None for run in runs),
+        step_time_ms=result("step_time_ms"),
+        step_parts_ms={name: part.mean for name, part in parts.items() if part is not None},
+        parity=tuple(parity[run.folder] for run in runs if run.folder in parity),
+    )
 
 
-def _validate_metric(option: str, metric: str, names: set[str]) -> None:
-    if metric not in names:
-        known = ", ".join(sorted(names))
-        raise UserError(f"{option} ({metric}) is a metric of no run; use one of {known}")
+def _order(value: Any) -> tuple[bool, bool, Any]:
+    """Return a key that sorts None first, then numbers by value, then text."""
+    is_text = not isinstance(value, int | float)
+    return value is not None, is_text, str(value) if is_text else value
 
 
-def _grouped(
-    runs: Sequence[Run], settings: Mapping[Path, Setting], *, each: bool
-) -> list[list[Run]]:
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        name = str(run.folder) if each else identity(settings[run.folder])
-        groups.setdefault(name, []).append(run)
-    return [*groups.values()]
+def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
+    """Return the best run and the best row by a metric that a run has; `mode` as in ``compare``."""
+    mode = mode or ("min" if is_lower_better(metric) else "max")
+    sign = 1 if mode == "max" else -1
+    results = [(run.result(metric), run) for row in rows for run in row.runs]
+    values = [(value, run) for value, run in results if value is not None]
+    means = [(stat(run.result(metric) for run in row.runs), row) for row in rows]
+    stats = [(mean, row) for mean, row in means if mean is not None]
+    value, run = max(values, key=lambda pair: sign * pair[0])
+    row_stat, row = max(stats, key=lambda pair: sign * pair[0].mean)
+    return Best(metric, mode, run, value, row, row_stat)

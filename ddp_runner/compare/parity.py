@@ -7,10 +7,9 @@ them from unequal runs is how the difference starts and how fast it grows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddp_runner.compare.run import Run
-from ddp_runner.compare.settings import Setting, identity
+from ddp_runner.compare.settings import identity
 
 LOSS = "train/loss"
 # Keys that may differ between runs whose losses must not.
@@ -35,38 +34,26 @@ class Parity:
     first_break: int | None  # first step that rounding does not explain; None if parity holds
     verdict: str  # in words: ok; ok, rounding grows to 1.1%; breaks at step 45; …
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether rounding does not explain the difference."""
-        return self.first_break is not None
 
-
-def parities(
-    runs: Sequence[Run], *, settings: Mapping[Path, Setting], tolerance: float
-) -> tuple[Parity, ...]:
+def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
     """Compare the losses of runs that differ only in mode, devices and world size.
 
-    Args:
-        runs: Runs without a reason to skip them.
-        settings: Their settings, by folder.
-        tolerance: A relative difference that is fine, however it started.
+    A relative difference up to `tolerance` is fine, however it started.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        setting = settings[run.folder]
-        has_losses = setting.get("batch.global_size") is not None and run.values(LOSS)
+        has_losses = run.setting.get("batch.global_size") is not None and run.values(LOSS)
         if has_losses and promises_parity(run):
-            key = f"{run.seed!r}\n{identity(setting, without=MAY_DIFFER)}"
+            key = f"{run.seed!r}\n{identity(run.setting, without=MAY_DIFFER)}"
             groups.setdefault(key, []).append(run)
     results = []
     for group in groups.values():
-        reference = min(group, key=lambda run: (run.world_size, *_simplicity(settings[run.folder])))
-        same = identity(settings[reference.folder], without=("parallel_jobs",))
+        reference = min(group, key=_simplicity)
+        same = identity(reference.setting, without=("parallel_jobs",))
         for run in group:
-            if identity(settings[run.folder], without=("parallel_jobs",)) != same:
-                parity = _compare(run, reference, tolerance=tolerance)
-                results += [parity] if parity.num_steps else []
-    return tuple(results)
+            if identity(run.setting, without=("parallel_jobs",)) != same:
+                results.append(_compare(run, reference, tolerance=tolerance))
+    return [parity for parity in results if parity.num_steps]
 
 
 def promises_parity(run: Run) -> bool:
@@ -74,10 +61,10 @@ def promises_parity(run: Run) -> bool:
     return run.config.get("parallelism.mode") != "async"
 
 
-def _simplicity(setting: Setting) -> tuple[int, str]:
-    """Return a key that sorts modes with few options, such as no communication, first."""
-    options = [key for key in setting if key.startswith("parallelism.")]
-    return len(options), str(setting.get("parallelism.name"))
+def _simplicity(run: Run) -> tuple[int, int, str]:
+    """Return a key that sorts few ranks, then modes with few options, such as `single`, first."""
+    options = [key for key in run.setting if key.startswith("parallelism.")]
+    return run.world_size, len(options), str(run.setting.get("parallelism.name"))
 
 
 def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
@@ -86,9 +73,8 @@ def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
         for lines in (run.lines, reference.lines)
     )
     differences = {
-        int(step or 0): _difference(loss, theirs[step])
-        for step, loss in sorted(ours.items(), key=lambda item: item[0] or 0)
-        if step in theirs
+        int(step or 0): _difference(ours[step], theirs[step])
+        for step in sorted(ours.keys() & theirs.keys(), key=lambda step: step or 0)
     }
     largest, first_break, verdict = max(differences.values(), default=0.0), None, "ok"
     if largest > tolerance:
@@ -104,7 +90,7 @@ def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
 def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | None:
     """Return the first step at which rounding does not explain the difference; None: it does.
 
-    A difference counts as rounding if it passes two bounds: at most ``ROUNDING`` times ``GROWTH``
+    A difference counts as rounding if it passes two bounds: at most `rounding` times ``GROWTH``
     to the power of the steps since the start; and at most ``SPIKE`` times the largest difference so
     far, times ``GROWTH`` to the power of the steps since the line before. So a difference that
     exists from the start, or that appears at once, is a break. A fault that begins when rounding
@@ -113,10 +99,6 @@ def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | 
     Both bounds are measured (SGD, momentum and Adam, networks with and without BatchNorm, weights
     perturbed by 1e-7): rounding reached 0.8 of the first and 0.7 of the second. It exceeded them
     only where the training itself was about to diverge.
-
-    Args:
-        differences: Relative differences of the losses by step, ascending.
-        rounding: The difference that is possible at step 1, with the initial weights.
     """
     largest, previous, spike = rounding, 1, 1
     for step, difference in differences.items():

@@ -1,10 +1,18 @@
-"""One run folder as data: run.json, the config, the metrics, and what follows from them."""
+"""One run folder as data: run.json, the config, the metrics, and the numbers that follow."""
 
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
+
+from ddp_runner.compare.settings import Setting
+from ddp_runner.metric_names import is_lower_better
+
+# The seed, over which a row averages, and keys that change neither the work nor its speed.
+IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
 
 
 @dataclass(frozen=True)
@@ -17,6 +25,20 @@ class Run:
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json
     config: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and values
     lines: tuple[Mapping[str, float | None], ...] = ()  # metrics.jsonl; None: not finite
+
+    @cached_property
+    def setting(self) -> Setting:
+        """Everything that two runs must share to count as repetitions of one setting."""
+        config = {
+            key: value
+            for key, value in self.config.items()
+            if key not in IGNORED and not key.startswith(("launch.", "sweep."))
+        }
+        return config | {
+            "world_size": self.world_size,
+            "num_devices": self.num_devices,
+            "parallel_jobs": self.is_parallel_job,  # its times differ from those of a run alone
+        }
 
     @property
     def world_size(self) -> int:
@@ -49,11 +71,7 @@ class Run:
 
         Measured on the machine of rank 0 since the last start; None if unknown.
         """
-        load = self.record.get("load")
-        end = load.get("end") if isinstance(load, dict) else None
-        if not isinstance(end, dict):
-            return None
-        shares = [end.get("busy_share_others"), end.get("steal_share")]
+        shares = [self.field("load", "end", name) for name in ("busy_share_others", "steal_share")]
         known = [share for share in shares if is_finite(share)]
         return sum(known) if known else None
 
@@ -74,6 +92,13 @@ class Run:
         metrics = self.record["metrics"].items()
         return {key: float(value) for key, value in metrics if is_finite(value)}
 
+    def field(self, *keys: str) -> Any:
+        """Return what run.json holds below nested keys; None if it does not have them."""
+        value: Any = self.record
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
     def number(self, name: str) -> float | None:
         """Return a field of run.json; None if it is not a finite number."""
         value = self.record.get(name)
@@ -81,8 +106,55 @@ class Run:
 
     def values(self, metric: str) -> list[float]:
         """Return the finite values of a metric in the order of the steps."""
-        values = (line.get(metric) for line in self.lines)
-        return [value for value in values if value is not None]
+        return [value for line in self.lines if (value := line.get(metric)) is not None]
+
+    def result(self, metric: str) -> float | None:
+        """Return the result in a metric; None if the run has none.
+
+        It is the highest value of the peak memory, which is rank 0's; the median of other metrics
+        of `perf/` without the first line, the warm-up; else the last value.
+        """
+        if metric == "perf/peak_memory_gib":
+            return max(self.values(metric), default=None)
+        if metric.startswith("perf/"):
+            values = self.values(metric)[1:]
+            return statistics.median(values) if values else None
+        return self.final.get(metric)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value of a metric to reach: from below, or from above if lower is better."""
+
+    metric: str
+    value: float
+
+    def time_s(self, run: Run) -> float | None:
+        """Return when a run first reached it, without its start-up; None if it never did."""
+        sign = -1 if is_lower_better(self.metric) else 1
+        for line in run.lines:
+            value = line.get(self.metric)
+            if value is not None and sign * value >= sign * self.value:
+                return line["time_s"]
+        return None
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A number over several runs."""
+
+    mean: float
+    sd: float | None  # sample standard deviation (n - 1); None for a single run
+    count: int  # runs that have the number
+
+
+def stat(values: Iterable[float | None]) -> Stat | None:
+    """Return mean and standard deviation of the values that are not None; None if all are."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    sd = statistics.stdev(known) if len(known) > 1 else None
+    return Stat(statistics.fmean(known), sd, len(known))
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

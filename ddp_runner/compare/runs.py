@@ -8,6 +8,7 @@ import os
 import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -24,14 +25,12 @@ from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, S
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": dict}
-KNOWN_FIELDS = {
-    *get_type_hints(RunRecord),
-    "launch_id",
-    "agents",
-    "packed",
-}  # the last three are of old runs
+# Of run.json; the last three are of earlier versions.
+KNOWN_FIELDS = {*get_type_hints(RunRecord), "launch_id", "agents", "packed"}
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_version = cache(metadata.version)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -42,8 +41,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: One of the paths contains no run.
     """
-    runs: dict[Path, Run] = {}
-    seen: set[tuple[str, float]] = set()
+    runs: dict[object, Run] = {}
+    seen: set[Path] = set()
     for path in paths:
         folders = sorted(_run_folders(path))
         if not folders:
@@ -53,16 +52,14 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             )
         for folder in folders:
             resolved = folder.resolve()
-            if resolved in runs:
+            if resolved in seen:
                 continue
+            seen.add(resolved)
             run = read_run(folder)
             started_at = [run.record, *run.sessions][-1].get("started_at")
-            if is_finite(started_at) and "config_hash" in run.record:
-                identity = (str(run.record["config_hash"]), started_at)
-                if identity in seen:
-                    continue
-                seen.add(identity)
-            runs[resolved] = run
+            has_identity = is_finite(started_at) and "config_hash" in run.record
+            identity = (str(run.record["config_hash"]), started_at) if has_identity else resolved
+            runs.setdefault(identity, run)
     return list(runs.values())
 
 
@@ -74,20 +71,24 @@ def read_run(folder: Path) -> Run:
     record: Mapping[str, Any] = {}
     try:
         record = read_run_record(folder)
-        if (problem := _unfinished(folder, record) or _unusable(record)) is not None:
+        if (problem := _problem(folder, record)) is not None:
             return Run(folder, reason=problem, record=record)
         config = yaml.load((folder / CONFIG_FILE).read_bytes(), Loader=LOADER)  # a safe loader
         if not isinstance(config, dict):
             raise ValueError("it is not a mapping")
         keys = dict(leaves(with_moved_names(config)))
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
+    except UserError as error:
+        reason = str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
+    except OSError as error:
+        reason = f"{Path(error.filename).name} cannot be read ({error.strerror})"
     except Exception as error:  # PyYAML raises errors of any type for odd tags
-        return Run(folder, reason=_sentence(folder, error, record), record=record)
-    notes = list(_version_notes(record))
-    if num_damaged:
-        num_lines = num_damaged + len(lines)
-        notes.append(f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged")
-    return Run(folder, notes=tuple(notes), record=record, config=keys, lines=tuple(lines))
+        name = CONFIG_FILE if record else RUN_RECORD
+        reason = f"{name} cannot be read ({' '.join(str(error).split())})"
+    else:
+        run = Run(folder, record=record, config=keys, lines=tuple(lines))
+        return replace(run, notes=tuple(_notes(run, num_damaged)))
+    return Run(folder, reason=reason, record=record)
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
@@ -102,11 +103,9 @@ def _run_folders(path: Path) -> Iterator[Path]:
     yield from (folder for folder in unreadable if path.is_dir() and folder.is_dir())
 
 
-def _unfinished(folder: Path, record: Mapping[str, Any]) -> str | None:
-    """Return why a run is not completed; None if it is."""
+def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
+    """Return why a run is not completed or not usable; None if it is."""
     status, error = record.get("status"), record.get("error")
-    if status == Status.COMPLETED:
-        return None
     if status == Status.RUNNING:
         lines = folder / METRICS_FILE
         written = (lines if lines.exists() else folder / RUN_RECORD).stat().st_mtime
@@ -116,10 +115,8 @@ def _unfinished(folder: Path, record: Mapping[str, Any]) -> str | None:
     if status in (Status.FAILED, Status.PREEMPTED):
         sentence = error.get("sentence") if isinstance(error, dict) else None
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
-    return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
-
-
-def _unusable(record: Mapping[str, Any]) -> str | None:
+    if status != Status.COMPLETED:
+        return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
     if "checks" in record:
         return "a task=check run has no metrics to compare"
     for name, kind in REQUIRED.items():
@@ -130,30 +127,6 @@ def _unusable(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _sentence(folder: Path, error: Exception, record: Mapping[str, Any]) -> str:
-    if isinstance(error, UserError):
-        return str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
-    if isinstance(error, OSError):
-        return f"{Path(error.filename).name} cannot be read ({error.strerror})"
-    name = CONFIG_FILE if record else RUN_RECORD
-    return f"{name} cannot be read ({' '.join(str(error).split())})"
-
-
-def _version_notes(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note if another version of the program wrote the record."""
-    versions = record.get("versions")
-    theirs = versions.get("ddp_runner") if isinstance(versions, dict) else None
-    if theirs != _version():
-        sentence = f"written by ddp_runner {theirs or '(unknown)'}, this is {_version()}"
-        unknown = ", ".join(sorted(set(record) - KNOWN_FIELDS))
-        yield f"{sentence}; unknown fields: {unknown}" if unknown else sentence
-
-
-@cache
-def _version() -> str:
-    return metadata.version("ddp_runner")
-
-
 def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
@@ -161,15 +134,34 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     for text in path.read_bytes().splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
-            if not (is_finite(line["step"]) and is_finite(line["time_s"])):
+            has_numbers = all(isinstance(value, int | float | None) for value in line.values())
+            if not (has_numbers and is_finite(line["step"]) and is_finite(line["time_s"])):
                 raise ValueError
-            lines.append({key: _number(value) for key, value in line.items()})
+            lines.append({key: value if is_finite(value) else None for key, value in line.items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             num_damaged += 1
     return lines, num_damaged
 
 
-def _number(value: Any) -> float | None:
-    if value is None or isinstance(value, int | float):
-        return value if is_finite(value) else None
-    raise ValueError
+def _notes(run: Run, num_damaged: int) -> Iterator[str]:
+    """Yield what a reader must know about a run that is in a row."""
+    theirs = run.field("versions", "ddp_runner")
+    if theirs != (ours := _version("ddp_runner")):
+        unknown = ", ".join(sorted(set(run.record) - KNOWN_FIELDS))
+        yield (
+            f"written by ddp_runner {theirs or '(unknown)'}, this is {ours}"
+            + (f"; unknown fields: {unknown}" if unknown else "")
+        )
+    if num_damaged:
+        num_lines = num_damaged + len(run.lines)
+        yield f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged"
+    if len(run.sessions) > 1:
+        yield (
+            f"resumed: wall s is the sum of its {len(run.sessions)} sessions, start-up s is from "
+            "the first"
+        )
+    if len(run.values("perf/samples_per_s")) == 1:
+        yield (
+            "no samples/s: perf/samples_per_s has only one line, the warm-up; lower "
+            "train.log_every_steps"
+        )

@@ -1,12 +1,10 @@
-"""The setting of a run, the keys in which settings differ, and how both read in a table."""
+"""The settings of runs: which are equal, in which keys they differ, how they read in a table."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ddp_runner.compare.run import Run
+from ddp_runner.errors import counted
 
-# The seed, over which a row averages, and keys that change neither the work nor its speed.
-IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
 FIRST_KEYS = (
@@ -23,32 +21,16 @@ FIRST_KEYS = (
 Setting = Mapping[str, Any]  # dotted keys and values
 
 
-def setting_of(run: Run) -> Setting:
-    """Return everything that two runs must share to count as repetitions of one setting."""
-    config = {
-        key: value
-        for key, value in run.config.items()
-        if key not in IGNORED and not key.startswith(("launch.", "sweep."))
-    }
-    return config | {
-        "world_size": run.world_size,
-        "num_devices": run.num_devices,
-        "parallel_jobs": run.is_parallel_job,  # its times differ from those of a run alone
-    }
-
-
 def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
-    """Return a text that is equal for equal settings.
+    """Return a text that is equal for settings that are equal but for the keys `without`.
 
-    Args:
-        setting: The setting of a run.
-        without: Keys to ignore; ``parallelism.`` stands for every key of that group.
+    Of these, ``parallelism.`` stands for every key of that group.
     """
     groups = tuple(key for key in without if key.endswith("."))
     return "\n".join(
         f"{key}={setting[key]!r}"
         for key in sorted(setting)
-        if key not in without and not (groups and key.startswith(groups))
+        if key not in without and not key.startswith(groups)
     )
 
 
@@ -112,11 +94,6 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
     return ", ".join(words)
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def _values(settings: Sequence[Setting], key: str) -> set[str]:
     """Return a key's different values, over the settings that have the key."""
     return {repr(setting[key]) for setting in settings if key in setting}
@@ -130,10 +107,8 @@ def _is_implied(key: str, settings: Sequence[Setting], varied: Collection[str]) 
     values = [setting.get(key) for setting in settings]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return False
-    by_name: dict[str, list[Setting]] = {}
-    for setting in settings:
-        by_name.setdefault(repr(setting.get(name)), []).append(setting)
-    return all(len(_values(group, key)) <= 1 for group in by_name.values())
+    pairs = {(repr(one.get(name)), repr(one[key])) for one in settings if key in one}
+    return len(pairs) == len({name for name, _ in pairs})
 
 
 def _column_order(key: str) -> tuple[int, str]:

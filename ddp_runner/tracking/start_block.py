@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import counted
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_record import RunFields
 
@@ -112,11 +113,6 @@ def shown_path(path: Path) -> Path:
     with suppress(ValueError, OSError):  # OSError: the current folder is gone
         return path.absolute().relative_to(Path.cwd())
     return path
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count and its noun, in the plural unless the count is 1."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def sizes(module: "nn.Module") -> RunFields:

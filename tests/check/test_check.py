@@ -129,7 +129,7 @@ def check_all(env: DistEnv) -> dict[str, list[Finding]]:
     cases |= {name: (keys, broken) for name, (keys, broken, *_) in BROKEN.items()}
     for name, (keys, broken) in cases.items():
         config = compose_config(*keys, world_size=WORLD_SIZE)
-        found[name] = list(run_checks(broken(build(env, config), env), config, env))
+        found[name] = list(run_checks(broken(build(env, config), env)))
     return found
 
 
@@ -175,7 +175,7 @@ def unlike(env: DistEnv) -> list[str]:
         "lack": torch.zeros(1) if env.rank == 0 else None,
         "same": torch.zeros(3),
     }
-    return [str(one) for one in differences(tensors)]
+    return differences(tensors)
 
 
 def test_tensors_of_another_kind_or_size_differ_whatever_they_hold() -> None:
@@ -192,7 +192,7 @@ def unsynced_wait(env: DistEnv) -> Finding:
     """Measure how a rank that waits for nobody reads its gradients."""
     state = build(env, compose_config(*TOY, world_size=WORLD_SIZE))
     batch = next(state.setup.batches.epoch(0))
-    return wait_for_mean(no_sync(state, env), batch, num_nodes=1)
+    return wait_for_mean(no_sync(state, env), batch)
 
 
 def test_ranks_that_do_not_wait_are_found_out() -> None:

@@ -8,10 +8,16 @@ import torch
 from commands import refusal, resolved
 from ranks import run_ranks
 
-from ddp_runner.collectives.messages import prepare, unsupported_reason
-from ddp_runner.collectives.operations import OPERATIONS, Variant, torch_reduce_op
+from ddp_runner.collectives.measurement import (
+    Prepared,
+    WrongResultError,
+    prepare,
+    summarize,
+    time_calls,
+    unsupported_reason,
+)
+from ddp_runner.collectives.operations import OPERATIONS, REDUCTIONS, Variant
 from ddp_runner.collectives.task import message_sizes, validate_reduce_ops, variants
-from ddp_runner.collectives.timing import WrongResultError, summarize, time_calls, verify_result
 from ddp_runner.config.schema import (
     DTYPES,
     OPS,
@@ -51,8 +57,8 @@ def check_everything(env: DistEnv, backend: str, dtypes: list[str]) -> dict[str,
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
             if variant.op != "barrier":
                 assert num_bytes <= prepared.num_bytes <= num_bytes + 8 * env.world_size
-            verify_result(variant, prepared, device=device)
-        latencies = time_calls(prepared, warmup_steps=1, steps=2, device=device)
+            prepared.verify()
+        latencies = time_calls(prepared, CollectivesConfig(warmup_steps=1, steps=2))
         assert latencies is not None
         assert len(latencies) == 2
         assert min(latencies) > 0
@@ -86,10 +92,10 @@ def check_on_gpu(env: DistEnv) -> dict[str, str]:
     return check_everything(env, "nccl", list(DTYPES))
 
 
-def verdict(variant: Variant, prepared: Any) -> str:
+def verdict(prepared: Prepared) -> str:
     """Return the message of the verification, or "right"."""
     try:
-        verify_result(variant, prepared, device=CPU)
+        prepared.verify()
     except WrongResultError as error:
         return str(error)
     return "right"
@@ -100,8 +106,8 @@ def check_calls_that_do_nothing(env: DistEnv) -> dict[str, str]:
     verdicts = {}
     for variant in variants(replace(EVERYTHING, dtypes=["float32"])):
         prepared = prepare(variant, num_bytes=1001, device=CPU, backend="gloo")
-        verify_result(variant, prepared, device=CPU)
-        verdicts[str(variant)] = verdict(variant, replace(prepared, call=lambda: None))
+        prepared.verify()
+        verdicts[str(variant)] = verdict(replace(prepared, call=lambda: None))
     return verdicts
 
 
@@ -133,9 +139,7 @@ def check_one_wrong_element(env: DistEnv, dtype: str) -> list[str]:
             return spoil
 
         OPERATIONS[variant.op] = replace(right, bind=bind)
-        verdicts.append(
-            verdict(variant, prepare(variant, num_bytes=2400, device=CPU, backend="gloo"))
-        )
+        verdicts.append(verdict(prepare(variant, num_bytes=2400, device=CPU, backend="gloo")))
     return verdicts
 
 
@@ -155,7 +159,8 @@ def test_one_wrong_element_is_named(dtype: str) -> None:
 def test_the_tables_have_the_same_names() -> None:
     """The config's names and the implementations match."""
     assert set(OPS) == {*OPERATIONS, "barrier"}
-    assert len({torch_reduce_op(name) for name in REDUCE_OPS}) == len(REDUCE_OPS)
+    assert set(REDUCTIONS) == set(REDUCE_OPS)
+    assert len({torch_op for torch_op, _ in REDUCTIONS.values()}) == len(REDUCE_OPS)
     reducing = {op for op in OPERATIONS if OPERATIONS[op].reduces}
     assert reducing == {"reduce", "all_reduce", "reduce_scatter"}
 

@@ -49,7 +49,7 @@ def outputs(tmp_path: Path) -> Path:
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """Run the command in this process and return its output."""
-    assert run([str(argument) for argument in arguments]) == 0
+    run([str(argument) for argument in arguments])
     return capsys.readouterr().out
 
 

@@ -12,8 +12,8 @@ from ddp_runner.compare.analysis import Comparison, compare
 from ddp_runner.compare.render.plots import figures
 from ddp_runner.compare.render.tables import as_text
 from ddp_runner.compare.rows import ComparisonRow
+from ddp_runner.compare.run import Stat, Target
 from ddp_runner.compare.runs import read_runs
-from ddp_runner.compare.stats import Stat, Target
 from ddp_runner.errors import UserError
 
 STRONG = {1: (64, 64), 2: (64, 32), 4: (64, 16)}  # global batch, batch per rank
@@ -307,3 +307,11 @@ def test_how_a_run_was_started_is_no_setting(tmp_path: Path) -> None:
     write_run(tmp_path / "swept", config=swept, lines=lines_of([100.0] * 3))
     (row,) = compare(read_runs([tmp_path])).rows
     assert len(row.runs) == 2
+
+
+def test_a_warning_names_three_of_many(tmp_path: Path) -> None:
+    """And counts the others."""
+    for number in range(5):
+        write_run(tmp_path / str(number), record={"git_revision": str(number)})
+    (sentence,) = compared(tmp_path).warnings
+    assert sentence == "the runs used 5 git revisions (0, 1, 2 and 2 more)"

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.compare.analysis import Comparison, compare
-from ddp_runner.compare.prediction import num_buckets
 from ddp_runner.compare.render.tables import as_text
 from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.speedup import num_buckets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import DDP
 

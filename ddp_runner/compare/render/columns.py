@@ -8,9 +8,7 @@ from typing import Any
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import promises_parity
-from ddp_runner.compare.remarks import BUSY, speed_remark
-from ddp_runner.compare.rows import ComparisonRow
-from ddp_runner.compare.scaling import SUPERLINEAR
+from ddp_runner.compare.rows import BUSY, SUPERLINEAR, ComparisonRow
 from ddp_runner.compare.settings import title_of
 from ddp_runner.metric_names import HEADLINES
 
@@ -46,24 +44,9 @@ def columns(comparison: Comparison) -> list[Column]:
 
 def legends(comparison: Comparison) -> dict[str, str]:
     """Return what a reader must know about columns, by their keys."""
-    efficiency = "the speedup divided by the ratio of devices (on a CPU, of ranks)"
-    predicted = (
-        "the speedup from the baseline's computing and the all-reduce that task=collectives "
-        "measured, without overlap"
-    )
-    strong, weak = (
-        bases[0] if len(bases) == 1 else "the setting under against"
-        for bases in (_bases(comparison, "strong"), _bases(comparison, "weak"))
-    )
-    return {
+    texts = {
         "seeds": "fewer seeds than runs mean that some runs are repetitions",
         "samples_per_s": "median of a run's perf/samples_per_s without its first line, the warm-up",
-        "strong_speedup": f"samples/s relative to {strong}, with the same global batch",
-        "strong_efficiency": efficiency,
-        "strong_predicted": predicted,
-        "weak_speedup": f"samples/s relative to {weak}, with the same batch per rank",
-        "weak_efficiency": efficiency,
-        "weak_predicted": predicted,
         "remark": f"superlinear means an efficiency above {SUPERLINEAR:.0%}, from a busy machine "
         f"or cache effects; busy machine means that other work used more than {BUSY:.0%} of the "
         "cores' time during a run (load in run.json)",
@@ -78,11 +61,23 @@ def legends(comparison: Comparison) -> dict[str, str]:
         "difference that began as rounding grew slowly to this size, as in any training; breaks: "
         "from this step on, rounding does not explain the difference",
     }
+    for kind, same in (("strong", "global batch"), ("weak", "batch per rank")):
+        bases = _bases(comparison, kind)
+        base = bases[0] if len(bases) == 1 else "the setting under against"
+        texts |= {
+            f"{kind}_speedup": f"samples/s relative to {base}, with the same {same}",
+            f"{kind}_efficiency": "the speedup divided by the ratio of devices "
+            "(on a CPU, of ranks)",
+            f"{kind}_predicted": "the speedup from the baseline's computing and the all-reduce "
+            "that task=collectives measured, without overlap",
+        }
+    return texts
 
 
 def _columns(comparison: Comparison) -> Iterator[Column]:
     rows = comparison.rows
-    yield from (_setting(key) for key in comparison.keys)
+    for key in comparison.keys:
+        yield Column(key, title_of(key), _value("setting", key), str)
     if "seed" in comparison.keys:
         yield Column("run", "run", lambda row: str(row.runs[0].folder), str)
     else:
@@ -94,7 +89,7 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
     yield Column("samples_per_s", "samples/s", lambda row: row.samples_per_s, digits)
     for kind in ("strong", "weak"):
         yield from _scaling(kind, has_several_bases=len(_bases(comparison, kind)) > 1)
-    yield Column("remark", "remark", speed_remark, str)
+    yield Column("remark", "remark", lambda row: row.speed_remark, str)
     asked = {comparison.best.metric} if comparison.best else set()
     if target := comparison.target:
         asked.add(target.metric)
@@ -102,7 +97,8 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
         yield Column("time_to_target_s", title, lambda row: row.time_to_target_s, digits)
     names = {name for row in rows for name in row.metrics}
     for name in sorted(names, key=lambda name: (name not in HEADLINES, name)):
-        yield _metric(name, is_brief=name in HEADLINES or name in asked)
+        is_brief = name in HEADLINES or name in asked
+        yield Column(name, name, _value("metrics", name), digits, is_brief)
     yield Column("peak_memory_gib", "memory GiB", lambda row: row.peak_memory_gib, digits)
     yield Column("comm_share", "communication", lambda row: row.comm_share, percent)
     yield Column("startup_s", "start-up s", lambda row: row.startup_s, digits)
@@ -110,23 +106,15 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
     yield Column("sessions", "sessions", lambda row: row.num_sessions, digits, is_brief=False)
     yield Column("step_time_ms", "step ms", lambda row: row.step_time_ms, digits, is_brief=False)
     for name in dict.fromkeys(name for row in rows for name in row.step_parts_ms):
-        yield _step_part(name)
+        cell = _value("step_parts_ms", name)
+        yield Column(f"{name}_ms", f"{name} ms", cell, digits, is_brief=False)
     references = {parity.reference.folder for parity in comparison.parity}
     yield Column("parity", "parity", lambda row: _verdict(row, references), str)
 
 
-def _setting(key: str) -> Column:
-    return Column(key, title_of(key), lambda row: row.setting[key], str)
-
-
-def _metric(name: str, *, is_brief: bool) -> Column:
-    return Column(name, name, lambda row: row.metrics.get(name), digits, is_brief=is_brief)
-
-
-def _step_part(name: str) -> Column:
-    return Column(
-        f"{name}_ms", f"{name} ms", lambda row: row.step_parts_ms.get(name), digits, is_brief=False
-    )
+def _value(field: str, key: str) -> Callable[[ComparisonRow], Any]:
+    """Return a cell: the value of a key in a field that holds a mapping."""
+    return lambda row: getattr(row, field).get(key)
 
 
 def _num_seeds(row: ComparisonRow) -> int:
@@ -140,27 +128,23 @@ def _bases(comparison: Comparison, kind: str) -> list[str]:
 def _scaling(kind: str, *, has_several_bases: bool) -> Iterator[Column]:
     """Yield the columns of strong or weak scaling."""
 
-    def fact(row: ComparisonRow, name: str) -> Any:
-        return getattr(row.scalings.get(kind), name, None)
+    def fact(field: str, name: str) -> Callable[[ComparisonRow], Any]:
+        return lambda row: getattr(getattr(row, field).get(kind), name, None)
 
-    def predicted(row: ComparisonRow) -> float | None:
-        return row.predicted[kind].speedup if kind in row.predicted else None
-
-    yield Column(f"{kind}_speedup", f"{kind} speedup", lambda row: fact(row, "speedup"), times)
-    yield Column(f"{kind}_efficiency", "efficiency", lambda row: fact(row, "efficiency"), percent)
-    yield Column(f"{kind}_predicted", "predicted", predicted, times)
-    yield Column(
-        f"{kind}_against", "against", lambda row: fact(row, "base"), str, is_brief=has_several_bases
-    )
+    yield Column(f"{kind}_speedup", f"{kind} speedup", fact("scalings", "speedup"), times)
+    yield Column(f"{kind}_efficiency", "efficiency", fact("scalings", "efficiency"), percent)
+    yield Column(f"{kind}_predicted", "predicted", fact("predicted", "speedup"), times)
+    yield Column(f"{kind}_against", "against", fact("scalings", "base"), str, has_several_bases)
 
 
 def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:
     """Return the worst verdict of a row's runs; None if they have none."""
-    breaks = [parity for parity in row.parity if parity.is_broken]
-    if breaks:
-        return min(breaks, key=lambda parity: parity.first_break or 0).verdict
-    if row.parity:
-        return max(row.parity, key=lambda parity: parity.largest).verdict
+    if row.parity:  # the earliest break, else the largest difference
+        worst = min(
+            row.parity,
+            key=lambda parity: (parity.first_break is None, parity.first_break or -parity.largest),
+        )
+        return worst.verdict
     if references & {run.folder for run in row.runs}:
         return "reference"
     is_promised = not references or all(promises_parity(run) for run in row.runs)

@@ -5,9 +5,11 @@ a plot is drawn.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ddp_runner.compare.render.columns import digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,10 +17,12 @@ if TYPE_CHECKING:
 
 # Contrast of at least 4.5:1 on white; the markers differ too, for colour-blind readers.
 COLOURS = ("#0060a0", "#b84a00", "#00795a", "#aa3377", "#000000", "#7a5c00")
+PART_COLOURS = (*COLOURS, "#6a5acd", "#a0522d")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, TEXT = "#6e6e6e", "#333333"
 MAX_GREY = 100  # lines behind the coloured ones
 MAX_MARKED = 30  # points of a line with markers
+MIN_NUMBERED = 0.07 / 1.2  # share of the axes; shorter parts of a bar have no number
 LABEL_WIDTH, LABEL_HEIGHT = 30, 0.055  # characters; share of the axes that a line of text takes
 STYLE: dict[Any, Any] = {
     "font.size": 11,
@@ -83,16 +87,15 @@ def draw_lines(
     for index, line in enumerate(ideal):
         name = None if index else line.name
         axes.plot(line.xs, line.ys, color=GREY, linestyle="--", linewidth=1.5, label=name)
-    coloured = lines[: len(COLOURS)]
-    for index, line in enumerate(coloured):
+    coloured = [*zip(lines, COLOURS, strict=False)]
+    for index, (line, colour) in enumerate(coloured):
         # An earlier line is thicker, so that it stays visible below a later line that coincides.
         thicker = 0.4 * (len(coloured) - 1 - index)
-        _draw_line(axes, line, COLOURS[index], MARKERS[index], thicker)
+        _draw_line(axes, line, colour, MARKERS[index], thicker)
     if is_ragged:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     else:
-        ends = [*zip(coloured, COLOURS, strict=False), *((line, GREY) for line in ideal)]
-        _name_ends(axes, ends)
+        _name_ends(axes, [*coloured, *((line, GREY) for line in ideal)])
     is_full = len(lines) > len(COLOURS)
     note = f"\n(the {len(COLOURS)} {first} of {len(lines)} in colour)" if is_full else ""
     axes.set_xlabel(xlabel + note)
@@ -119,32 +122,22 @@ def _draw_line(axes: "Axes", line: Line, colour: str, marker: str, thicker: floa
         axes.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
 
 
-def plain_log_ticks(axes: "Axes") -> None:
-    """Make the vertical axis logarithmic, with ticks such as 0.1, 0.2 and 0.5."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
 def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
     """Write the name of each line beside its end, moved up where names would overlap."""
     axes.autoscale_view()
     to_axes = axes.transData + axes.transAxes.inverted()
-    labels = [
-        (float(to_axes.transform((line.xs[-1], line.ys[-1]))[1]), line, colour)
-        for line, colour in ends
-    ]
+
+    def height(end: tuple[Line, str]) -> float:
+        return float(to_axes.transform((end[0].xs[-1], end[0].ys[-1]))[1])
+
     lower_edge = -1.0  # of the free space
     texts = []
-    for height, line, colour in sorted(labels, key=lambda label: label[0]):
-        text = _wrapped(line.name)
+    for end in sorted(ends, key=height):
+        text = _wrapped(end[0].name)
         half = LABEL_HEIGHT * (1 + text.count("\n")) / 2
-        centre = max(height, lower_edge + half)
+        centre = max(height(end), lower_edge + half)
         lower_edge = centre + half
-        texts.append((centre, text, line, colour))
+        texts.append((centre, text, *end))
     too_high = max(0.0, lower_edge - 1.05)  # the top names would leave the figure
     for centre, text, line, colour in texts:
         axes.annotate(
@@ -161,3 +154,27 @@ def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
 
 def _wrapped(name: str) -> str:
     return "\n".join(textwrap.fill(line, LABEL_WIDTH) for line in name.splitlines())
+
+
+def draw_bar(
+    axes: "Axes",
+    place: float,
+    parts: Mapping[str, float],
+    colours: Mapping[str, str],
+    height: float,
+    word: str = "",
+) -> None:
+    """Draw one bar, with numbers on its parts; a bar with a `word` is pale and has only a total."""
+    start = 0.0
+    for name, colour in colours.items():
+        length = max(0.0, parts.get(name, 0.0))
+        alpha = 0.45 if word else 1.0
+        bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
+        if place <= 0:
+            bar.set_label(name)  # one label per part, from the first measured bar
+        if length > MIN_NUMBERED * axes.get_xlim()[1] and not word:
+            middle = start + length / 2
+            axes.text(middle, place, digits(length), color="white", ha="center", va="center")
+        start += length
+    text = f"  {digits(sum(parts.values()))} ms{word}"
+    axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)

@@ -12,18 +12,26 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
-from ddp_runner.compare.remarks import speed_remark
 from ddp_runner.compare.render.columns import digits
-from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure, plain_log_ticks
-from ddp_runner.compare.render.step_parts import step_parts
-from ddp_runner.compare.rows import ComparisonRow
-from ddp_runner.compare.run import Run
+from ddp_runner.compare.render.drawing import (
+    GREY,
+    PART_COLOURS,
+    STYLE,
+    Line,
+    draw_bar,
+    draw_lines,
+    new_figure,
+)
+from ddp_runner.compare.rows import ComparisonRow, Scaling
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, label
+from ddp_runner.compare.speedup import REST
+from ddp_runner.metric_names import StepPart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 500  # of a line
+MAX_BARS = 20
 
 
 def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
@@ -35,7 +43,7 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
             "scaling": _scaling(comparison),
             "loss_by_step": _loss(comparison, by_time=False),
             "loss_by_time": _loss(comparison, by_time=True),
-            "step_parts": step_parts(comparison),
+            "step_parts": _step_parts(comparison),
         }
 
 
@@ -60,8 +68,8 @@ def write_plots(comparison: Comparison, folder: Path) -> tuple[list[Path], list[
 
 
 def _scaling(comparison: Comparison) -> "Figure | str":
-    kinds = {kind: _scaling_lines(comparison, kind) for kind in ("strong", "weak")}
-    kinds = {kind: lines for kind, lines in kinds.items() if lines}
+    both = {kind: _scaling_lines(comparison, kind) for kind in ("strong", "weak")}
+    kinds = {kind: lines for kind, lines in both.items() if lines}
     if not kinds:
         return "no setting has samples/s for two world sizes; run a sweep with -m world_size=1,2,4"
     are_ranks = all(row.num_devices == row.world_size for row in comparison.rows)
@@ -101,37 +109,35 @@ def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
     """Return a line for each setting that ran on several numbers of devices, the fastest first."""
     sizes = ("world_size", "num_devices", *BATCH_SIZES)
     keys = [key for key in comparison.keys if key not in sizes]
-    scaled = [row for row in comparison.rows if kind in row.scalings]
-    if len({row.scalings[kind].batch for row in scaled}) > 1:
+    scaled = [(row, row.scalings[kind]) for row in comparison.rows if kind in row.scalings]
+    if len({scaling.batch for _, scaling in scaled}) > 1:
         keys.append(GLOBAL_BATCH if kind == "strong" else BATCH_PER_RANK)
-    settings: dict[str, dict[float, ComparisonRow]] = {}
-    for row in scaled:
-        setting = {**row.setting, **dict.fromkeys(BATCH_SIZES, row.scalings[kind].batch)}
-        settings.setdefault(label(setting, keys), {})[row.num_devices] = row
+    settings: dict[str, dict[float, tuple[ComparisonRow, Scaling]]] = {}
+    for row, scaling in scaled:
+        setting = {**row.setting, **dict.fromkeys(BATCH_SIZES, scaling.batch)}
+        settings.setdefault(label(setting, keys), {})[row.num_devices] = row, scaling
     lines = []
     for name, rows in settings.items():
-        scalings = {size: row.scalings[kind] for size, row in rows.items()}
-        base = next(iter(scalings.values()))
+        _, base = next(iter(rows.values()))
         speedups: dict[float, float] = {base.base_num_devices: 1.0}
-        speedups |= {size: scaling.speedup for size, scaling in scalings.items()}
+        speedups |= {size: scaling.speedup for size, (_, scaling) in rows.items()}
         if len(speedups) == 1:
             continue
         xs = sorted(speedups)
-        ys = [speedups[x] for x in xs]
-        predicted = {
-            x: row.predicted[kind].speedup for x, row in rows.items() if kind in row.predicted
-        }
+        predictions = {size: row.predicted.get(kind) for size, (row, _) in rows.items()}
+        predicted = {size: one.speedup for size, one in predictions.items() if one is not None}
         predicted |= {xs[0]: predicted.get(xs[0], 1.0)} if predicted else {}
-        remarks = {x: remark for x, row in rows.items() if (remark := speed_remark(row))}
-        words = [f"{name}: {ys[-1]:.2f}x ({ys[-1] / (xs[-1] / xs[0]):.0%})"]
+        remarks = {size: row.speed_remark for size, (row, _) in rows.items() if row.speed_remark}
+        last = xs[-1]
+        words = f"{name}: {speedups[last]:.2f}x ({speedups[last] / (last / xs[0]):.0%})"
         lines.append(
             Line(
-                name=", ".join(words + [remarks[x] for x in xs[-1:] if x in remarks]),
+                name=f"{words}, {remarks[last]}" if last in remarks else words,
                 xs=xs,
-                ys=ys,
+                ys=[speedups[x] for x in xs],
                 base=base.base,
                 predicted=_at(xs, predicted),
-                errors=_at(xs, {x: scaling.speedup_sd for x, scaling in scalings.items()}),
+                errors=_at(xs, {size: scaling.speedup_sd for size, (_, scaling) in rows.items()}),
                 doubtful=list(remarks),
             )
         )
@@ -145,8 +151,9 @@ def _at(xs: Sequence[float], values: Mapping[float, float | None]) -> list[float
 
 
 def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
-    rows = [_loss_line(row, comparison.keys, by_time=by_time) for row in comparison.rows]
-    lines = [line for line in rows if line is not None]
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    lines = [line for row in comparison.rows if (line := _loss_line(row, by_time=by_time))]
     if not lines:
         return f"no run has logged {LOSS}"
     if by_time:
@@ -158,7 +165,10 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
     figure, (axes,) = new_figure(f"Training loss by {title}")
     values = [value for line in lines for value in line.ys]
     if min(values) > 0 and max(values) / min(values) > 20:
-        plain_log_ticks(axes)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     draw_lines(axes, lines, first=first, xlabel=xlabel, is_ragged=by_time)
     axes.set_ylabel(LOSS)
     axes.locator_params(axis="x", integer=not by_time)
@@ -173,9 +183,9 @@ def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
     groups: list[list[Line]] = []
     for line in lines:
         for group in groups:
-            same_steps = line.xs == group[0].xs
             pairs = zip(line.ys, group[0].ys, strict=False)
-            if same_steps and all(math.isclose(y, z, rel_tol=tolerance) for y, z in pairs):
+            is_near = all(math.isclose(y, z, rel_tol=tolerance) for y, z in pairs)
+            if is_near and line.xs == group[0].xs:
                 group.append(line)
                 break
         else:
@@ -188,18 +198,25 @@ def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
     return merged
 
 
-def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Line | None:
+def _loss_line(row: ComparisonRow, *, by_time: bool) -> Line | None:
     """Return the mean over a row's runs at the steps that all of them have logged."""
-    points = [_losses(run) for run in row.runs]
+    points = [
+        {
+            line["step"] or 0: (line["time_s"] or 0, loss)
+            for line in run.lines
+            if (loss := line.get(LOSS)) is not None
+        }
+        for run in row.runs
+    ]
     steps = sorted(set(points[0]).intersection(*points[1:]))
     steps = steps[:: math.ceil(len(steps) / MAX_POINTS) or 1]
     if not steps:
         return None
     times = [statistics.fmean(run[step][0] for run in points) for step in steps]
     losses = [[run[step][1] for run in points] for step in steps]
-    has_band, name = len(row.runs) > 1, label(row.setting, keys)
+    has_band = len(row.runs) > 1
     return Line(
-        name=f"{name}\n{digits(times[-1])} s" if by_time else name,
+        name=f"{row.label}\n{digits(times[-1])} s" if by_time else row.label,
         xs=times if by_time else steps,
         ys=[statistics.fmean(values) for values in losses],
         low=[min(values) for values in losses] if has_band else (),
@@ -207,10 +224,32 @@ def _loss_line(row: ComparisonRow, keys: Sequence[str], *, by_time: bool) -> Lin
     )
 
 
-def _losses(run: Run) -> dict[float, tuple[float, float]]:
-    """Return the time and the loss of each step with a finite loss."""
-    return {
-        line["step"] or 0: (line["time_s"] or 0, loss)
-        for line in run.lines
-        if (loss := line.get(LOSS)) is not None
-    }
+def _step_parts(comparison: Comparison) -> "Figure | str":
+    """Return bars of the parts of each row's step, with its prediction below."""
+    bars = []
+    for row in comparison.rows:
+        whole = row.step_time_ms.mean if row.step_time_ms else 0.0
+        parts = {**row.step_parts_ms, REST: max(0.0, whole - sum(row.step_parts_ms.values()))}
+        bars += [(parts, row)] if row.step_parts_ms else []
+    if not bars:
+        return "no run has measured the parts of its step time (perf/*_ms)"
+    bars = sorted(bars, key=lambda bar: sum(bar[0].values()))[:MAX_BARS]
+    order = dict.fromkeys([*StepPart, *(name for _, row in bars for name in row.step_parts_ms)])
+    names = [name for name in (*order, REST) if any(parts.get(name) for parts, _ in bars)]
+    colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
+    colours |= {REST: GREY} if REST in names else {}
+    has_predicted = any(row.predicted for _, row in bars)
+    height = 1.8 + (0.65 if has_predicted else 0.4) * len(bars)
+    figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
+    axes.set_xlim(0, 1.2 * max(sum(parts.values()) for parts, _ in bars))
+    at, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
+    for place, (parts, row) in enumerate(bars):
+        draw_bar(axes, place + at, parts, colours, size)
+        for prediction in list(row.predicted.values())[:1]:
+            draw_bar(axes, place + 0.22, prediction.parts_ms, colours, 0.18, word=" predicted")
+    axes.set_yticks(range(len(bars)), [row.label for _, row in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("milliseconds per step (median without the first line)")
+    figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
+    return figure

@@ -5,23 +5,19 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.parity import Parity
-from ddp_runner.compare.remarks import RunNote
+from ddp_runner.compare.analysis import Comparison, RunNote
 from ddp_runner.compare.render.columns import Column, columns, digits, legends
 from ddp_runner.compare.rows import ComparisonRow
-from ddp_runner.compare.run import Run
-from ddp_runner.compare.settings import ALWAYS_SHOWN, counted, label, title_of
-from ddp_runner.compare.stats import Stat
-from ddp_runner.errors import printable
+from ddp_runner.compare.run import Run, Stat
+from ddp_runner.compare.settings import ALWAYS_SHOWN, label, title_of
+from ddp_runner.errors import counted, listed, printable
 from ddp_runner.files import json_safe
 
 WIDTH = 120  # characters, without a terminal
-MAX_LINES, MAX_FOLDERS = 20, 3  # in lists for people
+MAX_LINES = 20  # in lists for people
 PARITY_HINTS = (
     "dropout, and BatchNorm that is not synchronised, differ by rank and break parity",
     "a training that is about to diverge breaks it by rounding alone: try a smaller optimizer.lr",
@@ -77,17 +73,16 @@ def as_markdown(comparison: Comparison) -> str:
 
 def as_csv(comparison: Comparison) -> str:
     """Return every column of every row; standard deviations have columns of their own."""
-    header: list[str] = []
-    lines: list[list[Any]] = [[] for _ in comparison.rows]
+    table: list[list[Any]] = []  # by column, each with its title first
     for column in columns(comparison):
         cells = [column.cell(row) for row in comparison.rows]
-        has_stats = any(isinstance(cell, Stat) for cell in cells)
-        header += [column.key, f"{column.key}_sd"] if has_stats else [column.key]
-        for line, cell in zip(lines, cells, strict=True):
-            pair = [cell.mean, cell.sd] if isinstance(cell, Stat) else [None, None]
-            line.extend(pair if has_stats else [cell])
+        stats = [cell if isinstance(cell, Stat) else None for cell in cells]
+        means = [stat.mean if stat else cell for stat, cell in zip(stats, cells, strict=True)]
+        table.append([column.key, *means])
+        if any(stats):
+            table.append([f"{column.key}_sd", *(stat and stat.sd for stat in stats)])
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *lines])
+    csv.writer(text, lineterminator="\n").writerows(zip(*table, strict=True))
     return text.getvalue().rstrip("\n")
 
 
@@ -150,9 +145,15 @@ def _sections(
         for fit in comparison.all_reduces
     ]:
         yield "time of an all-reduce, fitted to task=collectives", lines
-    if breaks := [_broken(parity) for parity in comparison.parity if parity.is_broken]:
-        title = f"loss parity broken, {counted(len(breaks), 'run')}"
-        yield title, [*_shortened(breaks), *PARITY_HINTS]
+    if lines := [
+        f"{label(parity.run.setting, ALWAYS_SHOWN)}, seed {parity.run.seed}: {parity.verdict}, "
+        f"compared with {label(parity.reference.setting, ALWAYS_SHOWN)}; difference up to "
+        f"{parity.largest:.1%} ({parity.run.folder})"
+        for parity in comparison.parity
+        if parity.first_break is not None
+    ]:
+        title = f"loss parity broken, {counted(len(lines), 'run')}"
+        yield title, [*_shortened(lines), *PARITY_HINTS]
     yield from remark_sections(comparison)
     lines = ["±: standard deviation over the runs of a row, its seeds"] if has_several else []
     texts = legends(comparison)
@@ -173,33 +174,17 @@ def _step_gaps(comparison: Comparison) -> Iterator[str]:
                 if abs(gap) >= 0.005 * total
             )
             yield (
-                f"{label(row.setting, comparison.keys)} ({kind}): {digits(total)} ms, predicted "
+                f"{row.label} ({kind}): {digits(total)} ms, predicted "
                 f"{digits(sum(predicted.values()))}; {parts}"
             )
 
 
-def _broken(parity: Parity) -> str:
-    ours, theirs = (
-        label({**run.config, "world_size": run.world_size}, ALWAYS_SHOWN)
-        for run in (parity.run, parity.reference)
-    )
-    return (
-        f"{ours}, seed {parity.run.seed}: {parity.verdict}, compared with {theirs}; difference up "
-        f"to {parity.largest:.1%} ({parity.run.folder})"
-    )
-
-
 def _by_sentence(notes: Sequence[RunNote]) -> list[str]:
     """Return a line for each different sentence, with the folders of its runs."""
-    folders: dict[str, list[Path]] = {}
+    folders: dict[str, list[str]] = {}
     for note in notes:
-        folders.setdefault(note.sentence, []).append(note.folder)
-    lines = []
-    for sentence, runs in folders.items():
-        names = ", ".join(str(folder) for folder in runs[:MAX_FOLDERS])
-        more = f" and {len(runs) - MAX_FOLDERS} more" if len(runs) > MAX_FOLDERS else ""
-        lines.append(f"{names}{more}: {sentence}")
-    return _shortened(lines)
+        folders.setdefault(note.sentence, []).append(str(note.folder))
+    return _shortened([f"{listed(names)}: {sentence}" for sentence, names in folders.items()])
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:

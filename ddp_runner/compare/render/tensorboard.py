@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.remarks import speed_remark
 from ddp_runner.compare.render.tables import as_markdown
-from ddp_runner.compare.settings import label
 from ddp_runner.files import safe_name
 
 CARDS = "table and plots"  # sorts after "scaling", TensorBoard's first group
@@ -29,10 +27,7 @@ MAX_NAME = 150  # characters of a run's name; a longer one ends in the number of
 def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path]) -> str:
     """Write the runs in place of those of an earlier comparison; return a line for the user.
 
-    Args:
-        comparison: What to show.
-        folder: The folder for ``tensorboard --logdir``.
-        pictures: The plots, as PNG files.
+    The `pictures` are the plots, as PNG files.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -40,16 +35,18 @@ def write_board(comparison: Comparison, folder: Path, *, pictures: Sequence[Path
     for path in folder.rglob("events.out.tfevents.*"):
         path.unlink()  # TensorBoard would show its points as well
     plugin = SummaryMetadata.PluginData(plugin_name="text")
-    table = Summary.Value(
-        tag=f"{CARDS}/table",
-        metadata=SummaryMetadata(plugin_data=plugin),
-        tensor=make_tensor_proto(as_markdown(comparison).encode()),
-    )
-    _write(folder / CARDS, [table, *map(_image, sorted(pictures))])
+    table = make_tensor_proto(as_markdown(comparison).encode())
+    metadata = SummaryMetadata(plugin_data=plugin)
+    cards = [Summary.Value(tag=f"{CARDS}/table", metadata=metadata, tensor=table)]
+    for path in sorted(pictures):
+        png = path.read_bytes()
+        width, height = struct.unpack(">II", png[16:24])  # of its header
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+        cards.append(Summary.Value(tag=f"{CARDS}/{path.stem}", image=image))
+    _write(folder / CARDS, cards)
     for number, row in enumerate(comparison.rows, start=1):
-        name = label(row.setting, comparison.keys)
-        name = name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]} {number}"
-        name += f", {remark}" if (remark := speed_remark(row)) else ""
+        name = row.label if len(row.label) <= MAX_NAME else f"{row.label[:MAX_NAME]} {number}"
+        name += f", {remark}" if (remark := row.speed_remark) else ""
         for kind, scaling in row.scalings.items():
             values = {"speedup": scaling.speedup, "efficiency": scaling.efficiency}
             if kind in row.predicted:
@@ -79,12 +76,3 @@ def _write(folder: Path, values: Sequence[Any], *, step: int = 0) -> None:
             Event(wall_time=now, step=step, summary=Summary(value=values)),
         ):
             records.write(event.SerializeToString())
-
-
-def _image(path: Path) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    data = path.read_bytes()
-    width, height = struct.unpack(">II", data[16:24])  # the header of a PNG
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
-    return Summary.Value(tag=f"{CARDS}/{path.stem}", image=image)

@@ -1,0 +1,204 @@
+"""Speedups: measured over the fewest devices, and predicted from a measured all-reduce.
+
+A predicted step takes the computing of the baseline: its time grows with the samples per rank, the
+optimizer and the rest stay the same, and DDP adds the all-reduce of its gradients, bucket by
+bucket, with no overlap with the backward. ``task=collectives`` has measured the all-reduce with the
+same backend and world size.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ddp_runner.compare.rows import ComparisonRow, Prediction, Scaling
+from ddp_runner.compare.run import Run, Stat
+from ddp_runner.compare.settings import BATCH_SIZES, Setting, identity
+from ddp_runner.errors import counted
+from ddp_runner.metric_names import StepPart
+
+PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
+COMPUTED = (*PER_SAMPLE, StepPart.OPTIMIZER)
+REST = "rest"  # the time of a step outside of its measured parts
+
+
+@dataclass(frozen=True)
+class AllReduceFit:
+    """The time of an all-reduce of S bytes as latency + S / bandwidth."""
+
+    backend: str
+    world_size: int
+    latency_us: float
+    gb_per_s: float  # 1e9 bytes of the message per second, the algbw of nccl-tests
+    num_sizes: int  # message sizes in the fit
+    error: float  # median relative error of the fit
+
+
+AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
+
+
+@dataclass(frozen=True)
+class _Speed:
+    index: int  # of the row
+    setting: Setting
+    num_devices: int
+    samples_per_s: Stat
+
+
+def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
+    """Return what ``task=collectives`` runs have measured."""
+    points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for run in runs:
+        for call in run.record.get("collectives", ()):
+            kind = (call.get("op"), call.get("reduce_op"), call.get("dtype"))
+            if kind == ("all_reduce", "sum", "float32"):
+                point = call["bytes"], call["latency_us"]["median"]
+                points.setdefault(_backend_and_size(run), []).append(point)
+    return {key: fit for key, measured in points.items() if (fit := _fit(*key, measured))}
+
+
+def with_speedups(
+    rows: Sequence[ComparisonRow], fits: AllReduceFits, *, include_parallel_jobs: bool
+) -> list[ComparisonRow]:
+    """Return the rows with their scalings and predictions.
+
+    Parallel jobs have none, unless they are included: they slow each other down.
+    """
+    strong, weak = (_scalings(rows, key, include_parallel_jobs) for key in BATCH_SIZES)
+    scaled = [replace(row, strong=s, weak=w) for row, s, w in zip(rows, strong, weak, strict=True)]
+    return [
+        replace(
+            row,
+            predicted={
+                kind: prediction
+                for kind, scaling in row.scalings.items()
+                if (prediction := _predict(row, rows[scaling.base_index], fits))
+            },
+        )
+        for row in scaled
+    ]
+
+
+def _scalings(
+    rows: Sequence[ComparisonRow], batch_key: str, include_parallel_jobs: bool
+) -> list[Scaling | None]:
+    """Return the scaling of each row among those that differ in ranks and devices alone.
+
+    `batch_key` is the constant batch size: global for strong scaling, per rank for weak scaling.
+    """
+    free = ["world_size", "num_devices", *BATCH_SIZES]
+    free += ["parallel_jobs"] if include_parallel_jobs else []
+    # The speeds by everything except the mode, then by the mode.
+    groups: dict[str, dict[str, list[_Speed]]] = {}
+    for index, row in enumerate(rows):
+        setting, stat = row.runs[0].setting, row.samples_per_s
+        is_left_out = setting["parallel_jobs"] and not include_parallel_jobs
+        if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
+            same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
+            modes = groups.setdefault(same, {})
+            speeds = modes.setdefault(identity(setting, without=free), [])
+            speeds.append(_Speed(index, setting, row.num_devices, stat))
+
+    results: list[Scaling | None] = [None] * len(rows)
+    for modes in groups.values():
+        on_one_device = [_on(1, speeds) for speeds in modes.values()]
+        for speeds in modes.values():
+            base = _on(min(speed.num_devices for speed in speeds), speeds)
+            mode = ""
+            # A mode that did not run on one device has the fastest mode that did as its baseline.
+            if base[0].num_devices > 1 and any(on_one_device):
+                base = max(filter(None, on_one_device), key=_mean)
+                mode = f"{base[0].setting.get('parallelism.name')}, "
+            if any(speed.num_devices != base[0].num_devices for speed in speeds):
+                for speed in (*speeds, *base):
+                    scaling = _scaling(speed, base, mode, int(speed.setting[batch_key]))
+                    results[speed.index] = results[speed.index] or scaling
+    return results
+
+
+def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Prediction | None:
+    """Predict the step of a row from its baseline's; None if a measurement is missing.
+
+    Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction, and only
+    on more ranks than the baseline.
+    """
+    run = row.runs[0]  # any run of the setting
+    num_bytes = run.record.get("gradient_bytes")
+    cap_mb = run.config.get("parallelism.bucket_cap_mb")
+    fit = fits.get(_backend_and_size(run))
+    measured_ms, base_ms = _all_parts_ms(row), _all_parts_ms(base)
+    if base.world_size >= row.world_size or not (num_bytes and cap_mb and fit):
+        return None
+    if measured_ms is None or base_ms is None or base.samples_per_s is None:
+        return None
+    samples = int(run.config["batch.global_size"])
+    base_samples = int(base.runs[0].config["batch.global_size"])
+    growth = (samples / row.world_size) / (base_samples / base.world_size)
+    latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3
+    parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
+    parts_ms |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}
+    parts_ms |= {StepPart.COMM: latency_ms + num_bytes / fit.gb_per_s / 1e6, StepPart.WAIT: 0.0}
+    samples_per_s = 1000 * samples / sum(parts_ms.values())
+    return Prediction(samples_per_s, samples_per_s / base.samples_per_s.mean, parts_ms, measured_ms)
+
+
+def num_buckets(num_bytes: int, cap_mb: float) -> int:
+    """Return the number of messages in which DDP sends gradients of so many bytes.
+
+    DDP makes its first bucket smaller only if no cap is given, and ``bucket_cap_mb`` is one.
+    """
+    return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
+
+
+def _on(num_devices: int, speeds: Sequence[_Speed]) -> list[_Speed]:
+    return [speed for speed in speeds if speed.num_devices == num_devices]
+
+
+def _scaling(speed: _Speed, base: Sequence[_Speed], mode: str, batch: int) -> Scaling:
+    """Return the scaling over the mean of a baseline, whose name begins with `mode`."""
+    world_size, num_devices = base[0].setting["world_size"], base[0].num_devices
+    devices = "" if world_size == num_devices else f", {counted(num_devices, 'device')}"
+    base_speed, sd = _mean(base), speed.samples_per_s.sd
+    speedup = speed.samples_per_s.mean / base_speed
+    return Scaling(
+        batch=batch,
+        base=f"{mode}{counted(world_size, 'rank')}{devices}",
+        base_index=base[0].index,
+        base_num_devices=num_devices,
+        speedup=speedup,
+        speedup_sd=None if sd is None else sd / base_speed,
+        efficiency=speedup * num_devices / speed.num_devices,
+    )
+
+
+def _mean(speeds: Sequence[_Speed]) -> float:
+    return statistics.fmean(speed.samples_per_s.mean for speed in speeds)
+
+
+def _backend_and_size(run: Run) -> tuple[str, int]:
+    return str(run.config.get("backend.name")), run.world_size
+
+
+def _all_parts_ms(row: ComparisonRow) -> dict[str, float] | None:
+    """Return all parts of a step, which add up to its time; None if one was not measured."""
+    if row.step_time_ms is None or not set(COMPUTED).issubset(row.step_parts_ms):
+        return None
+    names = (*COMPUTED, StepPart.COMM, StepPart.WAIT)
+    parts: dict[str, float] = {part: row.step_parts_ms.get(part, 0.0) for part in names}
+    return {**parts, REST: row.step_time_ms.mean - sum(parts.values())}
+
+
+def _fit(backend: str, world_size: int, points: Sequence[tuple[int, float]]) -> AllReduceFit | None:
+    """Fit time = latency + bytes / bandwidth with equal weights for the relative errors."""
+    import numpy as np  # takes 0.1 s, and most comparisons have nothing to fit
+
+    sizes, times_us = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+    num_sizes = len(set(sizes))
+    if num_sizes < 2:
+        return None
+    slope, intercept = np.polyfit(sizes, times_us, 1, w=1 / times_us)
+    if slope <= 0:
+        return None  # larger messages were not slower: the measurement is noise
+    latency_us, gb_per_s = max(0.0, float(intercept)), float(1 / (slope * 1e3))
+    error = float(np.median(abs(latency_us + slope * sizes - times_us) / times_us))
+    return AllReduceFit(backend, world_size, latency_us, gb_per_s, num_sizes, error)
