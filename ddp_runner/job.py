@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.scratch import Failure, Scratch
 
@@ -39,7 +39,7 @@ class Slot:
 class Job:
     """What every rank receives."""
 
-    config: Config  # resolved
+    config: RunConfig
     started_at: float  # time.time() when the command, or the sweep's job, began
     code: Mapping[str, Any]  # git_revision and versions
     run_dir: Path | None = None  # None: rank 0 claims one

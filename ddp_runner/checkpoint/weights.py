@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import replace_file
 from ddp_runner.tracking.run_dir import RunDir
 
 
 def starting_weights(
-    config: Config, checkpoints: Path, *, log: Callable[[str], None]
+    config: RunConfig, checkpoints: Path, *, log: Callable[[str], None]
 ) -> Path | None:
     """Return and log what a run starts from; None: from scratch, or from its own `checkpoints`.
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
-from ddp_runner.config.schema import BackendConfig, BatchConfig, Config, mode_needs
+from ddp_runner.config.schema import BackendConfig, Batch, Config, RunConfig, mode_needs
 from ddp_runner.config.validate import validate_config, validate_ranks, validate_scheduler
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
@@ -20,7 +20,7 @@ def resolve(
     hardware: Hardware,
     chosen: Collection[str] = (),
     env: DistEnv | None = None,
-) -> tuple[Config, list[str]]:
+) -> tuple[RunConfig, list[str]]:
     """Return the config with every derived value filled in, and warnings to print once.
 
     Args:
@@ -43,9 +43,9 @@ def resolve(
     per_rank = mode_needs(config.parallelism).devices_per_rank
     sees_its_own = env is not None and hardware.num_gpus == per_rank
     backend = _backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
-    resolved = replace(config, world_size=ranks, backend=backend)
-    validate_ranks(resolved, env)
-    resolved = replace(resolved, batch=resolve_batch(config, ranks, chosen))
+    validate_ranks(replace(config, world_size=ranks, backend=backend), env)
+    found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
+    resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)
     warnings = _warnings(resolved, hardware, env, nproc)
     # A resumed run has the device of its frozen config, whoever chose it.
@@ -56,7 +56,7 @@ def resolve(
     return resolved, warnings
 
 
-def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> BatchConfig:
+def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> Batch:
     """Return the batch sizes with both filled in.
 
     Raises:
@@ -81,7 +81,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
     if total is None:
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
-        return replace(config.batch, global_size=per_rank * parts, per_rank=per_rank)
+        return Batch(per_rank * parts, per_rank, config.batch.eval_per_rank)
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
@@ -89,7 +89,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
-    return replace(config.batch, global_size=total, per_rank=total // parts)
+    return Batch(total, total // parts, config.batch.eval_per_rank)
 
 
 def _world_size(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
@@ -202,7 +202,7 @@ def _idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: 
     return [f"{gpus} {noun} visible and the run computes on the CPU, {reason}, {meant}"]
 
 
-def _warnings(config: Config, hardware: Hardware, env: DistEnv | None, nproc: int) -> list[str]:
+def _warnings(config: RunConfig, hardware: Hardware, env: DistEnv | None, nproc: int) -> list[str]:
     """Return what a resolved config does that the user may not expect."""
     warnings = []
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:

@@ -35,15 +35,6 @@ OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # they follow 
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The sizes of batches, in samples."""
-
-    global_size: int  # of one optimizer step, over all ranks
-    per_rank: int  # of one micro-step of one rank
-    eval_per_rank: int  # of one evaluation step of one rank
-
-
-@dataclass(frozen=True)
 class ModeNeeds:
     """What a form of parallelism needs: the block `needs` of its YAML."""
 
@@ -66,12 +57,18 @@ class BatchConfig:
     per_rank: int | None = 100  # samples of one micro-step of one rank: weak scaling
     eval_per_rank: int | None = None  # samples of one evaluation step of one rank; null: per_rank
 
+
+@dataclass
+class Batch(BatchConfig):
+    """The batch sizes of a resolved config: both are known."""
+
+    global_size: int
+    per_rank: int
+
     @property
-    def sizes(self) -> Batch:
-        """The sizes of a resolved config."""
-        assert self.global_size is not None
-        assert self.per_rank is not None
-        return Batch(self.global_size, self.per_rank, self.eval_per_rank or self.per_rank)
+    def eval_size(self) -> int:
+        """Samples of one evaluation step of one rank."""
+        return self.eval_per_rank or self.per_rank
 
 
 @dataclass
@@ -192,7 +189,18 @@ class Config:
     scheduler: dict[str, Any] = field(default_factory=dict)
 
 
-def config_hash(config: Config) -> str:
+@dataclass(kw_only=True)
+class RunConfig(Config):
+    """A resolved config: what a run does, with nothing left for the machine to decide.
+
+    It has the keys of ``Config``, with narrower types.
+    """
+
+    world_size: int
+    batch: Batch
+
+
+def config_hash(config: RunConfig) -> str:
     """Return the identity of a resolved config: equal for runs that do the same work."""
     return digest(flatten(config))
 
@@ -202,7 +210,7 @@ def digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def flatten(config: Config) -> dict[str, Any]:
+def flatten(config: RunConfig) -> dict[str, Any]:
     """Return dotted keys and values, without the keys that only say where and how ranks start."""
     return {
         key: value
@@ -212,7 +220,7 @@ def flatten(config: Config) -> dict[str, Any]:
     }
 
 
-def work_hash(config: Config) -> str:
+def work_hash(config: RunConfig) -> str:
     """Return the identity of what a resolved config does, on however many ranks.
 
     Neither batch size counts, since each follows from the other and the number of ranks. A resumed

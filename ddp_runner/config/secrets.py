@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 
 Place = tuple[str | int, ...]  # keys, and positions in lists, from the config's root on
 
@@ -22,7 +22,7 @@ class Secrets:
     texts: Mapping[Place, str] = field(default_factory=dict)  # as the user wrote them: ${oc.env:X}
     values: Mapping[str, str] = field(default_factory=dict)  # from the value of X to ${oc.env:X}
 
-    def written(self, config: Config) -> Config:
+    def written(self, config: RunConfig) -> RunConfig:
         """Return the config as it may be written to a file: with the user's text for each value.
 
         A run that is resumed from that file reads the environment again.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
-from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.metric_names import MONITORS, is_lower_better
@@ -79,7 +79,7 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
         )
 
 
-def validate_scheduler(config: Config) -> None:
+def validate_scheduler(config: RunConfig) -> None:
     """Refuse a metric that no evaluation gives, and a warm-up longer than the run.
 
     The config has its batch filled in.
@@ -102,7 +102,7 @@ def validate_scheduler(config: Config) -> None:
             )
     steps, samples = config.train.max_steps, config.dataset.get("num_samples")
     if steps is None and isinstance(samples, int):
-        steps = config.train.epochs * math.ceil(samples / config.batch.sizes.global_size)
+        steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
     if isinstance(warmup, int) and steps is not None and warmup > steps:
         raise UserError(
             f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.scratch import Failure, Scratch
 
 
@@ -23,7 +23,7 @@ class Ends:
     server_is_gone: bool = False  # the process that they were forked from
 
 
-def first_failure(ends: Ends, scratch: Scratch, config: Config, *, attempt: int) -> Failure:
+def first_failure(ends: Ends, scratch: Scratch, config: RunConfig, *, attempt: int) -> Failure:
     """Return the failure that came first. All ranks of the attempt must have ended."""
     recorded = scratch.failures(attempt=attempt)
     own = [failure for failure in recorded.values() if failure.kind != "peer"]

@@ -21,14 +21,14 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_runner import worker
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.host.streams import notice_if_slow
 
 MONITOR_INTERVAL_S = 0.05
 RDZV_TIMEOUT_S = 900  # torchrun's
 
 
-def worker_spec(config: Config) -> WorkerSpec:
+def worker_spec(config: RunConfig) -> WorkerSpec:
     """Return what this machine's agent starts, and how it meets the agents of other machines."""
     launch = config.launch
     master_addr, master_port = None, None
@@ -46,7 +46,7 @@ def worker_spec(config: Config) -> WorkerSpec:
     )
 
 
-def _rendezvous_handler(config: Config) -> rdzv.RendezvousHandler:
+def _rendezvous_handler(config: RunConfig) -> rdzv.RendezvousHandler:
     launch = config.launch
     if launch.nnodes == 1:
         return OneMachine("localhost", 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
@@ -64,7 +64,9 @@ def _rendezvous_handler(config: Config) -> rdzv.RendezvousHandler:
 
 
 @contextmanager
-def noticed_wait(config: Config, handler: rdzv.RendezvousHandler | None = None) -> Iterator[None]:
+def noticed_wait(
+    config: RunConfig, handler: rdzv.RendezvousHandler | None = None
+) -> Iterator[None]:
     """Print that this machine waits for the others, if it waits long.
 
     The handler of a c10d rendezvous knows how many have come; that of a static one does not.
@@ -85,7 +87,7 @@ def noticed_wait(config: Config, handler: rdzv.RendezvousHandler | None = None) 
         yield
 
 
-def numa_options(config: Config) -> numa.NumaOptions | None:
+def numa_options(config: RunConfig) -> numa.NumaOptions | None:
     """Return how torchrun binds ranks to the cores near their GPUs; None: not at all."""
     return LaunchConfig(
         min_nodes=config.launch.nnodes,

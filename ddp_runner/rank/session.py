@@ -13,7 +13,7 @@ import torch
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import Config, config_hash, digest, flatten, mode_needs, work_hash
+from ddp_runner.config.schema import RunConfig, config_hash, digest, flatten, mode_needs, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     ensure_agreement,
@@ -47,7 +47,7 @@ class Session:
     log: Callable[[str], None]  # writes to this rank's log; rank 0 also prints
 
     @property
-    def config(self) -> Config:
+    def config(self) -> RunConfig:
         """The resolved config."""
         return self.job.config
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.resolve import resolve_batch
-from ddp_runner.config.schema import Config, work_hash
+from ddp_runner.config.schema import RunConfig, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
@@ -67,7 +67,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     return Claim(run_dir, _global_size(run_dir) if keeps_size else None)
 
 
-def goes_on(config: Config, run_dir: RunDir) -> bool:
+def goes_on(config: RunConfig, run_dir: RunDir) -> bool:
     """Return whether resume=auto finds the same work in the folder that the user names.
 
     Raises:
@@ -82,7 +82,7 @@ def goes_on(config: Config, run_dir: RunDir) -> bool:
     return False
 
 
-def unfinished_or_new(config: Config) -> RunDir:
+def unfinished_or_new(config: RunConfig) -> RunDir:
     """Return the unfinished run that resume=auto goes on with, else a new folder."""
     runs = sibling_runs(config) if config.resume == AUTO else []
     return find_unfinished_run(runs, work=work_hash(config)) or RunDir(claim(run_folder(config)))
@@ -108,7 +108,7 @@ def freeze(job: Job, run_dir: RunDir) -> None:
     run_dir.freeze(written, overrides=job.overrides, choices=job.choices)
 
 
-def with_global_size(config: Config, global_size: int | None, ranks: int) -> Config:
+def with_global_size(config: RunConfig, global_size: int | None, ranks: int) -> RunConfig:
     """Return the config with the global batch that its run began with, split among these ranks.
 
     Raises:
@@ -116,8 +116,7 @@ def with_global_size(config: Config, global_size: int | None, ranks: int) -> Con
     """
     if global_size is None or global_size == config.batch.global_size:
         return config
-    batch = replace(config.batch, global_size=global_size, per_rank=None)
-    config = replace(config, batch=batch)
+    config = replace(config, batch=replace(config.batch, global_size=global_size))
     return replace(config, batch=resolve_batch(config, ranks))
 
 

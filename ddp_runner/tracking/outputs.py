@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir, ensure_space
@@ -15,7 +15,7 @@ from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir, ensure_space
 OUTPUTS = Path("outputs")
 
 
-def run_folder(config: Config) -> Path:
+def run_folder(config: RunConfig) -> Path:
     """Return the path of a new single run, not yet claimed; `config` is resolved."""
     groups = (config.model, config.dataset, config.parallelism)
     parts = [group.get("name", "custom") for group in groups]
@@ -70,7 +70,7 @@ def claim(path: Path) -> Path:
     raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
 
 
-def sibling_runs(config: Config) -> list[RunDir]:
+def sibling_runs(config: RunConfig) -> list[RunDir]:
     """Return the runs whose names fit this config, of any world size, newest first."""
     planned = run_folder(config)
     pattern = glob.escape(planned.parent.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from filelock import FileLock, Timeout
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import FileIn, replace_file
 
@@ -118,7 +118,7 @@ class RunDir:
                 shutil.rmtree(self)
 
     def freeze(
-        self, config: Config, *, overrides: Sequence[str], choices: Mapping[str, str]
+        self, config: RunConfig, *, overrides: Sequence[str], choices: Mapping[str, str]
     ) -> None:
         """Write the config, the overrides and the choices, each whole or not at all.
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
 from ddp_runner.job import Job
@@ -30,7 +30,7 @@ def starting_lines(job: Job) -> str:
 
 
 def start_block(
-    config: Config,
+    config: RunConfig,
     env: DistEnv,
     run_dir: Path | None,
     *,
@@ -67,7 +67,7 @@ def start_block(
 
 
 def word_lines(
-    config: Config, env: DistEnv, *, device: "torch.device", versions: Mapping[str, Any]
+    config: RunConfig, env: DistEnv, *, device: "torch.device", versions: Mapping[str, Any]
 ) -> str:
     """Return what the words of distributed training mean for rank 0 of this run, one a line."""
     words = {

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import complete, find, keywords, make
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
@@ -33,7 +33,7 @@ from ddp_runner.train.step_timer import StepTimer
 MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
 
 
-def build_session_state(session: Session, config: Config) -> TrainState:
+def build_session_state(session: Session, config: RunConfig) -> TrainState:
     """Load the data and build the state of a rank. Collective: every rank must call.
 
     Raises:
@@ -49,7 +49,7 @@ def build_session_state(session: Session, config: Config) -> TrainState:
 
 
 def build_setup(
-    config: Config,
+    config: RunConfig,
     env: DistEnv,
     mode: Mode,
     *,
@@ -64,7 +64,7 @@ def build_setup(
     """
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     validate_monitor("scheduler", config.scheduler.get("monitor"), dataset)
-    role, sizes = mode.role(env), config.batch.sizes
+    role = mode.role(env)
     return Setup(
         config=config,
         mode=mode,
@@ -74,7 +74,7 @@ def build_setup(
         dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
         batches=GlobalBatches(
             split=_near(dataset.train, devices[0]),
-            global_size=sizes.global_size,
+            global_size=config.batch.global_size,
             grad_accum_steps=config.train.grad_accum_steps,
             share=role.share,
             num_shares=role.num_shares,
@@ -82,7 +82,7 @@ def build_setup(
             num_randoms=dataset.num_randoms,
             lengths=dataset.lengths() if dataset.group_by_length else None,
         ),
-        eval_batch_size=sizes.eval_per_rank,
+        eval_batch_size=config.batch.eval_size,
         loss_fn=find(config.model.get("loss"), key="model.loss", allowed=config.allowed_targets),
         timer=StepTimer(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
@@ -126,7 +126,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     )
 
 
-def model_factory(config: Config, dataset: Dataset) -> Callable[..., nn.Module]:
+def model_factory(config: RunConfig, dataset: Dataset) -> Callable[..., nn.Module]:
     """Return a function that builds the config's model; it takes the devices of its stages.
 
     Raises:
@@ -139,7 +139,7 @@ def model_factory(config: Config, dataset: Dataset) -> Callable[..., nn.Module]:
 
 
 def build_schedule(
-    config: Config, optimizer: torch.optim.Optimizer, *, total_steps: int, steps_per_epoch: int
+    config: RunConfig, optimizer: torch.optim.Optimizer, *, total_steps: int, steps_per_epoch: int
 ) -> Schedule:
     """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
 

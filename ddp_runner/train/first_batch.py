@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import MicroBatch
 from ddp_runner.errors import UserError
 from ddp_runner.train.loop import forward
@@ -200,15 +200,15 @@ def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> t
     return loss.item(), torch.zeros_like(outputs) if gradient is None else gradient
 
 
-def _model(config: Config) -> str:
+def _model(config: RunConfig) -> str:
     return f"model={config.model.get('name')}"
 
 
-def _loss(config: Config) -> str:
+def _loss(config: RunConfig) -> str:
     return f"model.loss={config.model['loss']}"
 
 
-def _sum_form(config: Config) -> str:
+def _sum_form(config: RunConfig) -> str:
     """Return the fix for a loss that is not a sum."""
     if (own := SUMS.get(str(config.model["loss"]).rpartition(".")[2])) is not None:
         return f"write model.loss=ddp_runner.train.losses.{own}"

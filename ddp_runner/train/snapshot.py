@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint.plain_data import refuse_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.rank.cuda import rng_states, set_rng_states
@@ -21,7 +21,7 @@ from ddp_runner.train.state import Position, TrainState
 RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # that schedulers keep in the optimizer's groups
 
 
-def snapshot(state: TrainState, config: Config) -> dict[str, Any]:
+def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
     """Return everything that the next step depends on. Collective: every rank must call.
 
     Args:
@@ -57,7 +57,7 @@ def snapshot(state: TrainState, config: Config) -> dict[str, Any]:
 
 
 def restore(
-    state: TrainState, config: Config, folder: Path, *, log: Callable[[str], None]
+    state: TrainState, config: RunConfig, folder: Path, *, log: Callable[[str], None]
 ) -> int | None:
     """Load the newest valid checkpoint of a folder into the state, if there is one.
 
@@ -99,7 +99,7 @@ def _load(
     state: TrainState,
     content: dict[str, Any],
     position: Position,
-    config: Config,
+    config: RunConfig,
     *,
     log: Callable[[str], None],
 ) -> None:
@@ -121,7 +121,7 @@ def _load(
 
 
 def _load_optimizer(
-    state: TrainState, content: dict[str, Any], position: Position, config: Config
+    state: TrainState, content: dict[str, Any], position: Position, config: RunConfig
 ) -> None:
     """Load the optimizer and the schedule, but keep the settings of this run's config.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.config.moved import present_name
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
@@ -15,7 +15,7 @@ from ddp_runner.train.state import Position, Setup
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
-def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
+def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """Return what a resumed run must keep: keys of the config, the samples and their order."""
     groups = {
         f"{group}.{key}": value
@@ -69,7 +69,7 @@ def read_position(content: Any, path: Path) -> Position:
 
 
 def validate_same_run(
-    content: dict[str, Any], position: Position, setup: Setup, config: Config, path: Path
+    content: dict[str, Any], position: Position, setup: Setup, config: RunConfig, path: Path
 ) -> None:
     """Validate that a run can continue from a checkpoint's content, at its position.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
@@ -34,7 +34,7 @@ class Position:
 class Setup:
     """What a rank trains with; it does not change during a run."""
 
-    config: Config
+    config: RunConfig
     mode: Mode
     role: Role  # of this rank in the run
     env: DistEnv  # its place among the ranks of the loop
