@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commands import CONFIG_DIR, resolved
+from configs import resolved
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import resolved
+from configs import resolved
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.numa import binding as numa
 

@@ -12,18 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import (
-    TIME_LIMIT_S,
-    background,
-    ended,
-    record,
-    run_dirs,
-    session_pids,
-    steps,
-    wait_for,
-)
+from commands import TIME_LIMIT_S, background, session_pids, wait_for, wait_for_end
 from ranks import run_ranks
-from trainings import LONG, MOTHER, is_training
+from run_folders import checkpoint_steps, record, run_dirs
+from trainings import CHILD_STARTER, LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.signals import STOP_SIGNALS
@@ -238,7 +230,7 @@ def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
     with background(folder=tmp_path, environ=here, fresh=True) as process:
         wait_for((tmp_path / "importing").exists)
         process.send_signal(signal.SIGINT)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stdout, end.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -256,7 +248,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
     folder goes. It trains on. SIGUSR1 to the whole process group is then one clean stop, and what
     the ranks have started ends with them.
     """
-    (tmp_path / "mother.py").write_text(MOTHER)
+    (tmp_path / "mother.py").write_text(CHILD_STARTER)
     command = (
         "trap '' HUP INT; "
         f"{sys.executable} -m ddp_runner {' '.join(LONG)} model._target_=mother.Mother "
@@ -288,13 +280,13 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
         assert len(group) >= 6  # the launcher, its fork server, two ranks and their children
         for one in group - set(children):
             one.send_signal(signal.SIGUSR1)
-        end = ended(shell, tmp_path)
+        end = wait_for_end(shell, tmp_path)
         wait_for(lambda: not session_pids(shell.pid))
         assert not any(one.is_running() for one in children)
     assert (end.exit_code, end.stderr) == (138, "")
     fields = record(run_dir)
     assert (fields["status"], fields["error"]) == ("preempted", None)
-    assert steps(run_dir)[-1] == fields["step"]
+    assert checkpoint_steps(run_dir)[-1] == fields["step"]
     assert "stdout is lost (Broken pipe)" in (run_dir / "logs" / "rank-0.log").read_text()
     assert not list(temp.glob("ddp_runner-*"))
 
@@ -313,9 +305,9 @@ def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> Non
         wait_for(lambda: is_training(process, tmp_path))
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGUSR1)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert end.exit_code == 138
     assert "Traceback" not in end.stderr
     fields = record(end.run_dir)
     assert fields["status"] == "preempted"
-    assert steps(end.run_dir)[-1] == fields["step"]
+    assert checkpoint_steps(end.run_dir)[-1] == fields["step"]

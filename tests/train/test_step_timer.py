@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from ranks import run_ranks
-from trainees import TOY, Trace, build, compose_config, run_loop
+from train_states import TOY, Trace, build, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
