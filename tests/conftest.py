@@ -22,8 +22,8 @@ MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_track
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
 
 # The profile `quick` tries the same examples in every run, `thorough` new ones and fifty times as
-# many. Two health checks are off: a busy machine is no failure, and all examples of a test share its
-# fixtures.
+# many. Two health checks are off: a busy machine is no failure, and no fixture has to be new for
+# each example.
 for profile, factor in {"quick": 1, "thorough": 50}.items():
     settings.register_profile(
         profile,
