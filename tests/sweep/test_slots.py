@@ -156,9 +156,9 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     seen: dict[Path, set[int]] = {}
     with background(*PARALLEL, *lost, folder=tmp_path, spares=2) as process:
         while process.poll() is None:
-            for run_dir, worker in rank_logs(process.pid):
+            for log, rank in rank_logs(process.pid):
                 with suppress(psutil.Error):
-                    seen[run_dir] = set(worker.cpu_affinity())
+                    seen[log.parent.parent] = set(rank.cpu_affinity())
             time.sleep(POLL_S)
         end = wait_for_end(process, tmp_path)
     assert end.exit_code == 2
