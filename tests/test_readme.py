@@ -73,8 +73,9 @@ def _filled(word: str, folder: Path) -> str:
 def test_every_choice_of_the_readme_is_there() -> None:
     """The table of choices lists the options of conf/, all of them and no other."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for group in sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()):
+    groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
+    for group in groups - {"experiment", "hydra"}:
         row = re.search(rf"^\| `{group}` \|([^|]*)\|", text, flags=re.MULTILINE)
-        if row is not None:
-            options = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
-            assert set(re.findall(r"`(\w+)`", row[1])) == options
+        assert row is not None, f"no row for {group}"
+        options = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
+        assert set(re.findall(r"`(\w+)`", row[1])) == options

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from commands import wait_for
 
 from ddp_runner.host import notice
 from ddp_runner.host.notice import notice_if_slow
@@ -21,6 +22,16 @@ def test_a_notice_is_printed_if_the_wait_is_long(
 ) -> None:
     """And its thread is gone after the block."""
     monkeypatch.setattr(notice, "PATIENCE_S", patience_s)
+    shown = ""
+
+    def is_shown() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return shown == printed
+
     with notice_if_slow("waiting", enabled=enabled):
-        time.sleep(0.2)
-    assert capsys.readouterr().out == printed
+        if printed:
+            wait_for(is_shown)
+        else:
+            time.sleep(0.2)
+    assert shown + capsys.readouterr().out == printed
