@@ -259,7 +259,7 @@ def test_a_restart_continues_from_the_save_during_which_a_rank_failed(
 
 
 def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, uninterrupted: Path) -> None:
-    """Even if it takes longer than launch.shutdown_timeout_s; the stop then saves another one."""
+    """Even if it takes longer than launch.shutdown_timeout_s; the stop then saves its step, too."""
     actions = (
         partial(send_launcher, signal.SIGTERM),
         partial(wait_until, "stdout", "again to end at once"),
@@ -279,7 +279,7 @@ def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, uninterrupted: Pat
 def test_a_second_sigterm_during_a_save_loses_only_that_checkpoint(
     tmp_path: Path, uninterrupted: Path
 ) -> None:
-    """The second one does not wait, and the half-written checkpoint is not used."""
+    """The run does not wait for the save, and the half-written checkpoint is not used."""
     faults = (MARK_SAVE, Fault(hang, SAVE(4)))
     with background(*TOY, folder=tmp_path, prepare=inject(*faults)) as process:
         wait_for((tmp_path / MARK).exists)

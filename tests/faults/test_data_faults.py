@@ -249,7 +249,7 @@ def slow_build() -> None:
 
     def wait_and_build(self: FakeImages, data_root: Path) -> Any:
         Path("building").touch()
-        # The other commands' folders are beside this one's.
+        # The other commands' folders are beside this folder.
         wait_for(lambda: len(list(Path().absolute().parent.glob("*/sweep/seed=1/run.json"))) == 2)
         time.sleep(GRACE_S)
         return build(self, data_root)

@@ -113,7 +113,7 @@ def assert_same_run(run_dir: Path, uninterrupted: Path, *, same_steps: bool = Tr
     Args:
         run_dir: the folder of the run to check.
         uninterrupted: the folder of a run without a fault.
-        same_steps: whether both keep checkpoints of the same steps; a stop saves another one.
+        same_steps: whether both keep checkpoints of the same steps; a stop saves another step.
     """
     assert (record(run_dir)["status"], record(run_dir)["error"]) == ("completed", None)
     assert reproducible_metrics(run_dir) == reproducible_metrics(uninterrupted)

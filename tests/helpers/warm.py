@@ -265,7 +265,7 @@ def _wait_for_code(link: socket.socket) -> None:
     request = json.loads(data)
     link.close()
     _die_with_parent(0)
-    # Move them out of the way first: the number that one must get may belong to another now.
+    # Move them out of the way first: the number that a descriptor must get may be in use now.
     aside = [os.dup2(number, FIRST_FREE + place) for place, number in enumerate(received)]
     os.closerange(3, FIRST_FREE)
     for number, descriptor in zip([0, 1, 2, *request["passed"]], aside, strict=True):
