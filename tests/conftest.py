@@ -69,6 +69,13 @@ def data_root() -> Path:
     return Path(os.environ["DDP_RUNNER_DATA_ROOT"])
 
 
+@pytest.fixture
+def short_temp() -> Iterator[Path]:
+    """A temporary folder with a short path, because sockets lie below it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
     """Fail a test that leaves a variable, a changed folder, a process group, thread or process."""

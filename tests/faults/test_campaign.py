@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from kill_campaign import MODES, WrongError, assert_equal, assert_whole, campaign, uninterrupted
 
 
-def test_killed_runs_end_as_uninterrupted_runs() -> None:
+def test_killed_runs_end_as_uninterrupted_runs(short_temp: Path) -> None:
     """In each mode every checkpoint loads, every resume is exact, and nothing is left."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as base:
-        result = campaign(Path(base), kills=4, seed=1, jobs=1, modes=list(MODES), log=print)
+    result = campaign(short_temp, kills=4, seed=1, jobs=1, modes=list(MODES), log=print)
     assert result.failures == []
     assert sum(result.kills.values()) >= 4
 

@@ -1,8 +1,6 @@
 """What a SIGKILL leaves behind, and that the next start removes it."""
 
 import signal
-import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +9,6 @@ from injection import At, Fault, kill_tree, send_launcher
 from trainings import run_training
 
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@pytest.fixture
-def temp() -> Iterator[Path]:
-    """A temporary folder with a short path, because sockets lie below it."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 def shared_memory() -> set[str]:
@@ -31,14 +22,16 @@ def shared_memory() -> set[str]:
 @pytest.mark.parametrize(
     "what", [kill_tree, partial(send_launcher, signal.SIGKILL)], ids=["tree", "launcher"]
 )
-def test_the_next_start_removes_what_a_kill_left(tmp_path: Path, temp: Path, what: object) -> None:
+def test_the_next_start_removes_what_a_kill_left(
+    tmp_path: Path, short_temp: Path, what: object
+) -> None:
     """The launcher's folder and all that is in it; no shared memory is left."""
-    before, environ = shared_memory(), {"TMPDIR": str(temp)}
+    before, environ = shared_memory(), {"TMPDIR": str(short_temp)}
     end = run_training(tmp_path / "killed", Fault(what, At(0, 11)), environ=environ)
     assert end.exit_code == -signal.SIGKILL
-    (left,) = temp.iterdir()
+    (left,) = short_temp.iterdir()
     assert left.name.startswith("ddp_runner-")
     end = run_training(tmp_path / "next", args=("train.max_steps=3",), environ=environ)
     assert (end.exit_code, end.stderr) == (0, "")
-    assert list(temp.iterdir()) == []
+    assert list(short_temp.iterdir()) == []
     assert shared_memory() - before == set()

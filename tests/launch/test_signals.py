@@ -5,9 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -234,14 +233,7 @@ def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
     assert (end.exit_code, end.stdout, end.stderr) == (-signal.SIGINT, "", "")
 
 
-@pytest.fixture
-def temp() -> Iterator[Path]:
-    """A temp folder whose path leaves room for that of a socket."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Path) -> None:
+def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, short_temp: Path) -> None:
     """As after `nohup … | head -1 &`, with a cleaner of temporary files, until Slurm's notice.
 
     SIGHUP and Ctrl-C are ignored by whoever started it; nobody reads what it prints; its scratch
@@ -254,7 +246,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
         f"{sys.executable} -m ddp_runner {' '.join(LONG)} model._target_=mother.Mother "
         "allowed_targets=[mother] > >(head -1 > first)"
     )
-    environ = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(temp)}
+    environ = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(short_temp)}
     with background(
         "-c",
         f"{command} & pid=$!; echo $pid > pid; wait $pid",
@@ -269,7 +261,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
         children = [
             psutil.Process(int((tmp_path / f"child-{rank}").read_text())) for rank in (0, 1)
         ]
-        (scratch,) = temp.glob("ddp_runner-*/job-*")
+        (scratch,) = short_temp.glob("ddp_runner-*/job-*")
         for path in scratch.iterdir():
             path.unlink()
         scratch.rmdir()
@@ -288,7 +280,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
     assert (fields["status"], fields["error"]) == ("preempted", None)
     assert checkpoint_steps(run_dir)[-1] == fields["step"]
     assert "stdout is lost (Broken pipe)" in (run_dir / "logs" / "rank-0.log").read_text()
-    assert not list(temp.glob("ddp_runner-*"))
+    assert not list(short_temp.glob("ddp_runner-*"))
 
 
 def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> None:
