@@ -117,7 +117,7 @@ def test_unsupported_operations_are_listed(sweep: CommandResult) -> None:
 
 
 def test_the_table_of_a_sweep_shows_a_bandwidth(sweep: CommandResult) -> None:
-    """That of the largest all-reduce."""
+    """The bandwidth of the largest all-reduce."""
     name = "collectives/all_reduce_float32_sum/busbw_gb_per_s"
     for world_size in (2, 3):
         job = f"experiment=all,world_size={world_size}"
