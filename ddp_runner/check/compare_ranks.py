@@ -87,7 +87,7 @@ def format_differences(differing: Sequence[Difference]) -> str:
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:
     """Return the tolerance for a tensor's dtype, or for autocast's if that is on."""
-    precision = state.setup.config.precision
+    precision = state.setup.config.train.precision
     return TOLERANCES.get(dtype if precision == "fp32" else DTYPES[precision], 2e-2)
 
 

@@ -21,9 +21,9 @@ from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.dataset import Split
 from ddp_runner.distributed import gather_objects
 from ddp_runner.train.loop import evaluate, forward, train_step
+from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import snapshot
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step_metrics import global_loss
 
 NUM_STEPS = 3  # optimizer steps; the parameters are compared after each
 EVAL_STEPS = 2  # batches that a rank evaluates

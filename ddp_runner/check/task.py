@@ -80,7 +80,7 @@ def run_checks(state: TrainState, config: Config, env: DistEnv) -> Iterator[Find
     """
     yield train_samples(state)
     yield eval_samples(state)
-    trials = gather_objects(try_first_batch(state, config))
+    trials = gather_objects(try_first_batch(state))
     trial = next((trial for trial in trials if trial.kind != "sum"), trials[0])
     yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
     if env.world_size == 1:

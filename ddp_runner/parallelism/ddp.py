@@ -6,7 +6,7 @@ https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Role, count_devices, rank_devices, same_role
+from ddp_runner.parallelism.mode import same_role
 
 
 @dataclass(frozen=True)
@@ -30,39 +29,25 @@ class DDP:
     forward_sync_buffers: bool
     devices_per_rank: int = 1
     sync_batchnorm: bool = False
+    role = staticmethod(same_role)
 
-    def role(self, env: DistEnv) -> Role:
-        """Return the same role for every rank."""
-        return same_role(env)
-
-    def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return this rank's devices, one per stage."""
-        return rank_devices(env, kind=kind, per_rank=self.devices_per_rank)
-
-    def num_devices(self, env: DistEnv, *, kind: str) -> int:
-        """Return the number of devices of all replicas."""
-        return count_devices(env, kind=kind, per_rank=self.devices_per_rank)
-
-    def place(
-        self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
-    ) -> nn.Module:
+    def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model on this rank's device, or let it place its stages on several."""
-        if len(devices) == 1:
+        if self.devices_per_rank == 1:
             module = build().to(devices[0])
         else:
             module = build(**{f"dev{stage}": device for stage, device in enumerate(devices)})
         return nn.SyncBatchNorm.convert_sync_batchnorm(module) if self.sync_batchnorm else module
 
-    def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
+    def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the model under DDP, with rank 0's weights. Collective: every rank must call."""
         # A model of several stages moves its own activations, so DDP must not move its inputs.
-        moves_inputs = len(devices) == 1 and devices[0].type != "cpu"
+        moves_inputs = self.devices_per_rank == 1 and devices[0].type != "cpu"
         parameters = inspect.signature(DistributedDataParallel).parameters
         # Newer versions of torch renamed broadcast_buffers.
-        new_name, old_name = "forward_sync_buffers", "broadcast_buffers"
-        settings: dict[str, Any] = {
-            new_name if new_name in parameters else old_name: self.forward_sync_buffers
-        }
+        is_renamed = "forward_sync_buffers" in parameters
+        sync_key = "forward_sync_buffers" if is_renamed else "broadcast_buffers"
+        settings: dict[str, Any] = {sync_key: self.forward_sync_buffers}
         return DistributedDataParallel(
             module,
             device_ids=[devices[0]] if moves_inputs else None,

@@ -1,11 +1,11 @@
 """The interface of a form of parallelism: how it places, wraps and steps a model.
 
-A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. The
-training loop is the same for all modes.
+A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. Where
+it does what most modes do, it names a function of this module. The loop is the same for all modes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,7 +47,7 @@ class GradientSource(Protocol):
 
 @dataclass(frozen=True)
 class Duties:
-    """What a mode needs in which some ranks compute gradients for the loop."""
+    """What the ranks need if some of them compute gradients for the loop."""
 
     module: nn.Module
     first_step: int  # number of the first batch of this session
@@ -74,41 +74,44 @@ class Role:
     serve: Callable[[Duties], Status] | None = None
 
 
-def same_role(env: DistEnv) -> Role:
-    """Return the role of a rank in a mode in which all ranks do the same."""
-    return Role(share=env.rank, num_shares=env.world_size, loop=env)
-
-
 @runtime_checkable
 class Mode(Protocol):
     """What a run needs of a mode."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of the mode's YAML."""
-
     def role(self, env: DistEnv) -> Role:
         """Return what this rank does in a run."""
 
-    def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return this rank's devices, one per stage of the model; kind is cpu or cuda."""
-
-    def num_devices(self, env: DistEnv, *, kind: str) -> int:
-        """Return how many devices all ranks use together; a rank on the CPU counts as one."""
-
-    def place(
-        self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
-    ) -> nn.Module:
+    def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model on the devices; with several, ``build`` takes them as dev0, dev1, ..."""
 
-    def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
+    def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the module that the loop trains. Collective: every rank must call."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce this rank's gradients."""
 
 
-def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.device, ...]:
+def same_role(env: DistEnv) -> Role:
+    """Return the role of a rank in a mode in which all ranks do the same."""
+    return Role(share=env.rank, num_shares=env.world_size, loop=env)
+
+
+def place_on_first(build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
+    """Build the model and move it to the rank's first device."""
+    return build().to(devices[0])
+
+
+def unwrapped(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+    """Return the module unchanged."""
+    return module
+
+
+def no_context(model: nn.Module) -> AbstractContextManager[None]:
+    """Return an empty context, for a mode whose backward never reduces over ranks."""
+    return nullcontext()
+
+
+def rank_devices(env: DistEnv, *, kind: str, per_rank: int) -> tuple[torch.device, ...]:
     """Return the devices of local rank r: ``per_rank`` of them, from number r * per_rank.
 
     A rank that sees only its own GPUs, as when Slurm binds them, counts from 0. On the CPU all
@@ -120,6 +123,14 @@ def rank_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> tuple[torch.d
     return tuple(torch.device(kind, first + stage) for stage in range(per_rank))
 
 
-def count_devices(env: DistEnv, *, kind: str, per_rank: int = 1) -> int:
-    """Return how many devices all ranks use; a rank on the CPU counts as one."""
-    return env.world_size * (1 if kind == "cpu" else per_rank)
+def count_devices(env: DistEnv, own: Sequence[torch.device], *, data_parallel: bool) -> int:
+    """Return how many devices all ranks use; a rank on the CPU counts as one.
+
+    Args:
+        env: this rank's place.
+        own: this rank's devices.
+        data_parallel: a rank drives every GPU that it sees.
+    """
+    if own[0].type == "cpu":
+        return env.world_size
+    return env.world_size * (torch.cuda.device_count() if data_parallel else len(own))

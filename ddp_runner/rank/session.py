@@ -12,6 +12,7 @@ import torch
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import Config, config_hash, digest, flatten, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
@@ -23,7 +24,7 @@ from ddp_runner.distributed import (
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
 from ddp_runner.job import Job, Status
-from ddp_runner.parallelism.mode import Mode
+from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
 from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import RankLog
@@ -68,7 +69,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
-    devices = mode.devices(env, kind=config.backend.device)
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     open_devices(devices, precision=config.train.precision)
 
     with ExitStack() as stack:
@@ -198,7 +200,9 @@ def _record_start(session: Session, *, num_threads: int) -> None:
         parallelism=config.parallelism.get("name"),
         backend=config.backend.name,
         devices=[str(device) for device in session.devices],
-        num_devices=session.mode.num_devices(env, kind=config.backend.device),
+        num_devices=count_devices(
+            env, session.devices, data_parallel=mode_needs(config.parallelism).data_parallel
+        ),
         num_threads=num_threads,
         restarts=env.restart_count,
         warnings=list(job.warnings),

@@ -1,5 +1,6 @@
 """Builds what a rank trains from the groups of a resolved config."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
 from ddp_runner.train.gradients import OwnGradients
-from ddp_runner.train.schedules import Schedule, Scheduler, wrap_scheduler
+from ddp_runner.train.schedules import Schedule, Scheduler
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step_timer import StepTimer
 
@@ -37,93 +38,89 @@ def build_session_state(session: Session, config: Config) -> TrainState:
     """Load the data and build the state of a rank. Collective: every rank must call.
 
     Raises:
-        UserError: see ``load_dataset``, ``starting_weights`` and ``build_state``.
+        UserError: see ``load_dataset``, ``starting_weights``, ``build_setup`` and ``build_state``.
     """
     source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
     dataset = load_dataset(source, data_root=Path(config.data_root), log=session.log)
     weights = None
     if session.env.is_rank_zero:
         weights = starting_weights(config, session.run_dir.checkpoints, log=session.log)
-    return build_state(
-        config,
-        session.env,
-        mode=session.mode,
-        devices=session.devices,
-        dataset=dataset,
-        weights=weights,
-    )
+    setup = build_setup(config, session.env, session.mode, devices=session.devices, dataset=dataset)
+    return build_state(setup, weights=weights)
 
 
-def build_state(
+def build_setup(
     config: Config,
     env: DistEnv,
-    *,
     mode: Mode,
+    *,
     devices: tuple[torch.device, ...],
     dataset: Dataset,
-    weights: Path | None = None,
-) -> TrainState:
-    """Build the model, optimizer and batches of a rank. Collective: every rank must call.
-
-    Args:
-        config: resolved.
-        env: this rank's place among all ranks.
-        mode: the form of parallelism.
-        devices: of this rank, one per stage of the model.
-        dataset: training and evaluation split.
-        weights: the file that rank 0 loads into the model; None on the other ranks.
+) -> Setup:
+    """Return what stays the same while a rank trains. Collective: every rank must call.
 
     Raises:
-        UserError: the dataset has fewer samples than there are ranks, a group's keys do not fit
-            the object that it names, or the model has nothing to train.
+        UserError: the dataset has fewer samples than there are ranks, or the loss or what the
+            scheduler monitors does not exist.
     """
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     validate_monitor("scheduler", config.scheduler.get("monitor"), dataset)
-    role, allowed = mode.role(env), config.allowed_targets
-    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
-    module = _build_module(config, mode, devices, dataset=dataset, weights=weights)
-    compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
-    model = mode.wrap(compiled, devices)
-    torch.manual_seed(derive(config.seed, "dropout", env.rank))  # each rank drops other units
-
-    batches = GlobalBatches(
-        split=_near(dataset.train, devices[0]),
-        global_size=config.batch.sizes.global_size,
-        grad_accum_steps=config.train.grad_accum_steps,
-        share=role.share,
-        num_shares=role.num_shares,
-        seed=config.seed,
-        num_randoms=dataset.num_randoms,
-        lengths=dataset.lengths() if dataset.group_by_length else None,
+    role, sizes = mode.role(env), config.batch.sizes
+    return Setup(
+        config=config,
+        mode=mode,
+        role=role,
+        env=role.loop or env,
+        devices=devices,
+        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
+        batches=GlobalBatches(
+            split=_near(dataset.train, devices[0]),
+            global_size=sizes.global_size,
+            grad_accum_steps=config.train.grad_accum_steps,
+            share=role.share,
+            num_shares=role.num_shares,
+            seed=config.seed,
+            num_randoms=dataset.num_randoms,
+            lengths=dataset.lengths() if dataset.group_by_length else None,
+        ),
+        eval_batch_size=sizes.eval_per_rank,
+        loss_fn=find(config.model.get("loss"), key="model.loss", allowed=config.allowed_targets),
+        timer=StepTimer(devices[0]),
+        group=loop_group(takes_part=role.loop is not None),
     )
-    factory = make("optimizer", config.optimizer, allowed=allowed, partial=True)
+
+
+def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
+    """Build the model, the optimizer and its schedule. Collective: every rank must call.
+
+    Only rank 0 reads a file of weights; the mode sends them to the others.
+
+    Raises:
+        UserError: a group's keys do not fit the object that it names, or the model has nothing to
+            train.
+    """
+    config = setup.config
+    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
+    module = _build_module(setup, weights=weights)
+    compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
+    model = setup.mode.wrap(compiled, setup.devices)
+    torch.manual_seed(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
+    factory = make("optimizer", config.optimizer, allowed=config.allowed_targets, partial=True)
     optimizer = complete(
         "optimizer", config.optimizer, factory, module.parameters(), kind=Optimizer
     )
-    steps_per_epoch = batches.steps_per_epoch
+    steps_per_epoch = setup.batches.steps_per_epoch
     schedule = build_schedule(
         config,
         optimizer,
         total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
     )
-    setup = Setup(
-        mode=mode,
-        loss_fn=find(config.model.get("loss"), key="model.loss", allowed=allowed),
-        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
-        batches=batches,
-        eval_batch_size=config.batch.sizes.eval_per_rank,
-        devices=devices,
-        config=config.train,
-        env=role.loop or env,
-        timer=StepTimer(devices[0]),
-        group=loop_group(takes_part=role.loop is not None),
-    )
     return TrainState(
         module=module,
         model=model,
         optimizer=optimizer,
-        scheduler=schedule,
+        schedule=schedule,
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         setup=setup,
         gradients=OwnGradients(),
@@ -147,19 +144,17 @@ def build_schedule(
 ) -> Schedule:
     """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
 
-    Args:
-        config: resolved.
-        optimizer: the schedule changes its learning rates.
-        total_steps: of the whole run; passed to schedulers that take it, such as OneCycleLR.
-        steps_per_epoch: passed to schedulers that take it.
+    A scheduler that takes ``total_steps``, as OneCycleLR does, or ``steps_per_epoch`` gets them.
 
     Raises:
-        UserError: a key of the group does not fit the scheduler.
+        UserError: a key of the group does not fit the scheduler, or it names a metric for a
+            scheduler that takes none.
     """
     settings = dict(config.scheduler)
     make_factory = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
-    factory = make_factory(settings)
-    monitor = None if "monitor" in keywords(factory) else settings.pop("monitor", None)
+    monitor = None
+    if "monitor" not in keywords(make_factory(settings)):
+        monitor = settings.pop("monitor", None)  # it is for the runner
     scheduler = complete(
         "scheduler",
         settings,
@@ -169,7 +164,17 @@ def build_schedule(
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
     )
-    return wrap_scheduler(scheduler, monitor=monitor)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
+    arguments = list(inspect.signature(scheduler.step).parameters.values())
+    if arguments and arguments[0].default is inspect.Parameter.empty:  # a metric
+        return Schedule(scheduler, monitor=monitor or "eval/loss")
+    if monitor is not None:
+        raise UserError(
+            f"scheduler.monitor ({monitor}): {type(scheduler).__name__} counts steps and takes no "
+            "metric; leave it out"
+        )
+    return Schedule(scheduler)
 
 
 def validate_monitor(group: str, monitor: str | None, dataset: Dataset) -> None:
@@ -193,25 +198,19 @@ def _near(split: Split, device: torch.device) -> Split:
     return Split(split.inputs.to(device), split.targets.to(device))
 
 
-def _build_module(
-    config: Config,
-    mode: Mode,
-    devices: tuple[torch.device, ...],
-    *,
-    dataset: Dataset,
-    weights: Path | None,
-) -> nn.Module:
+def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
     """Return the bare model on its devices, with rank 0's weights loaded there."""
-    module = mode.place(model_factory(config, dataset), devices)
+    keys = setup.config.model
+    module = setup.mode.place(model_factory(setup.config, setup.dataset), setup.devices)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
-            f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
-            "is nothing to train; unfreeze some, or name another model"
+            f"model={keys.get('name')} has no parameter that requires a gradient, so there is "
+            "nothing to train; unfreeze some, or name another model"
         )
-    if config.model.get("channels_last"):
+    if keys.get("channels_last"):
         module = module.to(memory_format=torch.channels_last)
     if weights is not None:
         load_weights(module, weights)
-    if config.model.get("weights") is not None:
+    if keys.get("weights") is not None:
         broadcast_buffers(module)  # ps sends only parameters, so ranks need rank 0's buffers now
     return module

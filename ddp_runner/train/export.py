@@ -9,55 +9,14 @@ from torch import Tensor
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
 from ddp_runner.checkpoint.weights import export_weights
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
+from ddp_runner.files import json_safe
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.loop import evaluate
-from ddp_runner.train.state import Position, TrainState
-
-
-def export_best(
-    state: TrainState,
-    config: Config,
-    run_dir: RunDir,
-    *,
-    logger: Logger,
-    log: Callable[[str], None],
-) -> None:
-    """Export the best model, or the last one without checkpoint.monitor.
-
-    With checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
-    checkpoint and broadcasts it. Collective: every rank of the loop must call.
-
-    Raises:
-        UserError: the model cannot be written.
-    """
-    folder, settings, position = run_dir.checkpoints, config.checkpoint, state.position
-    is_rank_zero = state.setup.env.rank == 0
-    best = None
-    if is_rank_zero:
-        last = _Model(state.module.state_dict(), position.step, _metrics_of(folder, position))
-        best = _best(folder, last, config, log=log) if settings.monitor else last
-    if settings.load_best:
-        if best is not None:
-            state.module.load_state_dict(dict(best.state))
-        broadcast_state(state.module, group=state.setup.group)
-        results, _ = evaluate(state)
-        logger.log(
-            {name.replace("eval/", "best/"): value for name, value in results.items()},
-            step=position.step,
-            epoch=position.epoch,
-        )
-    if best is not None:
-        export_weights(run_dir.export, best.state, step=best.step, metrics=best.metrics)
-        if settings.monitor is not None:
-            score = best.metrics.get(settings.monitor)
-            value = "not finite" if score is None else f"{score:.4f}"
-            log(
-                f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}"
-            )
+from ddp_runner.train.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -69,45 +28,65 @@ class _Model:
     metrics: Mapping[str, float | None]
 
 
-def _metrics_of(folder: Path, position: Position) -> Mapping[str, float | None]:
-    """Return the last step's metrics, or none if its checkpoint is gone or damaged."""
-    try:
-        return read_manifest(folder / f"step-{position.step:08d}").metrics
-    except UserError:
-        return {}
+def export_best(
+    state: TrainState, run_dir: RunDir, *, logger: Logger, log: Callable[[str], None]
+) -> None:
+    """Export the best model, or the last one without checkpoint.monitor.
+
+    With checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
+    checkpoint and broadcasts it. Collective: every rank of the loop must call.
+
+    Raises:
+        UserError: the model cannot be written.
+    """
+    settings, position, best = state.setup.config.checkpoint, state.position, None
+    if state.setup.env.rank == 0:
+        best = _Model(state.module.state_dict(), position.step, position.metrics)
+        if settings.monitor is not None:
+            best = _best(run_dir.checkpoints, best, settings, log=log)
+    if settings.load_best:
+        if best is not None:
+            state.module.load_state_dict(dict(best.state))
+        broadcast_state(state.module, group=state.setup.group)
+        results, _ = evaluate(state)
+        logger.log(
+            {name.replace("eval/", "best/"): value for name, value in results.items()},
+            step=position.step,
+            epoch=position.epoch,
+        )
+    if best is not None:
+        export_weights(run_dir.export, best.state, step=best.step, metrics=json_safe(best.metrics))
+        if settings.monitor is not None:
+            score = json_safe(best.metrics.get(settings.monitor))
+            value = "not finite" if score is None else f"{score:.4f}"
+            log(
+                f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}"
+            )
 
 
-def _best(folder: Path, last: _Model, config: Config, *, log: Callable[[str], None]) -> _Model:
+def _best(
+    folder: Path, last: _Model, settings: CheckpointConfig, *, log: Callable[[str], None]
+) -> _Model:
     """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
 
     Training is complete, so a damaged file must not fail the run: if no checkpoint can be loaded,
     return the last model, which is in memory.
     """
-    settings = config.checkpoint
     assert settings.monitor is not None
+    shapes = {name: value.shape for name, value in last.state.items()}
     for path in best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode):
         try:
             manifest = read_manifest(path)
             if manifest.step == last.step:
                 return last
-            state = _fitting(load_checkpoint(path, map_location="cpu"), last.state, path)
+            content = load_checkpoint(path, map_location="cpu")
+            model = content.get("model") if isinstance(content, Mapping) else None
+            if not isinstance(model, Mapping) or shapes != {
+                name: getattr(value, "shape", None) for name, value in model.items()
+            }:
+                raise UserError(f"checkpoint {path} does not hold this model")
+            return _Model(model, manifest.step, manifest.metrics)
         except UserError as error:
             log(f"{error}; trying the next best checkpoint")
-        else:
-            return _Model(state, manifest.step, manifest.metrics)
     log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
     return last
-
-
-def _fitting(state: object, expected: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
-    """Return the model in a checkpoint's state.
-
-    Raises:
-        UserError: its names or shapes differ from the expected ones.
-    """
-    model = state.get("model") if isinstance(state, Mapping) else None
-    if not isinstance(model, Mapping) or {
-        name: getattr(value, "shape", None) for name, value in model.items()
-    } != {name: value.shape for name, value in expected.items()}:
-        raise UserError(f"checkpoint {path} does not hold this model")
-    return model

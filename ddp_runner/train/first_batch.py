@@ -1,21 +1,22 @@
-"""Tries two samples before training: do model, loss and data fit, and is the loss a sum?
+"""What runs before the first step: a trial of two samples, and the rehearsal of a resumed run.
 
 Most mistakes in a user's model or loss show up here, where the message can name them. Every rank
-tries the same two samples and gets the same result, so no collective is needed.
+tries the same two samples and gets the same result, so the trial needs no collective.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ddp_runner.config.schema import Config
+from ddp_runner.data.batches import MicroBatch
 from ddp_runner.errors import UserError
 from ddp_runner.train.loop import forward
-from ddp_runner.train.rehearsal import first_samples
 from ddp_runner.train.state import TrainState
 
 NUM_SAMPLES = 2
@@ -40,56 +41,52 @@ class Trial:
         return f"{NUM_SAMPLES} samples give {self.once:.4g}, given twice {self.twice:.4g}"
 
 
-def try_first_batch(state: TrainState, config: Config) -> Trial:
+def try_first_batch(state: TrainState) -> Trial:
     """Evaluate two training samples and their loss on this rank, and leave the state as it was.
 
     Raises:
         UserError: the model cannot take the samples, or the loss cannot take the outputs. The
             message has the exception's type and text; the log has its traceback.
     """
-    trials = list[Trial]()
-    batch = first_samples(state.setup.batches.split, NUM_SAMPLES)
+    setup, trials = state.setup, list[Trial]()
+    batch = _first_samples(state, NUM_SAMPLES)
 
     def probe(outputs: Tensor, targets: Tensor) -> Tensor:
-        _validate_outputs(outputs, targets, state, config)
-        trials.append(_compare_losses(outputs, targets, state, config))
+        trials.append(_try_outputs(outputs, targets, state))
         return targets.new_zeros(())
 
     try:
         with _restored_after(state), torch.no_grad():
-            forward(replace(state, setup=replace(state.setup, loss_fn=probe)), state.module, batch)
+            forward(replace(state, setup=replace(setup, loss_fn=probe)), state.module, batch)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UserError(
-            f"{_model(config)} cannot take dataset={state.setup.dataset.name}, whose samples are "
+            f"{_model(setup.config)} cannot take dataset={setup.dataset.name}, whose samples are "
             f"{_shape(batch.inputs)}: {_one_line(error)}; choose a dataset or a model that fits"
         ) from error
     return trials[0]
 
 
-def validate_loss(trial: Trial, config: Config) -> None:
-    """Raise for a loss that is a mean: its gradients would be too small by the batch size.
+def warnings_of(trial: Trial, state: TrainState) -> list[str]:
+    """Return warnings about the loss and the batch size, a sentence each.
 
     Raises:
-        UserError: the loss is a mean over the samples.
+        UserError: the loss is a mean over the samples. Its gradients would be too small by the
+            batch size.
     """
+    config, warnings = state.setup.config, []
     if trial.kind == "mean":
         raise UserError(
             f"{_loss(config)} returns a mean over the samples, not a sum ({trial.detail}); "
             f"{_sum_form(config)}"
         )
-
-
-def warnings_of(trial: Trial, state: TrainState, config: Config) -> list[str]:
-    """Return warnings about the loss and the batch size, a sentence each."""
-    warnings, num_samples = [], len(state.setup.batches.split)
     if trial.kind == "other":
         warnings.append(
             f"{_loss(config)} is not a sum over the samples ({trial.detail}), so the steps depend "
             "on how a batch is split into ranks and micro-batches"
         )
-    global_size = state.setup.batches.global_size
+    global_size, num_samples = state.setup.batches.global_size, len(state.setup.batches.split)
     if global_size > num_samples:
         warnings.append(
             f"batch.global_size ({global_size}) is larger than the training set: "
@@ -98,14 +95,35 @@ def warnings_of(trial: Trial, state: TrainState, config: Config) -> list[str]:
     return warnings
 
 
+def rehearse(state: TrainState) -> None:
+    """Run a backward whose gradients are dropped. Collective: every rank must call.
+
+    DDP rebuilds its buckets after its first backward. A gradient's place in its bucket decides in
+    which order three or more ranks are added, and so how the sum is rounded. A resumed run must
+    therefore not take its first step with the initial buckets. Call this before loading the state,
+    since it changes random numbers and buffers.
+    """
+    if state.model is state.module or state.setup.env.world_size < 3:
+        return  # the mode wraps nothing, or the sum has only one order
+    state.model.train()
+    # The real batch size, since torch.compile compiles for it.
+    batch = _first_samples(state, state.setup.batches.micro_size)
+    loss, _ = forward(state, state.model, batch)
+    loss.backward()  # the next step sets these gradients to None
+
+
+def _first_samples(state: TrainState, count: int) -> MicroBatch:
+    """Return the first training samples, the last one repeated if there are too few."""
+    split = state.setup.batches.split
+    indices = torch.arange(count, device=split.inputs.device).clamp(max=len(split) - 1)
+    return MicroBatch(split.inputs.index_select(0, indices), split.targets.index_select(0, indices))
+
+
 @contextmanager
 def _restored_after(state: TrainState) -> Iterator[None]:
     """Evaluate in the block, then restore random numbers, buffers and the model's mode."""
-    module = state.module
-    was_training, buffers = (
-        module.training,
-        [(buffer, buffer.clone()) for buffer in module.buffers()],
-    )
+    module, was_training = state.module, state.module.training
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     cuda = [device for device in state.setup.devices if device.type == "cuda"]
     module.eval()
     try:
@@ -117,67 +135,58 @@ def _restored_after(state: TrainState) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def _validate_outputs(outputs: object, targets: Tensor, state: TrainState, config: Config) -> None:
-    dataset = state.setup.dataset
+@torch.enable_grad()
+def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
+    """Compare the loss and its gradient with those of the same samples given twice."""
+    dataset, model = state.setup.dataset, _model(state.setup.config)
     if not isinstance(outputs, Tensor):
-        what = type(outputs).__name__
-        if isinstance(outputs, dict):
-            what += f" of {', '.join(map(str, outputs))}"
-        raise UserError(f"{_model(config)} returns a {what}, not a tensor; return only the outputs")
+        keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
+        raise UserError(
+            f"{model} returns a {type(outputs).__name__}{keys}, not a tensor; return only the "
+            "outputs"
+        )
     classes = dataset.num_classes
     if classes and (outputs.ndim != 2 or outputs.shape[1] < classes):
         raise UserError(
-            f"{_model(config)} returns {tuple(outputs.shape)} for {len(targets)} samples of "
+            f"{model} returns {tuple(outputs.shape)} for {len(targets)} samples of "
             f"dataset={dataset.name} with {classes} classes; return a score for each class: "
             f"({len(targets)}, {classes})"
         )
-
-
-@torch.enable_grad()
-def _compare_losses(outputs: Tensor, targets: Tensor, state: TrainState, config: Config) -> Trial:
-    """Compare the loss and its gradient with those of the same samples given twice."""
-    once, gradient = _loss_and_gradient(outputs, targets, state, config)
-    if len(outputs) != len(
-        targets
-    ):  # the batch is not the first dimension, and only the loss knows which
+    once, gradient = _loss_and_gradient(outputs, targets, state)
+    if len(outputs) != len(targets):  # only the loss knows which dimension is the batch
         return Trial(once, 2 * once, "sum")
     twice, gradient_twice = _loss_and_gradient(
-        torch.cat([outputs, outputs]), torch.cat([targets, targets]), state, config
+        torch.cat([outputs, outputs]), torch.cat([targets, targets]), state
     )
-    is_low = state.setup.config.precision != "fp32"
-    tolerance = TOLERANCES.get(outputs.dtype, LOW_PRECISION_TOLERANCE)
-    tolerance = max(tolerance, LOW_PRECISION_TOLERANCE * is_low)
-
-    def near(a: float, b: float) -> bool:
-        return abs(a - b) <= tolerance * max(abs(a), abs(b)) + NEGLIGIBLE
-
+    tolerance = LOW_PRECISION_TOLERANCE
+    if state.setup.config.train.precision == "fp32":
+        tolerance = TOLERANCES.get(outputs.dtype, tolerance)
+    near = partial(math.isclose, twice, rel_tol=tolerance, abs_tol=NEGLIGIBLE)
     largest = gradient.abs().reshape(len(gradient), -1).amax(dim=1)  # of each sample
     off_half = (gradient_twice[: len(gradient)] - gradient / 2).abs().max()
     # The loss of the worst sample does not change either, but depends on that sample only.
     is_halved = bool(largest.all() and off_half <= tolerance * largest.max())
-    if near(twice, 2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
+    if near(2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
         kind = "sum"  # the training loop reports a loss that is not finite
-    elif near(twice, once) and is_halved:
+    elif near(once) and is_halved:
         kind = "mean"
     else:
         kind = "other"
     return Trial(once, twice, kind)
 
 
-def _loss_and_gradient(
-    outputs: Tensor, targets: Tensor, state: TrainState, config: Config
-) -> tuple[float, Tensor]:
+def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> tuple[float, Tensor]:
     """Return the loss and its gradient with respect to the outputs, of the same shape."""
+    setup, config = state.setup, state.setup.config
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point())
     try:
-        loss = state.setup.loss_fn(outputs, targets)
+        loss = setup.loss_fn(outputs, targets)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UserError(
             f"{_loss(config)} cannot take the outputs of {_model(config)}, {_shape(outputs)}, with "
-            f"the targets of dataset={state.setup.dataset.name}, {_shape(targets)}: "
-            f"{_one_line(error)}"
+            f"the targets of dataset={setup.dataset.name}, {_shape(targets)}: {_one_line(error)}"
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = _shape(loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -201,9 +210,8 @@ def _loss(config: Config) -> str:
 
 def _sum_form(config: Config) -> str:
     """Return the fix for a loss that is not a sum."""
-    replacement = SUMS.get(str(config.model["loss"]).rpartition(".")[2])
-    if replacement is not None:
-        return f"write model.loss=ddp_runner.train.losses.{replacement}"
+    if (own := SUMS.get(str(config.model["loss"]).rpartition(".")[2])) is not None:
+        return f"write model.loss=ddp_runner.train.losses.{own}"
     return "return the sum instead, as torch's losses do with reduction='sum'"
 
 

@@ -1,15 +1,22 @@
 """Computes gradients on this rank, for its own loop or for a loop on another rank."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache, partial
 
 from torch import Tensor
 
 from ddp_runner.data.batches import StepBatch
+from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Duties
 from ddp_runner.train.loop import backward
 from ddp_runner.train.state import TrainState
+
+# DDP's error about parameters that the loss does not depend on, which has only their numbers.
+WITHOUT_GRADIENT = re.compile(
+    r"(?s)Expected to have finished reduction.*did not receive grad for rank \d+: ([\d ]+)"
+)
 
 
 class OwnGradients:
@@ -18,14 +25,31 @@ class OwnGradients:
     lost: Collection[int] = ()
 
     def compute(self, state: TrainState, batch: StepBatch) -> Tensor:
-        """Accumulate over the micro-batches and reduce with the last one. Collective."""
-        return backward(state, batch)
+        """Accumulate over the micro-batches and reduce with the last one. Collective.
+
+        Raises:
+            UserError: DDP waits for gradients of parameters that the loss does not depend on.
+        """
+        try:
+            return backward(state, batch)
+        except RuntimeError as error:
+            match = WITHOUT_GRADIENT.search(str(error))
+            if match is None:
+                raise
+            # DDP numbers the parameters that require a gradient, in the model's order.
+            parameters = state.module.named_parameters()
+            names = [name for name, parameter in parameters if parameter.requires_grad]
+            unused = [names[index] for index in map(int, match[1].split()) if index < len(names)]
+            raise UserError(
+                f"the loss does not depend on {listed(unused)}, and DDP waits for those gradients; "
+                "write parallelism.find_unused_parameters=true, or remove the parameters from the "
+                "model"
+            ) from error
 
     def outstanding(self, state: TrainState) -> tuple[int, ...]:
         """Return the batches that an asynchronous run skipped and this run has yet to compute."""
-        position, batches = state.position, state.setup.batches
-        first = position.epoch * batches.steps_per_epoch + position.step_in_epoch
-        return tuple(batch for place, batch in batches.instead.items() if place >= first)
+        instead = state.setup.batches.instead
+        return tuple(batch for place, batch in instead.items() if place >= state.next_batch)
 
     def metrics(self) -> Mapping[str, float]:
         """Return no metrics: there is no other rank to measure."""
@@ -35,42 +59,42 @@ class OwnGradients:
         """Do nothing: no other rank waits for the end of the run."""
 
 
-def duties_of(
-    state: TrainState,
-    *,
-    max_steps: int,
-    seed: int,
-    timeout_s: float,
-    ended: Callable[[], Collection[int]],
-    log: Callable[[str], None],
-) -> Duties:
-    """Return the duties of a run that continues at the state's position and ends at max_steps.
+def take_role(
+    state: TrainState, *, ended: Callable[[], Collection[int]], log: Callable[[str], None]
+) -> Status | None:
+    """Take this rank's role in its mode. Collective: every rank must call.
 
-    The other arguments are the fields of ``Duties``.
+    Args:
+        state: at the position from which the run continues. Its gradients come from the ranks that
+            serve the loop, if the mode has them.
+        ended: returns the ranks whose processes have ended.
+        log: takes a sentence for the user.
+
+    Returns:
+        The run's status if this rank has served the loop to its end; None if it runs the loop.
     """
-    position, batches = state.position, state.setup.batches
-    return Duties(
+    config, role = state.setup.config, state.setup.role
+    duties = Duties(
         module=state.module,
-        first_step=position.epoch * batches.steps_per_epoch + position.step_in_epoch,
-        num_steps=max(0, max_steps - position.step),
-        outstanding=position.outstanding,
-        compute=partial(backward_by_number, state, lru_cache(maxsize=2)(batches.order)),
-        seed=seed,
-        timeout_s=timeout_s,
+        first_step=state.next_batch,
+        num_steps=max(0, state.last_step - state.position.step),
+        outstanding=state.position.outstanding,
+        compute=partial(backward_by_number, state, lru_cache(maxsize=2)(state.setup.batches.order)),
+        seed=config.seed,
+        timeout_s=config.backend.timeout_s,
         ended=ended,
         mark=state.setup.timer.mark,
         log=log,
     )
+    if role.serve is not None:
+        return role.serve(duties)
+    if role.gradients is not None:
+        state.gradients = role.gradients(duties)
+    return None
 
 
 def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
-    """Run backward on this rank's part of a batch; return its part of the mean loss.
-
-    Args:
-        state: of this rank.
-        order: returns an epoch's order of samples.
-        number: of the batch, counted from the start of the run.
-    """
+    """Run backward on this rank's part of a batch of the run; return its part of the mean loss."""
     batches = state.setup.batches
     epoch, index = divmod(number, batches.steps_per_epoch)
     return backward(state, batches.step(epoch, index, order=order(epoch)))

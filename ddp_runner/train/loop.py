@@ -6,7 +6,6 @@ world size and every mode of parallelism takes the same steps.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +15,19 @@ from ddp_runner.distributed import StopVote, add_over_ranks, broadcast_buffers, 
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.train.classification import classification_metrics, confusion_counts
+from ddp_runner.train.metrics import classification_metrics, confusion_counts, step_metrics
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step_metrics import step_metrics
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Control:
-    """When the loop ends, saves and stops early."""
-
-    max_steps: int
-    save_every_steps: int | None
-    save_every_epochs: int | None
-    save: Callable[[TrainState], None]  # Collective: every rank must call.
-    stop_requested: Callable[[], bool]
-
-
-def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
+def train(
+    state: TrainState,
+    *,
+    save: Callable[[], None],  # Collective: every rank must call.
+    stop_requested: Callable[[], bool],
+    logger: Logger,
+) -> Status:
     """Train from the state's position to the last step. Collective: every rank must call.
 
     Returns:
@@ -44,10 +37,11 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
         UserError: the loss became NaN or infinite. All ranks raise at the same step.
     """
     setup, position = state.setup, state.position
-    config, timer, steps_per_epoch = setup.config, setup.timer, setup.batches.steps_per_epoch
+    config, checkpoint = setup.config.train, setup.config.checkpoint
+    timer, steps_per_epoch, last_step = setup.timer, setup.batches.steps_per_epoch, state.last_step
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
-    while position.step < control.max_steps or position.step_in_epoch == steps_per_epoch:
+    while position.step < last_step or position.step_in_epoch == steps_per_epoch:
         epoch = position.epoch + 1
         state.model.train()
         timer.restart()
@@ -62,33 +56,32 @@ def train(state: TrainState, *, control: Control, logger: Logger) -> Status:
             logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
-            finished = position.step == control.max_steps
+            finished = position.step == last_step
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             # After the last step only the evaluation is left; stopping now would lose it.
-            if not finished and vote.agreed(control.stop_requested()):
-                control.save(state)
+            if not finished and vote.agreed(stop_requested()):
+                save()
                 return Status.PREEMPTED
             if finished or position.step_in_epoch == steps_per_epoch:
                 break
-            if _due(position.step, control.save_every_steps):
-                control.save(state)
+            if _due(position.step, checkpoint.every_steps):
+                save()
                 timer.restart()
             timer.mark(None)
-        finished = position.step >= control.max_steps
+        finished = position.step >= last_step
         if position.step_in_epoch == steps_per_epoch:
             position.epoch, position.step_in_epoch = epoch, 0
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
             results, confusion = evaluate(state)
             position.metrics |= results
-            state.scheduler.evaluated(results)
+            state.schedule.evaluated(results)
             logger.log(results, step=position.step, epoch=epoch)
-            counts = None if confusion is None else confusion.tolist()
-            logger.evaluated(counts, step=position.step)
-        every_steps, every_epochs = control.save_every_steps, control.save_every_epochs
-        if finished or _due(position.step, every_steps) or _due(epoch, every_epochs):
-            control.save(state)
+            logger.evaluated(confusion, step=position.step)
+        is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
+        if finished or is_due:
+            save()
     vote.close()
     return Status.COMPLETED
 
@@ -103,15 +96,15 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
-    if setup.config.clip_norm is not None:
+    if setup.config.train.clip_norm is not None:
         scaler.unscale_(optimizer)
         parameters = state.module.parameters()
-        state.grad_norm = nn.utils.clip_grad_norm_(parameters, setup.config.clip_norm)
+        state.grad_norm = nn.utils.clip_grad_norm_(parameters, setup.config.train.clip_norm)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
-        state.scheduler.step()
+        state.schedule.step()
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
 
@@ -139,29 +132,25 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
 
 def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the loss summed over the batch (a scalar), and the model's outputs (batch, ...)."""
-    setup = state.setup
+    setup, precision = state.setup, state.setup.config.train.precision
     inputs = setup.dataset.prepare(batch.inputs, setup.devices[0], randoms=batch.randoms)
     targets = batch.targets.to(setup.devices[-1], non_blocking=True)
-    with torch.autocast(
-        setup.devices[0].type,
-        dtype=DTYPES[setup.config.precision],
-        enabled=setup.config.precision != "fp32",
-    ):
+    with torch.autocast(inputs.device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
         outputs = model(inputs)
         return setup.loss_fn(outputs, targets), outputs
 
 
 @torch.no_grad()
-def evaluate(state: TrainState) -> tuple[dict[str, float], Tensor | None]:
+def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | None]:
     """Evaluate the whole evaluation set. Each sample counts once at every world size.
 
     Collective: every rank must call.
 
     Returns:
         Metrics: eval/loss and, if the dataset has classes, eval/accuracy, eval/precision,
-        eval/recall and eval/f1. Confusion counts, int64 (num_classes, num_classes) on the CPU
-        with a row per true class, or None without classes. A prediction outside the classes
-        counts as wrong and is in no column.
+        eval/recall and eval/f1. Confusion counts (num_classes, num_classes), a row per true
+        class, or None without classes. A prediction outside the classes counts as wrong and is in
+        no column.
     """
     setup, device = state.setup, state.setup.devices[-1]
     # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
@@ -183,15 +172,13 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], Tensor | None]:
         if num_classes:
             targets = batch.targets.to(outputs.device)
             counts += confusion_counts(outputs, targets, num_classes=num_classes)
-    sums = [loss_sum.item(), num_samples]
-    total_loss, total_samples = sum_over_ranks(sums, group=setup.group)
+    total_loss, total_samples = sum_over_ranks([loss_sum.item(), num_samples], group=setup.group)
     results = {"eval/loss": total_loss / total_samples}
     if not num_classes:
         return results, None
     counts = add_over_ranks(counts, group=setup.group)
-    metrics = classification_metrics(counts)
-    results |= {f"eval/{name}": value for name, value in metrics.items()}
-    return results, counts[:, :-1]
+    results |= {f"eval/{name}": value for name, value in classification_metrics(counts).items()}
+    return results, counts[:, :-1].tolist()
 
 
 def _due(count: int, every: int | None) -> bool:

@@ -4,14 +4,13 @@ Each of our schedules is a function of the step, so its only state is the step: 
 another length or number of ranks follows the new function.
 """
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.errors import UserError
 
@@ -57,74 +56,20 @@ class Schedule:
         if self.monitor is not None:
             self.scheduler.step(metrics[self.monitor])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
 
-    def load_state_dict(self, state: dict[str, Any], *, initial_rates: list[float]) -> None:
-        """Continue from a state. The optimizer must hold the learning rates saved with it.
-
-        Args:
-            state: from ``state_dict``.
-            initial_rates: this run's configured learning rate for each parameter group. If it
-                differs from the saved one, all saved rates and bounds are scaled by the ratio.
-        """
-        self.scheduler.load_state_dict(state)
-        groups = self.scheduler.optimizer.param_groups
-        for index, (group, rate) in enumerate(zip(groups, initial_rates, strict=True)):
-            ratio = rate / group["initial_lr"]
-            if ratio == 1:
-                continue
-            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
-                if key in group:
-                    group[key] *= ratio
-            if hasattr(self.scheduler, "base_lrs"):
-                self.scheduler.base_lrs[index] *= ratio
-
-
-def wrap_scheduler(scheduler: LRScheduler, *, monitor: str | None) -> Schedule:
-    """Return a schedule that follows a metric if the scheduler's ``step`` needs one, else steps.
-
-    Args:
-        scheduler: built with its optimizer.
-        monitor: the metric that the config names, if any.
-
-    Raises:
-        UserError: the config names a metric, but the scheduler takes none.
-    """
-    for group in scheduler.optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
-    parameters = list(inspect.signature(scheduler.step).parameters.values())
-    if parameters and parameters[0].default is parameters[0].empty:
-        return Schedule(scheduler, monitor=monitor or "eval/loss")
-    if monitor is not None:
-        raise UserError(
-            f"scheduler.monitor ({monitor}): {type(scheduler).__name__} counts steps and takes no "
-            "metric; leave it out"
-        )
-    return Schedule(scheduler)
-
-
-def constant(optimizer: Optimizer, *, total_steps: int, steps_per_epoch: int) -> LambdaLR:
+def constant(optimizer: Optimizer) -> LambdaLR:
     """Return a schedule that never changes the learning rate."""
     return LambdaLR(optimizer, lambda step: 1.0)
 
 
 def cosine(
-    optimizer: Optimizer,
-    *,
-    total_steps: int,
-    steps_per_epoch: int,
-    warmup_steps: int = 0,
-    min_factor: float = 0.0,
+    optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0, min_factor: float = 0.0
 ) -> LambdaLR:
     """Return a linear warm-up followed by half a cosine (arXiv:1608.03983, without restarts).
 
     Args:
         optimizer: its learning rates are the peak.
         total_steps: optimizer steps of the whole run; the cosine ends there.
-        steps_per_epoch: not used.
         warmup_steps: steps that climb to the peak; the first one starts above zero.
         min_factor: fraction of the peak at the end.
 
@@ -147,18 +92,12 @@ def cosine(
 
 
 def step(
-    optimizer: Optimizer,
-    *,
-    total_steps: int,
-    steps_per_epoch: int,
-    every_epochs: int,
-    gamma: float,
+    optimizer: Optimizer, *, steps_per_epoch: int, every_epochs: int, gamma: float
 ) -> LambdaLR:
-    """Return a schedule that multiplies the learning rate by ``gamma`` at fixed intervals.
+    """Return a schedule that multiplies the learning rate by ``gamma`` every few epochs.
 
     Args:
         optimizer: its learning rates apply until the first change.
-        total_steps: not used.
         steps_per_epoch: optimizer steps of an epoch.
         every_epochs: epochs between two changes.
         gamma: factor of each change.

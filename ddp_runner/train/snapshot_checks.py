@@ -1,82 +1,131 @@
-"""Validates that this program wrote a checkpoint, and that the data are still the same."""
+"""Validates that a checkpoint belongs to the run: this program, model, order and data."""
 
-from dataclasses import fields
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.config.moved import present_name
+from ddp_runner.config.schema import Config
+from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
-from ddp_runner.train.state import Position
+from ddp_runner.train.state import Position, Setup
+
+SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
-def data_facts(dataset: Dataset) -> dict[str, Any]:
-    """Return what identifies the samples of a dataset: their numbers and digest."""
+def identity(config: Config, dataset: Dataset) -> dict[str, Any]:
+    """Return what a resumed run must keep: keys of the config, the samples and their order."""
+    groups = {
+        f"{group}.{key}": value
+        for group, keys in (("model", config.model), ("dataset", config.dataset))
+        for key, value in keys.items()
+        if isinstance(value, str | int | float | bool) and not key.startswith("_")
+    }
+    # A model and its _mp form have the same parameters, so each can resume the other.
+    groups.pop("model.num_stages", None)
+    groups.pop("model.weights", None)  # only read at step 0
+    keys = {
+        **groups,
+        "model.name": str(config.model.get("name")).removesuffix("_mp"),
+        "optimizer.name": config.optimizer.get("name"),
+        "scheduler.name": config.scheduler.get("name"),
+        "seed": config.seed,
+        "batch.global_size": config.batch.global_size,
+    }
+    samples = {"train_samples": len(dataset.train), "eval_samples": len(dataset.eval)}
     return {
-        "train_samples": len(dataset.train),
-        "eval_samples": len(dataset.eval),
-        "digest": dataset.digest,
+        # Values from the environment are not saved; they may differ when a run is resumed.
+        "made_of": {key: value for key, value in keys.items() if "${" not in str(value)},
+        "data": {**samples, "digest": dataset.digest},
+        "order_version": ORDER_VERSION,
     }
 
 
-def read_position(state: Any, path: Path) -> Position:
-    """Return the position in a checkpoint's state.
+def read_position(content: Any, path: Path) -> Position:
+    """Return the position in a checkpoint's content, with the metrics of its manifest.
 
     Raises:
-        UserError: ``snapshot`` did not make the state, even if its checksum is right.
+        UserError: ``snapshot`` did not make the content, even if its checksum is right.
     """
-    parts = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
-    fault = None
-    if not isinstance(state, dict) or not parts <= state.keys():
-        fault = f"it is not a mapping with {', '.join(sorted(parts))}"
-    elif not isinstance(state["made_of"], dict):
+    manifest = read_manifest(path)
+    if not isinstance(content, dict) or not content.keys() >= SNAPSHOT_PARTS:
+        fault = f"it is not a mapping with {', '.join(sorted(SNAPSHOT_PARTS))}"
+    elif not isinstance(content["made_of"], dict):
         fault = "its made_of is not a mapping"
     else:
-        numbers = state["position"]
-        known = {field.name: type(field.default) for field in fields(Position)}
-        del known["metrics"]  # the manifest keeps them
-        if (
-            not isinstance(numbers, dict)
-            or not numbers.keys() <= known.keys()
-            or any(type(value) is not known[name] for name, value in numbers.items())
-            or not all(
-                type(number) is int and number >= 0
-                for value in numbers.values()
-                for number in (value if isinstance(value, tuple) else (value,))
-            )
-            or numbers.get("step") != read_manifest(path).step
-        ):
-            fault = f"its position is {str(numbers)[:200]}"
-    if fault is not None:
-        raise UserError(
-            f"checkpoint {path} is not from a training run: {fault}; use a checkpoint that this "
-            "program wrote"
-        )
-    return Position(**state["position"])
+        fault = f"its position is {str(content['position'])[:200]}"
+        metrics = {name: value for name, value in manifest.metrics.items() if value is not None}
+        with suppress(TypeError):  # no mapping, or of other fields
+            position = Position(**content["position"], metrics=metrics)
+            counts = (position.epoch, position.step, position.step_in_epoch, *position.outstanding)
+            if position.step == manifest.step and all(type(c) is int and c >= 0 for c in counts):
+                return position
+    raise UserError(
+        f"checkpoint {path} is not from a training run: {fault}; use a checkpoint that this "
+        "program wrote"
+    )
 
 
-def validate_same_data(saved: Any, dataset: Dataset, path: Path) -> None:
-    """Validate that the samples did not change: the order of an epoch depends on their number.
+def validate_same_run(
+    content: dict[str, Any], position: Position, setup: Setup, config: Config, path: Path
+) -> None:
+    """Validate that a run can continue from a checkpoint's content, at its position.
 
     Raises:
-        UserError: the samples changed.
+        UserError: the checkpoint has another model, optimizer or dataset, stands at a place that
+            the order of samples does not have, or the samples changed.
     """
-    current = data_facts(dataset)
-    if not isinstance(saved, dict):  # a version that did not save them yet
-        return
-    names = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
+    # A loss may have moved to another module since.
+    saved = {key: present_name(value) for key, value in content["made_of"].items()}
+    is_amid_epoch = position.step_in_epoch > 0 or bool(position.outstanding)
+    if not is_amid_epoch:
+        saved["batch.global_size"] = config.batch.global_size  # it may change between epochs
+    now = identity(config, setup.dataset)
+    changed = [key for key, value in now["made_of"].items() if saved.get(key) != value]
+    if changed:
+        raise UserError(
+            f"checkpoint {path} was made with "
+            + ", ".join(f"{key}={saved.get(key)}" for key in changed)
+            + ", this run has "
+            + ", ".join(f"{key}={now['made_of'][key]}" for key in changed)
+            + "; leave these keys as they were"
+        )
+    steps_per_epoch = setup.batches.steps_per_epoch
+    if position.step_in_epoch > steps_per_epoch:
+        raise UserError(
+            f"checkpoint {path} stands at step {position.step_in_epoch} of an epoch that has "
+            f"{steps_per_epoch}; use a checkpoint that this program wrote"
+        )
+    if is_amid_epoch and content.get("order_version", 1) != now["order_version"]:
+        raise UserError(
+            f"checkpoint {path} was saved amid epoch {position.epoch + 1} by a version of "
+            "ddp_runner that puts the samples in another order, so that some would be used twice "
+            "and others never; finish the epoch with that version, or resume from a checkpoint "
+            "between epochs"
+        )
+    if isinstance(content.get("data"), dict):  # else a version that did not save them yet
+        _validate_same_data(content["data"], now["data"], setup.dataset.name, path)
+
+
+def _validate_same_data(
+    saved: dict[str, Any], current: dict[str, Any], name: str, path: Path
+) -> None:
+    """Validate that the samples did not change: the order of an epoch depends on their number."""
+    nouns = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
     changed = [
-        f"{saved.get(key):,} {name} then, {current[key]:,} now"
-        for key, name in names.items()
+        f"{saved.get(key):,} {noun} then, {current[key]:,} now"
+        for key, noun in nouns.items()
         if saved.get(key) != current[key]
     ]
-    known = saved.get("digest") is not None and current["digest"] is not None
-    if not changed and known and saved["digest"] != current["digest"]:
+    digests = {saved.get("digest"), current["digest"]}
+    if not changed and None not in digests and len(digests) > 1:
         changed = [
             f"{current['train_samples']:,} training samples then and now, but different ones"
         ]
     if changed:
         raise UserError(
             f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "
-            f"dataset={dataset.name} back as it was, or start a new run"
+            f"dataset={name} back as it was, or start a new run"
         )

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ddp_runner.config.schema import TrainConfig
+from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import GradientSource, Mode
+from ddp_runner.parallelism.mode import GradientSource, Mode, Role
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.step_timer import StepTimer
 
@@ -29,31 +29,22 @@ class Position:
     # the run. Only an asynchronous mode has them, since it applies batches out of order.
     outstanding: tuple[int, ...] = ()
 
-    def last_step(self, config: TrainConfig, *, steps_per_epoch: int) -> int:
-        """Return the step at which the run ends: train.max_steps, or the end of its last epoch.
-
-        Epochs are counted from this position: earlier ones may have had another batch size.
-        """
-        if config.max_steps is not None:
-            return config.max_steps
-        epoch_began = self.step - self.step_in_epoch
-        return max(self.step, epoch_began + (config.epochs - self.epoch) * steps_per_epoch)
-
 
 @dataclass(frozen=True)
 class Setup:
     """What a rank trains with; it does not change during a run."""
 
+    config: Config
     mode: Mode
-    loss_fn: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum over samples
+    role: Role  # of this rank in the run
+    env: DistEnv  # its place among the ranks of the loop
+    devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
     dataset: Dataset
     batches: GlobalBatches
     eval_batch_size: int
-    devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
-    config: TrainConfig
-    env: DistEnv  # this rank's place among the ranks of the loop
+    loss_fn: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum over samples
     timer: StepTimer
-    group: ProcessGroup | None = None  # the ranks of the loop; None: all
+    group: ProcessGroup | None  # the ranks of the loop; None: all
 
 
 @dataclass
@@ -63,9 +54,27 @@ class TrainState:
     module: nn.Module  # the bare model, which is evaluated and saved
     model: nn.Module  # the same model wrapped by its mode, which is trained
     optimizer: torch.optim.Optimizer
-    scheduler: Schedule
+    schedule: Schedule
     scaler: torch.amp.GradScaler
     setup: Setup
     gradients: GradientSource  # this rank's backward, unless the mode has another source
     position: Position = field(default_factory=Position)
     grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping
+
+    @property
+    def next_batch(self) -> int:
+        """The number of the next batch, counted from the start of the run."""
+        position, batches = self.position, self.setup.batches
+        return position.epoch * batches.steps_per_epoch + position.step_in_epoch
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the run ends: train.max_steps, or the end of its last epoch.
+
+        Epochs are counted from the position: earlier ones may have had another batch size.
+        """
+        config, step = self.setup.config.train, self.position.step
+        if config.max_steps is not None:
+            return config.max_steps
+        num_steps = config.epochs * self.setup.batches.steps_per_epoch
+        return max(step, step + num_steps - self.next_batch)

@@ -1,7 +1,8 @@
 """Measures throughput, and how a step's time divides into parts."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class StepTimer:
     def restart(self) -> None:
         """Begin a new interval."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-        self._parts_ms: dict[StepPart | None, float] = {}
+        self._parts_ms = defaultdict[StepPart | None, float](float)
         self._last = self._started
         self._events: list[tuple[StepPart | None, torch.cuda.Event]] = []
         self.mark(None)
@@ -52,7 +53,7 @@ class StepTimer:
                 self._add_up(MOST_EVENTS // 2)
             return
         now = time.perf_counter()
-        self._parts_ms[part] = self._parts_ms.get(part, 0.0) + 1000 * (now - self._last)
+        self._parts_ms[part] += 1000 * (now - self._last)
         self._last = now
 
     def mark_end_of_backward(self, loss: Tensor) -> None:
@@ -67,11 +68,7 @@ class StepTimer:
         self._samples += samples
 
     def lap(self) -> tuple[dict[str, float], dict[StepPart, float]]:
-        """Return the interval's throughput and mean step parts, and begin a new interval.
-
-        Returns:
-            Metrics of throughput, and the milliseconds of each marked part on this rank.
-        """
+        """Return the interval's throughput and each part's mean milliseconds; begin a new one."""
         if self._on_gpu:
             self._add_up(len(self._events) - 1)
         elapsed_s = time.perf_counter() - self._started
@@ -86,31 +83,6 @@ class StepTimer:
     def _add_up(self, count: int) -> None:
         """Wait for the oldest events and add their times to their parts."""
         self._events[count][1].synchronize()
-        for (_, before), (part, event) in zip(
-            self._events[:count], self._events[1 : count + 1], strict=True
-        ):
-            passed_ms = before.elapsed_time(event)
-            self._parts_ms[part] = self._parts_ms.get(part, 0.0) + passed_ms
+        for (_, before), (part, event) in pairwise(self._events[: count + 1]):
+            self._parts_ms[part] += before.elapsed_time(event)
         del self._events[:count]
-
-
-def part_metrics(
-    parts: Mapping[StepPart, float], *, comm_by_rank: Sequence[float], step_time_ms: float
-) -> dict[str, float]:
-    """Return the metrics of a step's parts.
-
-    Communication counts where no computation hides it. The rank that spends the least time in it
-    is taken to measure the exchange itself; the other ranks spend the rest waiting for slower ones.
-
-    Args:
-        parts: mean over the ranks, in milliseconds.
-        comm_by_rank: milliseconds that each rank spends in ``comm``; ignored for a single rank.
-        step_time_ms: of the whole step.
-    """
-    metrics = {part.metric: value for part, value in parts.items() if part is not StepPart.COMM}
-    if len(comm_by_rank) > 1:
-        exchange = min(comm_by_rank)
-        metrics[StepPart.COMM.metric] = exchange
-        metrics[StepPart.WAIT.metric] = parts[StepPart.COMM] - exchange
-        metrics["perf/comm_share"] = exchange / step_time_ms
-    return metrics

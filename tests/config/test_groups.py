@@ -14,12 +14,14 @@ from real_data import require
 from texts import write_reviews
 
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import CONFIG_DIR, config_hash
 from ddp_runner.config.targets import find
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
+from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.train.build import build_schedule
 
 OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")
@@ -42,7 +44,9 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
 
     if config.model.get("pretrained"):
         return  # needs weights: see the test that fine-tunes
-    devices = make("parallelism", config.parallelism).devices(DistEnv(0, 0, 1, 1), kind="cpu")
+    assert isinstance(make("parallelism", config.parallelism), Mode)
+    num_stages = mode_needs(config.parallelism).devices_per_rank
+    devices = rank_devices(DistEnv(0, 0, 1, 1), kind="cpu", per_rank=num_stages)
     places = {f"dev{stage}": device for stage, device in enumerate(devices)}
     model = make("model", config.model, **(places if config.model["num_stages"] > 1 else {}))
     optimizer = make("optimizer", config.optimizer, partial=True)(model.parameters())

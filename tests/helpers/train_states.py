@@ -1,6 +1,6 @@
 """Build the train state of a rank from a command line, and train it by steps or by the loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
-from ddp_runner.parallelism.mode import Mode
-from ddp_runner.train.build import build_state
-from ddp_runner.train.gradients import duties_of
-from ddp_runner.train.loop import Control, train, train_step
+from ddp_runner.parallelism.mode import Mode, rank_devices
+from ddp_runner.train.build import build_setup, build_state
+from ddp_runner.train.gradients import take_role
+from ddp_runner.train.loop import train, train_step
+from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import Position, TrainState
-from ddp_runner.train.step_metrics import global_loss
 
 # 27 samples in batches of 8: an epoch has three full batches, and a last one of three samples.
 SMALL = ("dataset.num_samples=27", "batch.global_size=8", "optimizer.lr=0.05")
@@ -85,8 +86,9 @@ def build(env: DistEnv, config: Config) -> TrainState:
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)
         )
     mode = make("parallelism", config.parallelism, kind=Mode)
-    devices = mode.devices(env, kind=config.backend.device)
-    return build_state(config, env, mode=mode, devices=devices, dataset=dataset)
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
+    return build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
 
 
 def _cast(dataset: Dataset, split: Split) -> Split:
@@ -122,19 +124,11 @@ def equal(tree: Any, other: Any) -> bool:
     return bool(tree == other)
 
 
-def serve(
-    env: DistEnv, config: Config, state: TrainState, *, max_steps: int, log: Callable[[str], None]
-) -> str | None:
-    """Take this rank's role; return the run's status if the rank was a server, else None."""
-    role = state.setup.mode.role(env)
-    duties = duties_of(
-        state, max_steps=max_steps, seed=config.seed, timeout_s=240, ended=set, log=log
-    )
-    if role.serve is not None:
-        return role.serve(duties)
-    if role.gradients is not None:
-        state.gradients = role.gradients(duties)
-    return None
+def end_at(state: TrainState, step: int) -> None:
+    """Make the state's run end at a step; its schedule stays that of its config."""
+    config = state.setup.config
+    config = replace(config, train=replace(config.train, max_steps=step))
+    state.setup = replace(state.setup, config=config)
 
 
 def take_steps(
@@ -143,7 +137,8 @@ def take_steps(
     """Take steps from the first epoch on. Collective: every rank must call."""
     state, trace = state or build(env, config), Trace()
     batches = state.setup.batches
-    if serve(env, config, state, max_steps=num_steps, log=trace.logged.append) is None:
+    end_at(state, num_steps)
+    if take_role(state, ended=set, log=trace.logged.append) is None:
         while len(trace.losses) < num_steps:
             for batch in batches.epoch(len(trace.losses) // batches.steps_per_epoch):
                 trace.losses.append(global_loss(state, train_step(state, batch)))
@@ -181,7 +176,7 @@ def run_loop(
         restore(state, config, folder, log=trace.logged.append)
     position = state.position
 
-    def save(state: TrainState) -> None:
+    def save() -> None:
         content, metrics = snapshot(state, config), dict(state.position.metrics)
         trace.saved_steps.append(position.step)
         trace.saved[position.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
@@ -201,22 +196,14 @@ def run_loop(
         is_last = env.rank == env.world_size - 1
         return stop_after is not None and is_last and position.step >= stop_after
 
-    if max_steps is None:
-        steps_per_epoch = state.setup.batches.steps_per_epoch
-        max_steps = position.last_step(config.train, steps_per_epoch=steps_per_epoch)
-    served = serve(env, config, state, max_steps=max_steps, log=trace.logged.append)
+    if max_steps is not None:
+        end_at(state, max_steps)
+    served = take_role(state, ended=set, log=trace.logged.append)
     if served is not None:
         trace.status, trace.weights = served, flat_weights(state.module)
         return trace
-    control = Control(
-        max_steps=max_steps,
-        save_every_steps=config.checkpoint.every_steps,
-        save_every_epochs=config.checkpoint.every_epochs,
-        save=save,
-        stop_requested=stop_requested,
-    )
     try:
-        trace.status = train(state, control=control, logger=trace)
+        trace.status = train(state, save=save, stop_requested=stop_requested, logger=trace)
     except ValueError as error:
         trace.error = f"{type(error).__name__}: {error}"
     if trace.status:

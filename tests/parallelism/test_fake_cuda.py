@@ -17,15 +17,17 @@ from train_states import Trace, at
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.config.schema import Config
 from ddp_runner.data.dataset import Dataset, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.metric_names import StepPart
+from ddp_runner.parallelism.mode import rank_devices
 from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import build as building
-from ddp_runner.train.build import build_state
+from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.export import export_best
 from ddp_runner.train.loop import evaluate, train_step
 from ddp_runner.train.snapshot import restore, snapshot
@@ -101,9 +103,10 @@ def build(case: Case, config: Config, real: Dataset) -> TrainState:
 
     dataset = replace(real, train=without_numbers(real.train), eval=without_numbers(real.eval))
     mode = make("parallelism", config.parallelism)
-    devices = mode.devices(case.env, kind=config.backend.device)
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    devices = rank_devices(case.env, kind=config.backend.device, per_rank=per_rank)
     assert devices == tuple(torch.device("cuda", index) for index in case.devices)
-    return build_state(config, case.env, mode=mode, devices=devices, dataset=dataset)
+    return build_state(build_setup(config, case.env, mode, devices=devices, dataset=dataset))
 
 
 def take_epoch(state: TrainState, epoch: int = 0) -> None:
@@ -258,7 +261,7 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
         for step in (2, 4):
             save(state, config, tmp_path / "checkpoints", step=step, epoch=1)
         run_dir = RunDir(tmp_path)
-        export_best(at(state, step=4), config, run_dir, logger=trace, log=trace.logged.append)
+        export_best(at(state, step=4), run_dir, logger=trace, log=trace.logged.append)
         devices = {parameter.device.index for parameter in state.module.parameters()}
     assert devices == set(case.devices)
     assert loaded_onto == ["cpu"]

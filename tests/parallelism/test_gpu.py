@@ -23,9 +23,9 @@ from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.build import build_state
+from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.loop import evaluate, train_step
-from ddp_runner.train.step_metrics import global_loss
+from ddp_runner.train.metrics import global_loss
 
 NUM_GPUS = torch.cuda.device_count()
 NUM_STEPS = 6
@@ -190,7 +190,7 @@ def losses_on(env: DistEnv, config: Config, devices_by_rank: list[list[str]]) ->
     source = make("dataset", config.dataset)
     dataset = load_dataset(source, data_root=Path(config.data_root), log=lambda _: None)
     mode = make("parallelism", config.parallelism)
-    state = build_state(config, env, mode=mode, devices=devices, dataset=dataset)
+    state = build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
     found = list[float]()
     for epoch in range(NUM_STEPS):
         for batch in state.setup.batches.epoch(epoch):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from train_states import compose_config
 
-from ddp_runner.config.instantiate import make
+from ddp_runner.config.needs import mode_needs
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.mode import count_devices, rank_devices
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,8 @@ def test_each_mode_counts_its_devices(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     model = "toy_mp" if mode == "ddp_mp" else "toy"
     keys = (f"parallelism={mode}", f"model={model}", "batch.global_size=24")
-    built = make("parallelism", compose_config(*keys, world_size=world_size).parallelism)
-    env = DistEnv(0, 0, world_size, world_size)
-    assert built.num_devices(env, kind="cpu") == on_cpu
-    assert built.num_devices(env, kind="cuda") == on_cuda
+    config = compose_config(*keys, world_size=world_size)
+    needs, env = mode_needs(config.parallelism), DistEnv(0, 0, world_size, world_size)
+    for kind, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
+        devices = rank_devices(env, kind=kind, per_rank=needs.devices_per_rank)
+        assert count_devices(env, devices, data_parallel=needs.data_parallel) == expected

@@ -31,7 +31,7 @@ from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.data.batches import GlobalBatches, StepBatch
 from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.rehearsal import rehearse
+from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.state import TrainState
 
 

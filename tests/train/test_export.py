@@ -46,9 +46,8 @@ def export_from(
         for step in damaged:
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
-    export_best(
-        at(state, epoch=1, step=4), config, RunDir(run_dir), logger=trace, log=trace.logged.append
-    )
+    state = at(state, epoch=1, step=4, metrics={"eval/loss": LOSSES[4]})
+    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
     return flat_weights(state.module), trace.logged
 
 
@@ -108,7 +107,6 @@ def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     state, trace = build(env, config), Trace()
     fill(state.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
-    export_best(
-        at(state, epoch=1, step=4), config, RunDir(run_dir), logger=trace, log=trace.logged.append
-    )
+    state = at(state, epoch=1, step=4)
+    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
     return trace.logged

@@ -26,7 +26,6 @@ from train_states import (
     compose_config,
     equal,
     run_loop,
-    serve,
     with_setup,
 )
 
@@ -35,6 +34,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.dataset import Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.train.gradients import take_role
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import Position, TrainState
 
@@ -262,7 +262,7 @@ def schedule_step(env: DistEnv, config: Config, other: Config, folder: Path) -> 
     run_loop(env, config, max_steps=None, folder=folder)
     state = build(env, other)
     restore(state, other, folder, log=print)
-    return int(state.scheduler.scheduler.last_epoch)
+    return int(state.schedule.scheduler.last_epoch)
 
 
 def test_a_schedule_with_a_memory_keeps_its_step_at_another_batch_size(tmp_path: Path) -> None:
@@ -568,7 +568,7 @@ def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], 
     content = snapshot(at(state, epoch=1, step=4), config)
     save_whatever(folder, content | {"position": stands}, step=4)
     assert restore(state, config, folder, log=print) == 4
-    assert serve(env, config, state, max_steps=8, log=print) is None
+    assert take_role(state, ended=set, log=print) is None
     numbers, left = [], []
     for batch in state.setup.batches.epoch(state.position.epoch):
         numbers.append(batch.number)

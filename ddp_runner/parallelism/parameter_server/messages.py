@@ -16,25 +16,13 @@ EXACT_IN_FLOAT32 = {
 }  # fmt: skip
 
 
-def message_dtype(module: nn.Module) -> torch.dtype:
-    """Return float32, or float64 if float32 would round a parameter or buffer of the model."""
-    sent = (*module.named_parameters(), *module.named_buffers())
-    is_wide = any(
-        tensor.dtype not in EXACT_IN_FLOAT32
-        # BatchNorm's count of batches is exact up to 2**24.
-        and not name.endswith("num_batches_tracked")
-        for name, tensor in sent
-    )
-    return torch.float64 if is_wide else torch.float32
-
-
 def flatten_parameters(module: nn.Module) -> Tensor:
-    """Return the parameters as a vector of ``message_dtype`` on the CPU."""
-    return _flatten(list(module.parameters()), message_dtype(module))
+    """Return the parameters as one vector on the CPU."""
+    return _flatten(list(module.parameters()), module)
 
 
 def flatten_gradients(module: nn.Module, numbers: Tensor) -> Tensor:
-    """Return what a trainer pushes, as a vector of ``message_dtype`` on the CPU.
+    """Return what a trainer pushes, as one vector on the CPU.
 
     Args:
         module: with the gradients of a batch.
@@ -46,8 +34,7 @@ def flatten_gradients(module: nn.Module, numbers: Tensor) -> Tensor:
     parameters = list(module.parameters())
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     has_gradient = torch.tensor([float(p.grad is not None) for p in parameters])
-    tensors = [*gradients, has_gradient, *module.buffers(), numbers]
-    return _flatten(tensors, message_dtype(module))
+    return _flatten([*gradients, has_gradient, *module.buffers(), numbers], module)
 
 
 @torch.no_grad()
@@ -59,5 +46,14 @@ def copy_parts(values: Tensor, tensors: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _flatten(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+def _flatten(tensors: list[Tensor], module: nn.Module) -> Tensor:
+    """Return a vector of float32, or of float64 if float32 would round a value of the model."""
+    sent = (*module.named_parameters(), *module.named_buffers())
+    is_wide = any(
+        tensor.dtype not in EXACT_IN_FLOAT32
+        # BatchNorm's count of batches is exact up to 2**24.
+        and not name.endswith("num_batches_tracked")
+        for name, tensor in sent
+    )
+    dtype = torch.float64 if is_wide else torch.float32
     return torch.cat([tensor.detach().to("cpu", dtype).reshape(-1) for tensor in tensors])

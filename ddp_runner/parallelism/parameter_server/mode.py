@@ -14,19 +14,17 @@ Networks (2012).
 """
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.parallelism.mode import Duties, Role, count_devices, rank_devices
+from ddp_runner.parallelism.mode import Duties, Role, no_context, place_on_first, unwrapped
 from ddp_runner.parallelism.parameter_server.messages import (
     ALIVE,
     STATUS_OF,
@@ -46,42 +44,18 @@ class ParameterServer:
 
     name: str
     mode: str
+    place = staticmethod(place_on_first)
+    wrap = staticmethod(unwrapped)  # the parameters come with each batch
+    no_sync = staticmethod(no_context)  # a trainer sends gradients after its last micro-batch
 
     def role(self, env: DistEnv) -> Role:
         """Return the role of server or trainer; in async a trainer computes global batches."""
-        is_server = env.rank == SERVER
         num_shares = env.world_size - 1 if self.mode == "sync" else 1
-        return Role(
-            share=0 if is_server or num_shares == 1 else env.rank - 1,
-            num_shares=num_shares,
-            loop=DistEnv(SERVER, env.local_rank, 1, 1, env.node_rank, env.restart_count)
-            if is_server
-            else None,
-            gradients=self.start_server if is_server else None,
-            serve=None if is_server else self.run_trainer,
-        )
-
-    def devices(self, env: DistEnv, *, kind: str) -> tuple[torch.device, ...]:
-        """Return this rank's device."""
-        return rank_devices(env, kind=kind)
-
-    def num_devices(self, env: DistEnv, *, kind: str) -> int:
-        """Return the number of ranks, the server included."""
-        return count_devices(env, kind=kind)
-
-    def place(
-        self, build: Callable[..., nn.Module], devices: tuple[torch.device, ...]
-    ) -> nn.Module:
-        """Build the model and move it to this rank's device."""
-        return build().to(devices[0])
-
-    def wrap(self, module: nn.Module, devices: tuple[torch.device, ...]) -> nn.Module:
-        """Return the model unchanged: the parameters come with each batch."""
-        return module
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return an empty context: a trainer sends gradients after its last micro-batch."""
-        return nullcontext()
+        if env.rank == SERVER:
+            loop = replace(env, world_size=1, local_world_size=1)
+            return Role(share=0, num_shares=num_shares, loop=loop, gradients=self.start_server)
+        share = (env.rank - 1) % num_shares
+        return Role(share=share, num_shares=num_shares, loop=None, serve=self.run_trainer)
 
     def start_server(self, duties: Duties) -> Server:
         """Return the loop's source of gradients. Collective with ``run_trainer``."""

@@ -24,7 +24,6 @@ from ddp_runner.parallelism.parameter_server.messages import (
     copy_parts,
     flatten_gradients,
     flatten_parameters,
-    message_dtype,
 )
 
 POLL_S = 0.2  # between two checks of which trainers have ended
@@ -71,10 +70,10 @@ class Server:
         self._idle, self._tasks = list(self._groups), dict[int, _Task]()
         self._version = 0  # updates taken
         self._todo = deque(duties.outstanding)  # batches to assign before any new one
-        self._next = duties.first_step + len(self._todo)
-        self._left = max(0, duties.num_steps - len(self._todo))  # new batches not assigned yet
-        self._size = flatten_gradients(self._module, torch.zeros(2)).numel()
-        self._dtype = message_dtype(self._module)
+        first, last = duties.first_step + len(self._todo), duties.first_step + duties.num_steps
+        self._new = deque(range(first, last))  # batches that no trainer has had yet
+        # A push's length and dtype, without its memory.
+        self._push = flatten_gradients(self._module, torch.zeros(2)).to("meta")
         self._interval, self.lost = _Interval(), list[int]()
         self._alive_s = duties.timeout_s / ALIVE_PER_TIMEOUT
         # A thread per trainer, so that no trainer waits for another one's messages. It sends
@@ -135,9 +134,7 @@ class Server:
     def close(self, status: Status) -> None:
         """Send the trainers the run's status, and drop what they still compute."""
         while self._tasks:
-            rank, push = self._wait_for_any()
-            if push is not None:
-                self._idle.append(rank)
+            self._wait_for_any()
         (code,) = (code for code, name in STATUS_OF.items() if name == status)
         for rank in self._idle:
             self._inboxes[rank].put(code)
@@ -159,21 +156,22 @@ class Server:
 
     def _from_any(self) -> Tensor:
         while True:
-            self._assign_idle()
+            values = flatten_parameters(self._module)
+            while self._idle and (batches := self._todo or self._new):
+                self._assign(self._idle.pop(0), batches.popleft(), values)
             if not self._tasks:
                 raise RuntimeError(
                     f"all trainers are lost (ranks {', '.join(map(str, self.lost))}); see their "
                     "logs in the run folder, then resume it"
                 )
             started = time.perf_counter()
-            rank, push = self._wait_for_any()
+            push = self._wait_for_any()
             self._interval.server_wait_s += time.perf_counter() - started
             if push is not None:
-                self._idle.append(rank)
                 return push
 
-    def _wait_for_any(self) -> tuple[int, Tensor | None]:
-        """Wait for any trainer; return its rank and its push, or None if it is lost."""
+    def _wait_for_any(self) -> Tensor | None:
+        """Wait for any trainer; return its push, or None if it is lost."""
         while not (answered := [rank for rank, task in self._tasks.items() if task.push.done()]):
             # Gloo does not always notice that the other process has ended.
             if answered := [rank for rank in self._tasks if rank in self._duties.ended()]:
@@ -182,39 +180,39 @@ class Server:
             wait(pushes, timeout=POLL_S, return_when=FIRST_COMPLETED)
         rank = answered[0]
         task = self._tasks.pop(rank)
-        if not task.push.done() or task.push.exception():
-            self._todo.append(task.step)
-            reason = str(task.push.exception()) if task.push.done() else ""
-            self._drop_trainer(
-                rank, was_silent="imed out" in reason and rank not in self._duties.ended()
-            )
-            return rank, None
-        self._interval.staleness.append(self._version - task.version)
-        return rank, task.push.result()
-
-    def _assign_idle(self) -> None:
-        values = flatten_parameters(self._module)
-        while self._idle and (self._todo or self._left):
-            rank = self._idle.pop(0)
-            if self._todo:
-                step = self._todo.popleft()
-            else:
-                step, self._next, self._left = self._next, self._next + 1, self._left - 1
-            self._assign(rank, step, values)
+        error = task.push.exception() if task.push.done() else None
+        if task.push.done() and not error:
+            self._interval.staleness.append(self._version - task.version)
+            self._idle.append(rank)
+            return task.push.result()
+        self._todo.append(task.step)
+        self.lost.append(rank)
+        self._inboxes[rank].put(None)
+        was_silent = "imed out" in str(error) and rank not in self._duties.ended()
+        reason = "no answer within backend.timeout_s" if was_silent else "its process ended"
+        left = len(self._idle) + len(self._tasks)
+        self._duties.log(
+            f"rank {rank} is lost ({reason}); the run continues with {left} trainer(s)"
+        )
+        return None
 
     def _assign(self, rank: int, step: int, values: Tensor) -> None:
         self._tasks[rank] = _Task(step, self._version, values)
         self._inboxes[rank].put(self._tasks[rank])
 
     def _run_thread(self, rank: int) -> None:
-        """Exchange messages with a trainer until its status is sent, or the item is None."""
+        """Exchange messages with a trainer until it gets the run's status, or is lost."""
         while (item := self._next_item(rank)) is not None:
             if isinstance(item, int):
                 with suppress(RuntimeError):  # the trainer has ended already
                     self._send_number(rank, item)
                 return
             try:
-                item.push.set_result(self._exchange(rank, item))
+                self._send_number(rank, item.step)
+                dist.send(item.values, dst=rank, group=self._groups[rank])
+                push = torch.empty_like(self._push, device="cpu")
+                dist.recv(push, src=rank, group=self._groups[rank])
+                item.push.set_result(push)
             except Exception as error:  # any: the main thread waits for the push
                 item.push.set_exception(error)
 
@@ -226,21 +224,5 @@ class Server:
                 with suppress(RuntimeError):  # the trainer has ended; its next task fails
                     self._send_number(rank, ALIVE)
 
-    def _exchange(self, rank: int, task: _Task) -> Tensor:
-        self._send_number(rank, task.step)
-        dist.send(task.values, dst=rank, group=self._groups[rank])
-        push = torch.empty(self._size, dtype=self._dtype)
-        dist.recv(push, src=rank, group=self._groups[rank])
-        return push
-
     def _send_number(self, rank: int, number: int) -> None:
         dist.send(torch.tensor([number]), dst=rank, group=self._groups[rank])
-
-    def _drop_trainer(self, rank: int, *, was_silent: bool) -> None:
-        self.lost.append(rank)
-        self._inboxes[rank].put(None)
-        left = len(self._idle) + len(self._tasks)
-        reason = "no answer within backend.timeout_s" if was_silent else "its process ended"
-        self._duties.log(
-            f"rank {rank} is lost ({reason}); the run continues with {left} trainer(s)"
-        )

@@ -1,4 +1,4 @@
-"""What is counted of predictions, those outside the dataset's classes included."""
+"""Predictions outside the dataset's classes are counted, and waiting is no exchange."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ddp_runner.train.classification import classification_metrics, confusion_counts
+from ddp_runner.metric_names import StepPart
+from ddp_runner.train.metrics import classification_metrics, confusion_counts, part_metrics
 
 NUM_CLASSES = 10
 
@@ -77,3 +78,18 @@ def test_classes_that_are_never_predicted_count_as_0() -> None:
     """They are part of the mean."""
     found = classification_metrics(counts_of([0, 1], [0, 0], NUM_CLASSES))
     assert found == pytest.approx({"accuracy": 0.5, "precision": 0.05, "recall": 0.1, "f1": 1 / 15})
+
+
+def test_the_rank_that_waits_least_tells_the_exchange() -> None:
+    """Ranks spend 5, 9 and 4 ms after their backward: 4 of them exchange, the rest is waiting."""
+    figures = part_metrics(
+        {StepPart.FORWARD: 2.0, StepPart.COMM: 6.0},
+        comm_by_rank=[5.0, 9.0, 4.0],
+        step_time_ms=16.0,
+    )
+    assert figures == {
+        "perf/forward_ms": 2.0,
+        "perf/comm_ms": 4.0,
+        "perf/wait_ms": 2.0,
+        "perf/comm_share": 0.25,
+    }

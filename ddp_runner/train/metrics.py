@@ -1,0 +1,133 @@
+"""The metrics of an optimizer step and of an evaluation.
+
+Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#classification-metrics
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.distributed import sum_over_ranks
+from ddp_runner.errors import UserError
+from ddp_runner.metric_names import StepPart
+from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.train.state import TrainState
+
+
+def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, float]:
+    """Return the last step's metrics, over all ranks. Collective: every rank must call.
+
+    Args:
+        state: of this rank, after the step.
+        loss: this rank's part of the mean loss, a scalar.
+        lr: the learning rate of the step.
+
+    Raises:
+        UserError: the loss is NaN or infinite.
+    """
+    env, own_loss, norm = state.setup.env, loss.item(), state.grad_norm
+    metrics, parts = state.setup.timer.lap()
+    comm = [0.0] * env.world_size
+    comm[env.rank] = parts.get(StepPart.COMM, 0.0)
+    total, *sums = sum_over_ranks([own_loss, *parts.values(), *comm], group=state.setup.group)
+    means = {part: value / env.world_size for part, value in zip(parts, sums, strict=False)}
+    if norm is None:
+        gradients = [p.grad for p in state.module.parameters() if p.grad is not None]
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
+        norm = nn.utils.get_total_norm(dense)
+    step_time_ms = metrics["perf/step_time_ms"]
+    return {
+        "train/loss": _finite_loss(total, state),
+        "train/lr": lr,
+        "train/grad_norm": float(norm),
+        **metrics,
+        **part_metrics(means, comm_by_rank=sums[len(parts) :], step_time_ms=step_time_ms),
+        "perf/peak_memory_gib": peak_memory_gib(),
+        **state.gradients.metrics(),
+    }
+
+
+def part_metrics(
+    parts: Mapping[StepPart, float], *, comm_by_rank: Sequence[float], step_time_ms: float
+) -> dict[str, float]:
+    """Return the metrics of a step's parts.
+
+    Communication counts where no computation hides it. The rank that spends the least time in it
+    is taken to measure the exchange itself; the other ranks spend the rest waiting for slower ones.
+
+    Args:
+        parts: mean over the ranks, in milliseconds.
+        comm_by_rank: milliseconds that each rank spends in ``comm``; ignored for a single rank.
+        step_time_ms: of the whole step.
+    """
+    metrics = {part.metric: value for part, value in parts.items() if part is not StepPart.COMM}
+    if len(comm_by_rank) > 1:
+        exchange = min(comm_by_rank)
+        metrics[StepPart.COMM.metric] = exchange
+        metrics[StepPart.WAIT.metric] = parts[StepPart.COMM] - exchange
+        metrics["perf/comm_share"] = exchange / step_time_ms
+    return metrics
+
+
+def global_loss(state: TrainState, loss: Tensor) -> float:
+    """Return the mean loss over the global batch. Collective: every rank must call.
+
+    Raises:
+        UserError: the loss is NaN or infinite.
+    """
+    (total,) = sum_over_ranks([loss.item()], group=state.setup.group)
+    return _finite_loss(total, state)
+
+
+def _finite_loss(loss: float, state: TrainState) -> float:
+    if not math.isfinite(loss):
+        raise UserError(
+            f"train/loss became {loss} by step {state.position.step}; it was not saved: start "
+            "again with a smaller optimizer.lr or train.clip_norm=1.0, or resume from a checkpoint "
+            "whose loss was still small"
+        )
+    return loss
+
+
+def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> Tensor:
+    """Return how often each true class was predicted as each class.
+
+    The last column counts predictions outside the classes: a model may have more outputs than the
+    dataset has classes.
+
+    Args:
+        outputs: scores (batch, num_classes or more), on any device.
+        targets: true classes (batch,), on the same device.
+        num_classes: of the dataset.
+
+    Returns:
+        Counts, int64 (num_classes, num_classes + 1): a row per true class, a column per prediction.
+    """
+    predicted = outputs.argmax(dim=1).clamp(max=num_classes)
+    pairs = targets * (num_classes + 1) + predicted
+    counts = torch.bincount(pairs, minlength=num_classes * (num_classes + 1))
+    return counts.reshape(num_classes, num_classes + 1)
+
+
+def classification_metrics(counts: Tensor) -> dict[str, float]:
+    """Return accuracy, precision, recall and F1 of an evaluation set.
+
+    With two classes the second is the positive one; with more, each metric is the unweighted mean
+    over the classes (macro average). A class that never occurs or is never predicted scores 0.
+
+    Args:
+        counts: from ``confusion_counts``, summed over all batches and ranks.
+    """
+    hits = counts.diagonal().double()
+    predicted, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # of each class
+    precision = hits / predicted.clamp(min=1)
+    recall = hits / true.clamp(min=1)
+    f1 = 2 * hits / (predicted + true).clamp(min=1)
+    is_binary = len(counts) == 2
+    by_class = {"precision": precision, "recall": recall, "f1": f1}
+    return {
+        "accuracy": float(hits.sum() / counts.sum()),
+        **{key: float(value[1] if is_binary else value.mean()) for key, value in by_class.items()},
+    }
