@@ -64,7 +64,6 @@ TORCH_FREE = {
 LATE = {
     "launch.preload",
     "launch.elastic",
-    "launch.rank_processes",
     "launch.supervisor",
 }  # imported once ranks start
 SLOW = {"torchvision", "sklearn", "transformers"}  # seconds at import: inside functions only

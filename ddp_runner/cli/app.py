@@ -13,26 +13,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from omegaconf import DictConfig
 
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import UNNAMED, Invocation, compose, is_sweep, job_folder, plan
-from ddp_runner.cli.hydra_adapter import FULL_ERROR, is_grid, quoted, run_hydra
+from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan
+from ddp_runner.cli.hydra_adapter import FULL_ERROR, UNNAMED, is_grid, quoted, run_hydra
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.run_folder import asked_folder, goes_on, new_folder
-from ddp_runner.dist_env import DistEnv, dist_env, validate_rendezvous
+from ddp_runner.cli.resume import asked_folder, goes_on, new_folder
+from ddp_runner.dist_env import dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import detect
-from ddp_runner.host.signals import handled_signals
+from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
-from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
+from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
 from ddp_runner.launch.launcher import launch, print_error
-from ddp_runner.sweep.batches import Sweep
-from ddp_runner.sweep.multirun import run_sweep, sweep_dir
+from ddp_runner.sweep.multirun import Sweep, sweep_dir
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import git_revision, versions
 
@@ -43,7 +39,8 @@ def main() -> None:
     lost: list[str] = []  # what is wrong with stdout and stderr
     keep_streams(lost.append)
     for signum in handled_signals():
-        signal.signal(signum, _leave)  # before any worker: there is nothing to save
+        # Before any worker there is nothing to save.
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
     arguments = ["verbose=true" if one == "-v" else one for one in sys.argv[1:]]
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=lost))
@@ -57,17 +54,11 @@ def main() -> None:
         sys.exit(EXIT_USER_ERROR)
 
 
-def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + signum)
-
-
 def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] = ()) -> int:
     """Run a command: one run, a sweep of runs, or one rank's part of a run; return the exit code.
 
-    Args:
-        arguments: what follows the program's name.
-        started_at: time.time() when the command began.
-        warnings: to be printed with those about the config.
+    The command began at `started_at`, a time.time(). The `warnings` are printed with those about
+    the config.
 
     Raises:
         UserError: the command or the config is invalid.
@@ -88,10 +79,16 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     job = plan(composed, detect(), invocation)
     if env is None:
         start_fork_server()  # as early as can be: it imports torch while this process goes on
-    asked = asked_folder(composed, job)
-    if env is not None or job.config.launch.nnodes > 1:
+    asked, config = asked_folder(composed, job), job.config
+    if env is not None or config.launch.nnodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
-        return _run_elsewhere(replace(job, run_dir=asked), env)
+        job = replace(job, run_dir=asked)
+        if env is None:
+            return launch(job).exit_code
+        from ddp_runner.worker import run_under_launcher
+
+        validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)
+        run_under_launcher(job, env)
     run_dir = RunDir(asked or new_folder(job))
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -104,17 +101,6 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     except UserError:
         run_dir.discard_unused()  # it may have been made just now
         raise
-
-
-def _run_elsewhere(job: Job, env: DistEnv | None) -> int:
-    """Run a job as one of its ranks, or as the launcher of one of its machines."""
-    if env is not None:
-        from ddp_runner.worker import run_under_launcher
-
-        config = job.config
-        validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)
-        run_under_launcher(job, env)
-    return launch(job).exit_code
 
 
 def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
@@ -133,5 +119,5 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
             plan=partial(plan, invocation=invocation),
             name_of=partial(job_folder, command=command),
         )
-        given = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
-        return run_sweep(sweep, partial(run_hydra, arguments=given))
+        arguments = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
+        return sweep.run(partial(run_hydra, arguments=arguments))

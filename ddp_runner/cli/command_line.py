@@ -1,19 +1,32 @@
-"""Reads the command line once: Hydra's options, the overrides, and what a resumed run adds."""
+"""Reads the command line: Hydra's options, the overrides, and which key a wrong key could mean."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import argument_parser
-from ddp_runner.cli.known_keys import known_keys, nearest_key, own_folders
+from ddp_runner.cli.hydra_adapter import compose_config, parse_options
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.schema import CONFIG_DIR
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, nearest
+
+# Words of other programs for the last part of a key of this program.
+SAME_MEANING = (
+    {"path", "folder", "file", "dir", "directory", "root"},
+    {"lr", "learning_rate", "rate"},
+    {"epochs", "num_epochs", "max_epochs"},
+    {"max_steps", "num_steps", "max_iters", "iterations"},
+    {"per_rank", "batch_size", "bs"},
+    {"world_size", "nproc", "num_processes", "num_gpus", "gpus", "devices"},
+    {"clip_norm", "max_norm", "grad_clip", "gradient_clip_val"},
+    {"seed", "random_seed"},
+)
 
 
 @dataclass(frozen=True)
@@ -54,28 +67,22 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         UserError: an option does not exist, lacks its value, or excludes another.
         HydraException: an override cannot be read.
     """
-    parser = argument_parser()
-    vars(parser)["error"] = _raise_option_error  # argparse prints a usage that names no key
-    # Intermixed: keys may stand before and after options, as in `model=toy -m seed=1,2`.
-    parsed, unknown = parser.parse_known_intermixed_args(list(arguments))
-    validate_options(parsed, unknown, arguments)
+    parsed, unknown = parse_options(arguments)
+    _validate_options(parsed, unknown, arguments)
     options = list(arguments)
     for override in parsed.overrides:
         options.remove(override)
-    reader = OverridesParser.create()
     if parsed.shell_completion:  # its words are no overrides: install=bash, and what is half typed
         return CommandLine(tuple(arguments), (*options, *parsed.overrides), (), only_shows=True)
-    overrides = reader.parse_overrides(parsed.overrides)
-    folders = own_folders(parsed.config_dir, overrides)
-    implied: list[str] = []
+    read = OverridesParser.create().parse_overrides
+    folders = own_folders(parsed.config_dir, read(parsed.overrides))
+    overrides, implied = parsed.overrides, list[str]()
     if not parsed.multirun:
-        paths = [CONFIG_DIR, *(Path(one.removeprefix("file://")) for one in folders)]
-        every, implied = resumed_overrides(parsed.overrides, folders=paths)
-        overrides = reader.parse_overrides(every)
+        overrides, implied = resumed_overrides(overrides, folders=group_folders(folders))
     return CommandLine(
         written=tuple(arguments),
         options=tuple(options),
-        overrides=tuple(overrides),
+        overrides=tuple(read(overrides)),
         implied=tuple(implied),
         folders=tuple(folders),
         is_multirun=parsed.multirun,
@@ -83,12 +90,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     )
 
 
-def validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:
-    """Refuse options that Hydra does not have, which often are keys, and those that are not ours.
-
-    Raises:
-        UserError: it names the key that was meant, if one is near.
-    """
+def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:
+    """Refuse what Hydra has no option for, often a key, and options that do not fit a run."""
     if parsed.experimental_rerun is not None:
         raise UserError(
             "--experimental-rerun reads a pickled config, which a run never leaves; write "
@@ -110,8 +113,7 @@ def validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Seque
     completes = ("install=", "uninstall=", "query=")
     if parsed.shell_completion and not any(one.startswith(completes) for one in parsed.overrides):
         raise UserError('write eval "$(ddp-runner --shell-completion install=bash)"')
-    option = next((one for one in unknown if one.startswith("-")), None)
-    if option is not None:
+    if option := next((one for one in unknown if one.startswith("-")), None):
         word, _, value = option.lstrip("-").partition("=")
         if not value:
             value = next((one for one in parsed.overrides if "=" not in one), "VALUE")
@@ -120,5 +122,72 @@ def validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Seque
         raise UserError(f"{option} is not an option; {hint}")
 
 
-def _raise_option_error(reason: str) -> NoReturn:
-    raise UserError(f"{reason}; see --help")
+def known_keys(arguments: Sequence[str]) -> list[str]:
+    """Return the dotted keys of the config that a command line's groups make.
+
+    If they do not compose, return the keys of the default groups; if those fail too, nothing.
+    """
+    for given in (arguments, ()):
+        with suppress(Exception):  # the command's own error is reported; this is about a hint only
+            return list(dotted_keys(OmegaConf.to_container(_compose_groups(given))))
+    return []
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """Return the key that the user most likely meant; None if no key is near."""
+    parent, _, last = key.rpartition(".")
+    if parent.partition(".")[0] != "hydra":
+        known = [one for one in known if one.partition(".")[0] != "hydra"]
+    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == parent}
+    alike = next((words for words in SAME_MEANING if last in words), set())
+    candidates = siblings if parent else {one.rpartition(".")[2]: one for one in known}
+    for word in sorted(alike & candidates.keys() - {last}):
+        return candidates[word]
+    if (sibling := nearest(last, siblings)) is not None:
+        return siblings[sibling]
+    if siblings and parent:
+        return None  # every key of this parent would be near the whole key
+    same_name = [one for one in known if one.rpartition(".")[2] == last]
+    return nearest(key, known, cutoff=0.8) or " or ".join(same_name) or None
+
+
+def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[str]:
+    """Return the URLs of the user's own groups: --config-dir, then hydra.searchpath."""
+    # Not as_uri, since Hydra does not decode %20.
+    folders = [f"file://{Path(config_dir).absolute()}"] if config_dir else []
+    for override in overrides:
+        if override.key_or_group == "hydra.searchpath":
+            value = override.value()
+            folders += map(str, value if isinstance(value, list) else [])
+    return folders
+
+
+def group_folders(urls: Sequence[str]) -> list[Path]:
+    """Return the folders that hold groups: the project's, and the user's own by their URLs."""
+    return [CONFIG_DIR, *(Path(url.removeprefix("file://")) for url in urls)]
+
+
+def _compose_groups(arguments: Sequence[str]) -> DictConfig:
+    """Compose only the groups of a command line; for a sweep, the first value of each."""
+    parsed, _ = parse_options(arguments)
+    written = [one for one in parsed.overrides if "=" in one]
+    overrides = OverridesParser.create().parse_overrides(written)
+    folders = own_folders(parsed.config_dir, overrides)
+    groups = {path.name for root in group_folders(folders) for path in root.glob("*")}
+    chosen = []
+    for override in overrides:
+        group = override.key_or_group
+        is_group = group in groups or group.startswith("hydra/")
+        if is_group and override.is_choice_sweep():
+            chosen.append(f"{group}={next(iter(override.sweep_string_iterator()))}")
+        elif is_group and not override.is_sweep_override():
+            chosen.append(str(override.input_line))
+    return compose_config(chosen, folders=folders)
+
+
+def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a plain config, of its groups too."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from dotted_keys(value, f"{prefix}{key}.")

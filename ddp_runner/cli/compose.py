@@ -1,8 +1,11 @@
-"""From a command line to Hydra's composed config, and to the job that it describes. Torch-free."""
+"""From a command line to Hydra's composed config, and to a job whose files exist. Torch-free."""
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -10,22 +13,26 @@ from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.cli.command_line import CommandLine
-from ddp_runner.cli.hydra_adapter import compose_config, is_grid, opened
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.keys import help_text
-from ddp_runner.config.load import as_written, chosen_keys, to_config
+from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
-from ddp_runner.config.secrets import find_secrets
+from ddp_runner.data.tokenizer_files import NEEDS_TEXT_EXTRA, tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
 from ddp_runner.tracking.outputs import job_name
+from ddp_runner.tracking.run_dir import RunDir
 
-UNNAMED = "auto"  # hydra.run.dir and its like: the user gives no folder, the runner names one
+MODEL_FILE = "config.json"  # of a folder of trained weights
+BERT = "ddp_runner.models.bert.Bert"
+IMAGE_FOLDER = "ddp_runner.data.sources.image_folder.ImageFolder"
+WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,9 @@ class Invocation:
 def register() -> None:
     """Give Hydra the schema, and OmegaConf the two resolvers that conf/ uses."""
     ConfigStore.instance().store(name="schema", node=Config)
-    for name, resolver in (
-        ("data_root", lambda: os.environ.get("DDP_RUNNER_DATA_ROOT", "data")),
-        ("keys", help_text),
-    ):
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
+    OmegaConf.register_new_resolver("data_root", data_root, replace=True)
+    OmegaConf.register_new_resolver("keys", help_text, replace=True)
 
 
 def compose(command: CommandLine) -> DictConfig:
@@ -59,20 +64,20 @@ def compose(command: CommandLine) -> DictConfig:
     register()
     composed = compose_config(command.fixed, folders=command.folders)
     for sweep in command.sweeps:
-        line, key = sweep.input_line, sweep.key_or_group
+        line = sweep.input_line
         if is_sweep(command, composed):
             if is_grid(composed.hydra.sweeper) and not sweep.is_discrete_sweep():
                 raise UserError(
                     f"{line} is an interval and this sweeper takes a list of values; write "
                     "hydra/sweeper=optuna, which searches intervals"
                 )
-            continue
-        if sweep.is_choice_sweep():
+        elif sweep.is_choice_sweep():
             raise UserError(
-                f"{line} has a comma; write -m for a sweep over its values, or {key}=[ONE,OTHER] "
-                "for a list"
+                f"{line} has a comma; write -m for a sweep over its values, or "
+                f"{sweep.key_or_group}=[ONE,OTHER] for a list"
             )
-        raise UserError(f"{line} is a sweep; write -m for it")
+        else:
+            raise UserError(f"{line} is a sweep; write -m for it")
     if composed.hydra.job.chdir:
         raise UserError(
             "hydra.job.chdir=true would change what data_root and resume mean; leave it out: a run "
@@ -89,10 +94,7 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
     """Return the job that a composed config describes; it has no run folder yet.
 
-    Args:
-        composed: with its ``hydra`` node.
-        hardware: of this machine, or of the slot that the job will have.
-        invocation: the command.
+    The hardware is this machine's, or that of the slot that the job will have.
 
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.
@@ -136,3 +138,46 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
 def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
     """Return the overrides that the user wrote, as they were written."""
     return tuple(one for one in as_written(node.overrides.task) if one not in command.implied)
+
+
+def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
+    """Refuse a resolved config that names a missing file, folder or package.
+
+    `env` holds this rank's facts if the ranks run already.
+
+    Raises:
+        UserError: something is missing; the message says what to write instead.
+    """
+    model, dataset, data_root = config.model, config.dataset, Path(config.data_root)
+    if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
+        raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
+    if (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
+        raise UserError(
+            f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "
+            "path under data_root, or an absolute one"
+        )
+    if dataset.get("_target_") == IMAGE_FOLDER:
+        folder = data_root / str(dataset.get("folder"))
+        if not folder.is_dir():
+            raise UserError(
+                f"dataset.folder ({dataset.get('folder')}): there is no folder "
+                f"{folder.absolute()}; give one under data_root, or an absolute one"
+            )
+    if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
+        raise UserError(
+            f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}; "
+            "name a folder of trained weights, as transformers' save_pretrained leaves it"
+        )
+    if (name := dataset.get("tokenizer")) is not None:
+        tokenizer_file(Path(str(name)))
+    # Only rank 0 reads the weights, perhaps on another machine. A resumed run needs them no more.
+    num_nodes = env.num_nodes if env else config.launch.nnodes
+    if (name := model.get("weights")) is not None and config.resume is None and num_nodes == 1:
+        weights = Path(str(name))
+        is_checkpoint = (weights / MANIFEST).exists() or RunDir(weights).checkpoints.is_dir()
+        if not (weights.exists() and (is_checkpoint or weights.suffix in WEIGHT_FILES)):
+            fault = "is not a weights file or run folder" if weights.exists() else "does not exist"
+            raise UserError(
+                f"model.weights ({weights}) {fault}; give a run folder, its "
+                f"checkpoints/step-XXXXXXXX, or a file that ends in {', '.join(WEIGHT_FILES)}"
+            )

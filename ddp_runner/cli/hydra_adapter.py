@@ -7,10 +7,10 @@ reads. ``tests/cli/test_hydra_adapter.py`` fails when one of them goes away.
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -24,51 +24,56 @@ from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.errors import UserError
 
+UNNAMED = "auto"  # in conf/ for hydra.run.dir and its like: the runner names the folder
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises; else it prints an error itself and exits
 
 
-def argument_parser() -> ArgumentParser:
-    """Return the parser of Hydra's options; its ``overrides`` are what is not an option."""
-    return get_args_parser()
+def parse_options(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return Hydra's options of a command line, with its ``overrides``, and unknown options.
+
+    Raises:
+        UserError: an option lacks its value, or does not have the value that it is given.
+    """
+
+    def fail(reason: str) -> NoReturn:
+        raise UserError(f"{reason}; see --help")
+
+    parser = get_args_parser()
+    vars(parser)["error"] = fail  # argparse prints a usage that names no key
+    # Intermixed: keys may stand before and after options, as in `model=toy -m seed=1,2`.
+    return parser.parse_known_intermixed_args(list(arguments))
 
 
 def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
     """Let ``hydra.main`` answer a command line: a sweep, --help, --cfg, --info, shell completion.
 
-    Args:
-        task_function: given to the launcher, which calls it.
-        arguments: options and overrides. ``hydra.main`` reads sys.argv, which holds them meanwhile.
+    The launcher calls the task function. ``hydra.main`` reads sys.argv, which meanwhile holds the
+    arguments.
     """
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
     before, sys.argv[1:] = sys.argv[1:], arguments
-    environment = os.environ.get(FULL_ERROR)
+    kept = {name: value for name, value in os.environ.items() if name == FULL_ERROR}
     os.environ[FULL_ERROR] = "1"
     try:
         entry(task_function)()
     finally:
         sys.argv[1:] = before
-        if environment is None:
-            del os.environ[FULL_ERROR]
-        else:
-            os.environ[FULL_ERROR] = environment
+        del os.environ[FULL_ERROR]
+        os.environ.update(kept)
 
 
 def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> DictConfig:
-    """Return the config of one job with its ``hydra`` node.
+    """Return the config of one job, whose overrides are no sweeps, with its ``hydra`` node.
 
-    Args:
-        overrides: none of them a sweep.
-        folders: URLs of the user's own groups, those of a hydra.searchpath among the overrides
-            included: Hydra reads only the first hydra.searchpath.
+    The `folders` are URLs of the user's own groups. They include those of a hydra.searchpath among
+    the overrides, since Hydra reads only the first hydra.searchpath.
     """
     path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
     GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
-            return compose("config", [*path, *overrides], return_hydra_config=True)
-    finally:
-        GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
+        return compose("config", [*path, *overrides], return_hydra_config=True)
 
 
 @contextmanager

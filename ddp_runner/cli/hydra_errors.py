@@ -6,27 +6,18 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from traceback import walk_tb
 from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import (
-    ConfigTypeError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
-from ddp_runner.cli.known_keys import known_keys, nearest_key
-from ddp_runner.config.schema import Config
+from ddp_runner.cli.command_line import known_keys, nearest_key
+from ddp_runner.config.schema import KINDS, Config
 from ddp_runner.errors import UserError
 
-KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-}
+OURS = "ddp_runner"
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
 DEFAULT_HINT = "write key=value, and quote what the shell would change"
 # Class names of errors, which tell a user nothing.
@@ -35,6 +26,9 @@ RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
 # What has no attributes to ask: a pattern of Hydra's or OmegaConf's message, and what to print. The
 # first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
+    (r"(?s)Missing mandatory value.*full_key: (\S+)", r"\1 has no value; write \1=VALUE"),
+    (r"\A('utf-8' codec .*)", r"a YAML of --config-dir is not in UTF-8 (\1); save it as UTF-8"),
+    (r"\Amaximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
     (r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'",
      r"\1 has a value already; write \1=\2, without +"),
     (r"force-add of config groups is not supported: '\+\+(.+)'", r"write \1, without ++"),
@@ -57,28 +51,26 @@ SENTENCES: tuple[tuple[str, str], ...] = (
 def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError | None:
     """Return the one line that says what is wrong, or None for what the user did not cause.
 
-    Args:
-        error: whatever was raised. What has no explanation keeps its first line.
-        arguments: the command line, for hints about its keys.
+    An error without an explanation keeps its first line. `arguments`, the command line, are for
+    hints about its keys.
     """
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    for link in chain:
-        if isinstance(link, UserError):
-            return link
+    if own := [link for link in chain if isinstance(link, UserError)]:
+        return own[0]
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
     if isinstance(error, OSError) and not is_hydras:  # some of Hydra's are both
         return UserError(_system_error(error))
     if not (is_hydras or _is_from_libraries(error)):
         return None
+    text = "\n".join(map(str, chain))
+    matches = ((re.search(pattern, text), sentence) for pattern, sentence in SENTENCES)
     sentence = (
         _missing_option(error)
-        or _unknown_key(chain, arguments)
-        or _missing_value(chain)
+        or _unknown_key(error, arguments)
         or _wrong_value(chain)
-        or _broken_yaml(error)
-        or _known_sentence(chain)
+        or next((match.expand(sentence) for match, sentence in matches if match), None)
         or _group_value(error, arguments)
         or _first_line(chain)
     )
@@ -88,14 +80,12 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
 def _is_from_libraries(error: BaseException) -> bool:
     """Return whether Hydra, or a library that it reads configs with, raised this error itself.
 
-    They raise plain ValueErrors and TypeErrors for much that a user can cause.
+    They raise plain ValueErrors and TypeErrors for much that a user can cause. Frames of the
+    standard library do not count.
     """
-    trace, deepest = error.__traceback__, ""  # frames of the standard library do not count
-    while trace is not None:
-        package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-        deepest = package if package in (*LIBRARIES, __name__.partition(".")[0]) else deepest
-        trace = trace.tb_next
-    return isinstance(error, Exception) and deepest in LIBRARIES
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    packages = [one for name in modules if (one := name.partition(".")[0]) in (*LIBRARIES, OURS)]
+    return isinstance(error, Exception) and bool(packages) and packages[-1] != OURS
 
 
 def _system_error(error: OSError) -> str:
@@ -115,26 +105,12 @@ def _first_line(chain: Sequence[BaseException]) -> str:
         reason = " ".join(str(chain[0]).split("\nSee ")[0].split())
         return f"{EVALUATING.sub(': ', reason)}; {DEFAULT_HINT}"
     if isinstance(chain[0], yaml.MarkedYAMLError):
-        return " ".join(str(chain[0]).split())
+        return str(chain[0])
     found = next((one for one in chain if isinstance(one, OmegaConfBaseException)), None)
     lines = str(found or "\n".join(map(str, chain))).strip().splitlines()
     reason = RESOLVING.sub("the interpolation fails: ", [*lines, "the command cannot be read"][0])
     key = next(filter(None, (getattr(one, "full_key", None) for one in chain)), "")
     return reason if not key or key.startswith("_dummy_") else f"{key}: {reason}"  # Hydra's dummy
-
-
-def _known_sentence(chain: Sequence[BaseException]) -> str | None:
-    text = "\n".join(str(link) for link in chain)
-    found = ((re.search(pattern, text), sentence) for pattern, sentence in SENTENCES)
-    return next((match.expand(sentence) for match, sentence in found if match), None)
-
-
-def _broken_yaml(error: BaseException) -> str | None:
-    if isinstance(error, UnicodeDecodeError):
-        return f"a YAML of --config-dir is not in UTF-8 ({error}); save it as UTF-8"
-    if isinstance(error, RecursionError):
-        return "the defaults of a YAML lead back to itself; change them"
-    return None
 
 
 def _missing_option(error: BaseException) -> str | None:
@@ -153,8 +129,8 @@ def _missing_option(error: BaseException) -> str | None:
     return f"{group}={option} does not exist{hint} options: {', '.join(options)}"
 
 
-def _unknown_key(chain: Sequence[BaseException], arguments: Sequence[str]) -> str | None:
-    match = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(chain[0]))
+def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
+    match = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
     if match is None:
         return None
     key, _, package = match[1].partition("@")
@@ -163,18 +139,12 @@ def _unknown_key(chain: Sequence[BaseException], arguments: Sequence[str]) -> st
     known = known_keys(arguments)
     meant, parent = nearest_key(key, known), key.rpartition(".")[0]
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
+    hint = "see --help for all keys"
     if meant:
         hint = f"did you mean {meant}?"
     elif parent and siblings:
         hint = f"the keys of {parent} are {', '.join(siblings)}"
-    else:
-        hint = "see --help for all keys"
     return f"{key} is not a key of the config; {hint}"
-
-
-def _missing_value(chain: Sequence[BaseException]) -> str | None:
-    error = next((one for one in chain if isinstance(one, MissingMandatoryValue)), None)
-    return f"{error.full_key} has no value; write {error.full_key}=VALUE" if error else None
 
 
 def _wrong_value(chain: Sequence[BaseException]) -> str | None:
@@ -182,7 +152,7 @@ def _wrong_value(chain: Sequence[BaseException]) -> str | None:
     error = next((one for one in chain if isinstance(one, ValidationError | ConfigTypeError)), None)
     if error is None or not error.full_key:
         return None
-    key, kind = error.full_key, _kind_of(error.full_key)
+    key, kind = error.full_key, _schema_type(error.full_key)
     if str(chain[0]).startswith("Error merging override ~"):
         return f"{key} cannot be removed; every run needs it: write {key}=VALUE"
     if is_dataclass(kind) or kind is dict:
@@ -194,13 +164,12 @@ def _wrong_value(chain: Sequence[BaseException]) -> str | None:
     return f"{key} ({'null' if error.value is None else error.value}) must be {KINDS[kind]}"
 
 
-def _kind_of(key: str) -> Any:
+def _schema_type(key: str) -> Any:
     """Return the type that the schema gives a key, without its ``| None``; None for no such key."""
     kind: Any = Config
     for part in key.split("."):
-        if not is_dataclass(kind):
-            return None
-        kind = next((one.type for one in fields(kind) if one.name == part), None)
+        kinds = {one.name: one.type for one in fields(kind)} if is_dataclass(kind) else {}
+        kind = kinds.get(part)
         if isinstance(kind, types.UnionType):
             kind = typing.get_args(kind)[0]
     return typing.get_origin(kind) or kind

@@ -1,4 +1,4 @@
-"""What a command takes from the run that it resumes: its groups and its frozen config."""
+"""What a command takes from the run that it resumes: groups, frozen config, and run folder."""
 
 import re
 from collections.abc import Sequence
@@ -11,17 +11,16 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import quoted
+from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RUNNER_KEYS, Config, work_hash
 from ddp_runner.errors import UserError
+from ddp_runner.job import Job
 from ddp_runner.tracking.claims import AUTO
-from ddp_runner.tracking.outputs import newest_run
+from ddp_runner.tracking.launch_marks import find_unfinished_run, is_same_work
+from ddp_runner.tracking.outputs import claim, newest_run, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import RunDir
-
-LAST = "last"  # as the value of `resume`: the newest run
-GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")  # each with a `_target_`
 
 
 def resumed_overrides(
@@ -31,10 +30,7 @@ def resumed_overrides(
 
     A resumed run brings its groups (``model=bert``): without them Hydra would compose the default
     groups, and reject keys that only the run's own groups have. ``resume=last`` becomes a path.
-
-    Args:
-        overrides: as the user wrote them.
-        folders: they hold the groups, the project's and the user's own.
+    The `folders` hold the groups, the project's and the user's own.
 
     Raises:
         UserError: there is no last run.
@@ -45,9 +41,8 @@ def resumed_overrides(
         return overrides, []
     place = places[-1]
     value = OverridesParser.create().parse_override(overrides[place]).value()
-    if value == LAST:
-        newest = newest_run()
-        if newest is None:
+    if value == "last":
+        if (newest := newest_run()) is None:
             raise UserError(
                 "resume=last finds no run below outputs; start in the folder that holds it, or "
                 "give resume=RUN"
@@ -57,7 +52,7 @@ def resumed_overrides(
     given = {one.partition("=")[0] for one in overrides}
     implied = [
         f"{group}={option}"
-        for group, option in _choices(Path(str(value))).items()
+        for group, option in _choices(Path(str(value)))
         if group not in given
         and any((folder / group / f"{option}.yaml").is_file() for folder in folders)
     ]
@@ -69,23 +64,24 @@ def with_resumed(
 ) -> DictConfig:
     """Return the composed config, or a resumed run's own config with this command's keys on top.
 
-    Args:
-        raw: as composed.
-        overrides: of this command.
-        is_launched: whether the ranks run already: their number replaces the run's.
+    If the ranks run already, `is_launched`, their number replaces the run's.
 
     Raises:
         UserError: the run to resume does not exist, or a key cannot change it.
     """
     if raw.resume in (None, AUTO):
         return raw
-    frozen = _frozen(Path(raw.resume))
-    for key in chosen_keys(overrides):
-        if key == "experiment":
-            raise UserError("experiment= cannot change a run that is resumed; give single keys")
+    frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
+    unresolved: Any = OmegaConf.to_container(raw)
+    if "experiment" in chosen:
+        raise UserError("experiment= cannot change a run that is resumed; give single keys")
+    for key in chosen:
         # The scaling group has no keys of its own: it chooses the batch.
         changed = "batch" if key == "scaling" else key
-        value = _as_composed(raw, changed)
+        value = OmegaConf.select(raw, changed)
+        if value is not None and not OmegaConf.is_config(value):
+            # A secret is frozen as the user wrote it; in a container it is unresolved anyway.
+            value = reduce(getitem, changed.split("."), unresolved)
         OmegaConf.update(frozen, changed, value, merge=False, force_add=True)
     # A config that came with somebody else's run must not allow itself to run code.
     frozen.allowed_targets = raw.allowed_targets
@@ -93,26 +89,57 @@ def with_resumed(
     # pickles to whoever answers at that address.
     for key in ("init_method", "node_rank", "rdzv_endpoint"):
         frozen.launch[key] = raw.launch[key]
-    if is_launched and "world_size" not in chosen_keys(overrides):
+    if is_launched and "world_size" not in chosen:
         frozen.world_size = "auto"
     return frozen
 
 
-def _as_composed(raw: DictConfig, key: str) -> Any:
-    """Return the unresolved value of a key: a secret is frozen as the user wrote it."""
-    value = OmegaConf.select(raw, key)
-    if value is None or OmegaConf.is_config(value):
-        return value  # the values in a container are unresolved
-    plain: Any = OmegaConf.to_container(raw, resolve=False)
-    return reduce(getitem, key.split("."), plain)
+def asked_folder(composed: DictConfig, job: Job) -> Path | None:
+    """Return the folder that the user names, by resume or hydra.run.dir; None if the runner does.
+
+    Raises:
+        UserError: the two differ.
+    """
+    resume, run_dir = job.config.resume, str(composed.hydra.run.dir)
+    asked = None if run_dir == UNNAMED else Path(run_dir).absolute()
+    if resume in (None, AUTO):
+        return asked
+    resumed = Path(resume).absolute()
+    if asked is not None and asked.resolve() != resumed.resolve():
+        raise UserError(
+            f"hydra.run.dir ({asked}) and resume ({resume}) name two folders; leave "
+            "hydra.run.dir out: a run goes on in its own"
+        )
+    return resumed
+
+
+def new_folder(job: Job) -> Path:
+    """Return the folder of an unfinished run, if the job may resume one, else a new folder."""
+    config = job.config
+    unfinished = None
+    if config.resume == AUTO:
+        unfinished = find_unfinished_run(sibling_runs(config), work=work_hash(config))
+    return (unfinished.path if unfinished else claim(run_folder(config))).absolute()
+
+
+def goes_on(job: Job, run_dir: RunDir) -> bool:
+    """Return whether resume=auto finds the same work in the folder, which must be locked.
+
+    Raises:
+        UserError: the folder holds another run.
+    """
+    resume = job.config.resume
+    if resume == AUTO and is_same_work(run_dir, work=work_hash(job.config)):
+        return True
+    if resume in (None, AUTO) and run_dir.record.exists():
+        raise UserError(
+            f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
+        )
+    return False
 
 
 def _frozen(run_dir: Path) -> DictConfig:
-    """Return a run's frozen config.
-
-    Raises:
-        UserError: it is missing or damaged.
-    """
+    """Return a run's frozen config; refuse one that is missing or damaged."""
     path = RunDir(run_dir).config
     if not path.exists():
         raise UserError(
@@ -126,7 +153,7 @@ def _frozen(run_dir: Path) -> DictConfig:
         loaded = OmegaConf.to_container(OmegaConf.load(path))
         frozen = OmegaConf.merge(OmegaConf.structured(Config), with_moved_names(loaded))
         assert isinstance(frozen, DictConfig)
-        lacking = [group for group in GROUPS if "_target_" not in frozen[group]]
+        lacking = [group for group in RUNNER_KEYS if "_target_" not in frozen[group]]
         if lacking:
             raise ValueError(f"it ends before {lacking[0]}")
     except Exception as error:  # PyYAML raises errors of any kind for odd tags
@@ -137,15 +164,12 @@ def _frozen(run_dir: Path) -> DictConfig:
     return frozen
 
 
-def _choices(run_dir: Path) -> dict[str, str]:
-    """Return the options of the groups that a run was composed of."""
+def _choices(run_dir: Path) -> list[tuple[str, str]]:
+    """Return the groups that a run was composed of, each with its option."""
     try:
         choices = yaml.safe_load(RunDir(run_dir).choices.read_text(encoding="utf-8"))
+        pairs = [(str(group), str(option)) for group, option in choices.items()]
     except Exception:  # PyYAML raises errors of any kind for odd tags
-        return {}  # of an older version, or not a run: with_resumed reports what is wrong
-    pairs = choices.items() if isinstance(choices, dict) else ()
-    return {
-        str(group): str(option)
-        for group, option in pairs
-        if group in (*GROUPS, "backend") and re.fullmatch(r"[\w.-]{1,99}", str(option))
-    }
+        return []  # of an older version, or not a run: with_resumed reports what is wrong
+    groups = (*RUNNER_KEYS, "backend")
+    return [pair for pair in pairs if pair[0] in groups and re.fullmatch(r"[\w.-]{1,99}", pair[1])]

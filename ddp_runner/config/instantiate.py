@@ -1,15 +1,24 @@
-"""Builds the object that a group of the config names; what fails is reported in one sentence."""
+"""Imports what a config names, validates it, and builds a group's object with it.
+
+The config holds plain containers; its interpolations are resolved already.
+"""
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_runner.config.allowed_targets import TORCH, is_inside, validate_name
 from ddp_runner.config.schema import RUNNER_KEYS
-from ddp_runner.config.targets import construct
 from ddp_runner.errors import UserError, nearest
 
+# No subclass in these modules takes a command, a file to read, or the name of a thing to import.
+BASES: Mapping[str, type] = dict(zip(TORCH, (nn.Module, Optimizer, LRScheduler), strict=True))
 ANY = "**"  # in a set of keywords: the function takes any
 
 
@@ -24,13 +33,9 @@ def make(
 ) -> Any:
     """Build what a group's ``_target_`` names from the group's keys.
 
-    Args:
-        group: of the config.
-        settings: its keys.
-        kind: the class or protocol that the object must have; None: any.
-        allowed: the user's own packages: ``allowed_targets``.
-        partial: return a functools.partial, to be called with more arguments later.
-        arguments: passed on as they are.
+    `kind` is the class or protocol that the object must have, and `allowed` the user's own
+    packages. The `arguments` win over the keys. With `partial` return a functools.partial: see
+    ``complete``.
 
     Raises:
         UserError: the target may not be named, cannot be imported, does not take the keys, or
@@ -40,10 +45,13 @@ def make(
     named = f"{group}={settings.get('name')}"
     if "_target_" not in keys:
         raise UserError(f"{named} has no _target_; name the class or function that builds it")
+    named = f"{named} ({keys['_target_']})"
     hint = f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
-    with _building(named, keys["_target_"], hint):
-        built = construct(keys, key=group, allowed=allowed, partial=partial, arguments=arguments)
-    return built if partial or kind is None else _of_kind(built, kind, group, settings)
+    keys |= arguments
+    if partial:
+        keys["_partial_"] = True
+    call = functools.partial(construct, keys, key=group, allowed=allowed)
+    return _report_errors(call, named, kind=None if partial else kind, hint=hint)
 
 
 def complete(
@@ -54,65 +62,150 @@ def complete(
     kind: type,
     **offered: Any,
 ) -> Any:
-    """Call what ``make`` returned with `partial`.
+    """Call the `factory` that ``make`` returned with `partial`.
 
-    Args:
-        group: of the config, for messages.
-        settings: the group's keys.
-        factory: what ``make`` returned.
-        arguments: positional arguments.
-        kind: the class or protocol that the object must have.
-        offered: keyword arguments, such as the steps of the whole run; only those that the factory
-            takes are passed.
+    It gets the positional `arguments`. Of what is `offered`, such as the steps of the whole run, it
+    gets the keywords that it takes.
 
     Raises:
         UserError: the factory does not take a key of the group, rejects a value, or builds another
             kind of object.
     """
-    target = settings.get("_target_")
-    known = keywords(factory)
-    for key in [one for one in settings if one != "name" and one[0] != "_"]:
-        if key not in known and ANY not in known:
-            named = sorted(known - offered.keys())
-            meant = nearest(key, named)
-            hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(named)}"
+    target, known = settings.get("_target_"), keywords(factory)
+    takes_any = ANY in known
+    for key in settings:
+        if not (takes_any or key in known or key == "name" or key.startswith("_")):
+            own = sorted(known - offered.keys())
+            meant = nearest(key, own)
+            hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(own)}"
             raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
-    taken = {key: value for key, value in offered.items() if key in known or ANY in known}
+    taken = {key: value for key, value in offered.items() if takes_any or key in known}
+    call = functools.partial(factory, *arguments, **taken)
     hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
-    with _building(f"{group}={settings.get('name')}", target, hint):
-        built = factory(*arguments, **taken)
-    return _of_kind(built, kind, group, settings)
-
-
-@contextmanager
-def _building(named: str, target: object, hint: str) -> Iterator[None]:
-    """Turn whatever a target raises into one sentence."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{named} ({target}) cannot be built: {reason}; {hint}") from error
-
-
-def _of_kind(built: Any, kind: type, group: str, settings: Mapping[str, Any]) -> Any:
-    if isinstance(built, kind):
-        return built
-    is_partial = isinstance(built, functools.partial)
-    fix = "leave out its _partial_" if is_partial else "name another in its _target_"
-    raise UserError(
-        f"{group}={settings.get('name')} ({settings['_target_']}) builds an object of type "
-        f"{type(built).__name__}, not {kind.__name__}; {fix}"
-    )
+    named = f"{group}={settings.get('name')} ({target})"
+    return _report_errors(call, named, kind=kind, hint=hint)
 
 
 def keywords(factory: Callable[..., Any]) -> set[str]:
     """Return the keywords of a class or function, with ANY if it takes any keyword."""
     try:
-        parameters = list(inspect.signature(getattr(factory, "func", factory)).parameters.values())
+        parameters = inspect.signature(getattr(factory, "func", factory)).parameters.values()
     except ValueError:  # written in C
         return {ANY}
-    names = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    return names | ({ANY} if takes_any else set())
+    return {ANY if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
+
+
+def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[..., Any]:
+    """Return the class or function of a dotted name, if a config may name it.
+
+    In the packages of `allowed`, the user's own, it may name anything that can be called.
+
+    Raises:
+        UserError: it is not allowed, does not exist, cannot be imported, or is of another kind.
+    """
+    validate_name(name, key=key, allowed=allowed)
+    module, _, last = name.rpartition(".")
+    found: Callable[..., Any]
+    if is_inside(name, allowed):
+        found = _import_path(name, key=key)
+        if not callable(found):
+            raise UserError(f"{key} ({name}) cannot be called; name a class or a function")
+    else:
+        found = _attribute(import_module(module), last, key=key, name=name)
+        base = BASES.get(module)
+        if base is not None and not (isinstance(found, type) and issubclass(found, base)):
+            raise UserError(
+                f"{key} ({name}) is not a subclass of {module}.{base.__name__}; "
+                "of torch a config may name no others"
+            )
+        is_part = inspect.isclass(found) or inspect.isfunction(found)
+        if name.startswith("ddp_runner.") and not (is_part and found.__module__ == module):
+            raise UserError(
+                f"{key} ({name}) is not a class or function that {module} itself defines"
+            )
+    if key == "model.loss" and isinstance(found, type):
+        raise UserError(
+            f"model.loss ({name}) is a class; name a function that takes outputs and targets and "
+            "returns the sum over the samples"
+        )
+    return found
+
+
+def construct(value: Any, *, key: str, allowed: Collection[str] = ()) -> Any:
+    """Return a value of the config; call each ``_target_`` in it with the keys beside it.
+
+    Of these keys ``_args_`` holds positional arguments, and ``_partial_: true`` asks for a
+    functools.partial.
+
+    Raises:
+        UserError: a name is not allowed.
+        Exception: whatever a target raises.
+    """
+    if isinstance(value, list):
+        return [
+            construct(one, key=f"{key}.{index}", allowed=allowed) for index, one in enumerate(value)
+        ]
+    if not isinstance(value, Mapping):
+        return value
+    target = None
+    if "_target_" in value:
+        target = find(value["_target_"], key=f"{key}._target_", allowed=allowed)
+    built = {
+        name: construct(one, key=f"{key}.{name}", allowed=allowed)
+        for name, one in value.items()
+        if target is None or name not in ("_target_", "_partial_")
+    }
+    if target is None:
+        return built
+    call = functools.partial(target, *built.pop("_args_", []), **built)
+    return call if value.get("_partial_") is True else call()
+
+
+def _report_errors(call: Callable[[], Any], named: str, *, kind: type | None, hint: str) -> Any:
+    """Return what `call` builds; raise a UserError if it fails or builds another kind."""
+    try:
+        built = call()
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{named} cannot be built: {reason}; {hint}") from error
+    if kind is None or isinstance(built, kind):
+        return built
+    is_partial = isinstance(built, functools.partial)
+    fix = "leave out its _partial_" if is_partial else "name another in its _target_"
+    raise UserError(
+        f"{named} builds an object of type {type(built).__name__}, not {kind.__name__}; {fix}"
+    )
+
+
+def _import_path(name: str, *, key: str) -> Any:
+    """Return what a name inside an allowed package stands for; import its modules on the way."""
+    first, *others = name.split(".")
+    found, reached = _imported(first, key=key, name=name), first
+    for part in others:
+        reached = f"{reached}.{part}"
+        if hasattr(found, "__path__") and not hasattr(found, part):
+            found = _imported(reached, key=key, name=name)
+        else:
+            found = _attribute(found, part, key=key, name=name)
+    return found
+
+
+def _imported(module: str, *, key: str, name: str) -> Any:
+    try:
+        return import_module(module)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{key} ({name}) cannot be imported ({reason}); fix it, or name another"
+        ) from error
+
+
+def _attribute(owner: Any, name_within: str, *, key: str, name: str) -> Any:
+    try:
+        return getattr(owner, name_within)
+    except AttributeError:
+        meant = nearest(name_within, dir(owner))
+        hint = f"did you mean {name.rpartition('.')[0]}.{meant}?" if meant else "name another"
+        raise UserError(f"{key} ({name}) does not exist; {hint}") from None

@@ -1,14 +1,22 @@
-"""Turns a composed config into the schema's object."""
+"""Reads a composed config: as the schema's object, its overrides, and its secrets. Torch-free."""
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
 
-from ddp_runner.config.schema import CONFIG_DIR as CONFIG_DIR
 from ddp_runner.config.schema import Config
+from ddp_runner.config.secrets import Place, Secrets
 from ddp_runner.errors import UserError
+
+LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 
 
 def to_config(raw: DictConfig) -> Config:
@@ -35,3 +43,46 @@ def as_written(overrides: Any) -> list[str]:
 def chosen_keys(overrides: Sequence[str]) -> list[str]:
     """Return the keys that the command line gives."""
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
+
+
+def find_secrets(raw: DictConfig) -> Secrets:
+    """Return the values that a composed config reads from the environment.
+
+    Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
+    other keys, in a longer text, in a list, or through other resolvers.
+    """
+    read, values, texts = list[str](), dict[str, str](), dict[Place, str]()
+
+    def watched(name: str, *default: Any) -> str | None:
+        read.append(name)
+        value = os.environ.get(name, "")
+        if len(value) >= LEAST_LENGTH and not re.fullmatch(r"[\d.eE+-]+", value):
+            values[value] = f"${{oc.env:{name}}}"
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", watched, replace=True)
+    try:
+        for place, text in _interpolations(OmegaConf.to_container(raw, resolve=False), ()):
+            read.clear()
+            # What cannot be resolved is reported when the config is resolved.
+            with suppress(Exception):
+                value = reduce(getitem, place, raw)
+                if OmegaConf.is_config(value):
+                    OmegaConf.to_container(value, resolve=True)
+            if read:
+                texts[place] = text
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    longest_first = sorted(values, key=len, reverse=True)
+    return Secrets(texts, {value: values[value] for value in longest_first})
+
+
+def _interpolations(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _interpolations(value, (*place, key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _interpolations(value, (*place, index))
+    elif isinstance(tree, str) and "${" in tree:
+        yield place, tree

@@ -1,6 +1,5 @@
 """What a run's frozen config may hold from an earlier version, and what it is called now."""
 
-from collections.abc import Mapping
 from typing import Any
 
 MOVED_MODULES = {
@@ -42,15 +41,13 @@ def with_moved_names(tree: Any) -> Any:
         if key not in DROPPED_KEYS.get(str(tree.get("_target_")), ())
     }
     target = str(renamed.get("_target_"))
-    is_own_mode = target.startswith("ddp_runner.parallelism.")
-    return _with_needs(renamed, target) if is_own_mode and "needs" not in renamed else renamed
-
-
-def _with_needs(mode: Mapping[Any, Any], target: str) -> dict[Any, Any]:
-    needs = {key: mode[key] for key in NEEDS if key in mode}
-    kept = NEEDS[:1] if target == IN_BOTH_PLACES else ()
-    others = {key: value for key, value in mode.items() if key not in needs or key in kept}
-    return others | ({"needs": needs} if needs else {})
+    if target.startswith("ddp_runner.parallelism.") and "needs" not in renamed:
+        needs = {key: renamed.pop(key) for key in NEEDS if key in renamed}
+        if target == IN_BOTH_PLACES and NEEDS[0] in needs:
+            renamed[NEEDS[0]] = needs[NEEDS[0]]
+        if needs:
+            renamed["needs"] = needs
+    return renamed
 
 
 def present_name(name: Any) -> Any:

@@ -4,19 +4,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
-from ddp_runner.config.batch import num_shares, resolve_batch
-from ddp_runner.config.needs import mode_needs
-from ddp_runner.config.schema import BackendConfig, Config
-from ddp_runner.config.validate import (
-    validate_checkpoints,
-    validate_choices,
-    validate_dataset,
-    validate_init_method,
-    validate_mode,
-    validate_model,
-    validate_scheduler,
-)
-from ddp_runner.config.values import validate_collectives, validate_values
+from ddp_runner.config.schema import BackendConfig, BatchConfig, Config, mode_needs
+from ddp_runner.config.validate import validate_config, validate_ranks, validate_scheduler
+from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -43,55 +33,76 @@ def resolve(
     Raises:
         UserError: a rule is broken.
     """
-    if not all(isinstance(name, str) for name in config.allowed_targets):
-        raise UserError("allowed_targets must be a list of packages; write allowed_targets=[NAME]")
     validate_targets(config)
     validate_values(config)
-    validate_choices(config)
-    validate_checkpoints(config, chosen=chosen)
-    validate_model(config)
-    ranks = _world_size(config, hardware, env.world_size if env else None)
-    validate_collectives(config, num_ranks=ranks)
-    shares = num_shares(config, ranks)
-    validate_init_method(config, env)
+    validate_config(config, chosen=chosen)
+    ranks = _world_size(config, hardware, env)
     nproc = env.local_world_size if env else _nproc_per_node(config, hardware, ranks)
-    backend, warnings = resolve_backend(
-        config, hardware, nproc=nproc, is_launched=env is not None, chosen=chosen
-    )
-    validate_mode(config, ranks, backend)
-    validate_dataset(config, ranks)
-    batch = resolve_batch(config, shares, chosen)
-    validate_scheduler(replace(config, batch=batch))
-    if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
-        warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
-    # Under another launcher this rank may be bound to a part of the cores.
-    if env is None and backend.device == "cpu" and nproc > hardware.num_cores:
-        warnings.append(
-            f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
-        )
-    if (env.num_nodes if env else config.launch.nnodes) > 1:
-        warnings.append(
-            "torch.distributed has no authentication: whoever reaches the ports of these machines "
-            "can join or stop the run; keep them on a trusted network"
-        )
-    if mode_needs(config.parallelism).data_parallel and (
-        hardware.num_gpus < 2 or backend.device == "cpu"
-    ):
-        warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
-    return replace(config, world_size=ranks, backend=backend, batch=batch), warnings
+    # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
+    # so the user must ask for it. The ranks then compare their GPUs.
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    sees_its_own = env is not None and hardware.num_gpus == per_rank
+    backend = _backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
+    resolved = replace(config, world_size=ranks, backend=backend)
+    validate_ranks(resolved, env)
+    resolved = replace(resolved, batch=resolve_batch(config, ranks, chosen))
+    validate_scheduler(resolved)
+    warnings = _warnings(resolved, hardware, env, nproc)
+    # A resumed run has the device of its frozen config, whoever chose it.
+    is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)
+    if backend.device == "cpu" and (config.backend.device != "cpu" or is_inherited):
+        idle = _idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
+        warnings = [*idle, *warnings]
+    return resolved, warnings
 
 
-def _world_size(config: Config, hardware: Hardware, running: int | None) -> int:
+def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> BatchConfig:
+    """Return the batch sizes with both filled in.
+
+    Raises:
+        UserError: neither or both sizes are given, or the ranks do not divide the global size.
+    """
+    total, per_rank = config.batch.global_size, config.batch.per_rank
+    if total is not None and per_rank is not None:
+        # The key that the user wrote wins over the default or an experiment's choice.
+        explicit = {"batch.global_size", "batch.per_rank"} & set(chosen)
+        if len(explicit) == 2:
+            raise UserError(
+                f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
+                "give one, the other follows"
+            )
+        if explicit == {"batch.per_rank"}:
+            total = None
+    num_servers = mode_needs(config.parallelism).num_servers
+    # In async mode each trainer takes whole batches.
+    shares = 1 if num_servers and config.parallelism["mode"] == "async" else ranks - num_servers
+    num_micro_steps = config.train.grad_accum_steps
+    parts = shares * num_micro_steps
+    if total is None:
+        if per_rank is None:
+            raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
+        return replace(config.batch, global_size=per_rank * parts, per_rank=per_rank)
+    if total % parts:
+        below, above = total // parts * parts, (total // parts + 1) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        divisor = f"{'trainers' if num_servers else 'world_size'} ({shares})"
+        if num_micro_steps > 1:
+            divisor += f" x train.grad_accum_steps ({num_micro_steps})"
+        raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
+    return replace(config.batch, global_size=total, per_rank=total // parts)
+
+
+def _world_size(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
     asked, launch = config.world_size, config.launch
     if asked != "auto" and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise UserError(f"world_size ({asked}) must be a whole number of ranks from 1 up, or auto")
-    if running is not None:
-        if asked not in ("auto", running):
+    if env is not None:
+        if asked not in ("auto", env.world_size):
             raise UserError(
-                f"world_size ({asked}) differs from the {running} ranks that were launched; "
+                f"world_size ({asked}) differs from the {env.world_size} ranks that were launched; "
                 "leave it out, or launch as many"
             )
-        return running
+        return env.world_size
     if asked != "auto":
         return int(asked)
     if launch.nproc_per_node is not None:
@@ -126,68 +137,42 @@ def _nproc_per_node(config: Config, hardware: Hardware, ranks: int) -> int:
     return nproc
 
 
-def resolve_backend(
-    config: Config, hardware: Hardware, *, nproc: int, is_launched: bool, chosen: Collection[str]
-) -> tuple[BackendConfig, list[str]]:
-    """Return the backend with its name and device filled in, and warnings about idle GPUs.
-
-    Args:
-        config: as composed.
-        hardware: what this machine has.
-        nproc: ranks on this machine.
-        is_launched: whether torchrun, srun or mpirun has started this process as a rank.
-        chosen: the keys given on the command line.
-
-    Raises:
-        UserError: the GPUs are missing, or torch cannot use them.
-    """
-    backend, gpus = config.backend, hardware.num_gpus
+def _backend(
+    config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool
+) -> BackendConfig:
+    """Return the backend with its name and device filled in."""
+    name, device, gpus = config.backend.name, config.backend.device, hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank
-    needed = nproc * per_rank
-    wants_cuda = backend.device == "cuda" or backend.name == "nccl"
+    wants_cuda = device == "cuda" or name == "nccl"
     if wants_cuda and hardware.unusable:
-        asked = "backend=nccl" if backend.name == "nccl" else "backend.device=cuda"
+        asked = "backend=nccl" if name == "nccl" else "backend.device=cuda"
         raise UserError(
             f"{asked} needs CUDA devices: {hardware.unusable}, or write backend=gloo "
             "backend.device=cpu"
         )
-    if backend.name == "nccl" and gpus == 0:
+    if name == "nccl" and gpus == 0:
         raise UserError(
             "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"
         )
-    if wants_cuda and backend.device == "cpu":
+    if wants_cuda and device == "cpu":
         raise UserError("backend=nccl moves only CUDA tensors; backend.device=cpu needs gloo")
-    # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
-    # so the user must ask for it. The ranks then compare their GPUs.
-    sees_its_own = is_launched and gpus == per_rank
-    fits = needed <= gpus or (sees_its_own and (wants_cuda or hardware.binds_gpus))
+    fits = nproc * per_rank <= gpus or (sees_its_own and (wants_cuda or hardware.binds_gpus))
     if wants_cuda and not fits:
-        fewer = (
-            f"write world_size={gpus * nproc // needed}, or" if gpus * nproc >= needed else "write"
-        )
+        fewer = f"write world_size={gpus // per_rank}, or" if gpus >= per_rank else "write"
         raise UserError(
-            f"{nproc} ranks of {needed // nproc} devices need {needed} GPUs and this machine shows "
-            f"{gpus}; {fewer} backend=gloo backend.device=cpu"
+            f"{nproc} ranks of {per_rank} devices need {nproc * per_rank} GPUs and this machine "
+            f"shows {gpus}; {fewer} backend=gloo backend.device=cpu"
         )
-    device = backend.device
     if device == "auto":
-        device = "cuda" if gpus and fits and backend.name != "mpi" else "cpu"
-    name = backend.name
+        device = "cuda" if gpus and fits and name != "mpi" else "cpu"
     if name == "auto":
         name = "nccl" if device == "cuda" else "gloo"
     if config.train.precision == "fp16" and device == "cpu":
         raise UserError("train.precision=fp16 needs a CUDA device; on a CPU write bf16")
-    resolved = replace(backend, name=name, device=device)
-    # A resumed run has the device of its frozen config, whoever chose it.
-    is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)
-    if device == "cuda" or (backend.device == "cpu" and not is_inherited):
-        return resolved, []
-    return resolved, _about_idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
+    return replace(config.backend, name=name, device=device)
 
 
-def _about_idle_gpus(
-    config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool
-) -> list[str]:
+def _idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool) -> list[str]:
     """Return why a run on the CPU leaves GPUs idle, and what to write; nothing without GPUs.
 
     `config` has its backend as the user chose it.
@@ -215,3 +200,25 @@ def _about_idle_gpus(
         reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix}"
     noun = "GPU is" if gpus == 1 else "GPUs are"
     return [f"{gpus} {noun} visible and the run computes on the CPU, {reason}, {meant}"]
+
+
+def _warnings(config: Config, hardware: Hardware, env: DistEnv | None, nproc: int) -> list[str]:
+    """Return what a resolved config does that the user may not expect."""
+    warnings = []
+    if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
+        warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
+    # Under another launcher this rank may be bound to a part of the cores.
+    if env is None and config.backend.device == "cpu" and nproc > hardware.num_cores:
+        warnings.append(
+            f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
+        )
+    if (env.num_nodes if env else config.launch.nnodes) > 1:
+        warnings.append(
+            "torch.distributed has no authentication: whoever reaches the ports of these machines "
+            "can join or stop the run; keep them on a trusted network"
+        )
+    if mode_needs(config.parallelism).data_parallel and (
+        hardware.num_gpus < 2 or config.backend.device == "cpu"
+    ):
+        warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
+    return warnings

@@ -11,19 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
-CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
-# What a key may be: see ``validate``.
-TASKS = ("train", "collectives", "check")
-BACKENDS = ("auto", "gloo", "nccl", "mpi")
-PRECISIONS = ("fp32", "bf16", "fp16")
+CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+# What task=collectives can measure.
 OPS = (
     "broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter",
     "all_to_all", "send_recv", "barrier",
 )  # fmt: skip
 REDUCE_OPS = ("sum", "mean", "max", "min", "product")
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+# The words for the types of keys, in messages and in --help.
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
 RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("name", "loss", "num_stages", "channels_last", "weights"),
@@ -52,6 +51,11 @@ class ModeNeeds:
     max_ranks: int | None = None  # None: any number
     num_servers: int = 0  # ranks that hold parameters and compute no gradients
     data_parallel: bool = False  # one rank drives all GPUs of its machine
+
+
+def mode_needs(mode: Mapping[str, Any]) -> ModeNeeds:
+    """Return what the keys of the group `parallelism`, which ``values`` validates, need."""
+    return ModeNeeds(**mode.get("needs", {}))
 
 
 @dataclass
@@ -193,7 +197,7 @@ def config_hash(config: Config) -> str:
     return digest(flatten(config))
 
 
-def digest(values: Mapping[str, Any]) -> str:
+def digest(values: Any) -> str:
     """Return a short hash of what JSON can hold."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -3,22 +3,16 @@
 Whatever writes a config to a file writes ``Secrets.written``. Torch-free.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_runner.config.schema import Config
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 Place = tuple[str | int, ...]  # keys, and positions in lists, from the config's root on
-LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,9 @@ class Secrets:
         shown = deepcopy(config) if self.texts else config
         for (*owners, last), text in self.texts.items():
             with suppress(LookupError):  # a list that a calibration has replaced
-                owner: Any = reduce(_child, owners, shown)
+                owner: Any = shown
+                for key in owners:
+                    owner = getattr(owner, str(key)) if is_dataclass(owner) else owner[key]
                 if is_dataclass(owner):
                     setattr(owner, str(last), text)
                 else:
@@ -70,58 +66,3 @@ class Secrets:
         """Return an argument of an error; if its text holds a value, the text without it."""
         shown = str(argument)
         return argument if (hidden := self.hide(shown)) == shown else hidden
-
-
-def find_secrets(raw: "DictConfig") -> Secrets:
-    """Return the values that a composed config reads from the environment.
-
-    Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
-    other keys, in a longer text, in a list, or through other resolvers.
-    """
-    from omegaconf import OmegaConf  # late: a comparison imports this module and needs no config
-    from omegaconf.resolvers import oc
-
-    read, values, texts = list[str](), dict[str, str](), dict[Place, str]()
-
-    def watched(name: str, *default: Any) -> str | None:
-        read.append(name)
-        value = oc.env(name, *default)
-        if name in os.environ and _is_telling(os.environ[name]):
-            values[os.environ[name]] = f"${{oc.env:{name}}}"
-        return value
-
-    OmegaConf.register_new_resolver("oc.env", watched, replace=True)
-    try:
-        for place, text in _interpolations(OmegaConf.to_container(raw, resolve=False), ()):
-            read.clear()
-            # What cannot be resolved is reported when the config is resolved.
-            with suppress(Exception):
-                value = reduce(_child, place, raw)
-                if OmegaConf.is_config(value):
-                    OmegaConf.to_container(value, resolve=True)
-            if read:
-                texts[place] = text
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    longest_first = sorted(values, key=len, reverse=True)
-    return Secrets(texts, {value: values[value] for value in longest_first})
-
-
-def _interpolations(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _interpolations(value, (*place, key))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from _interpolations(value, (*place, index))
-    elif isinstance(tree, str) and "${" in tree:
-        yield place, tree
-
-
-def _child(owner: Any, key: str | int) -> Any:
-    return getattr(owner, str(key)) if is_dataclass(owner) else owner[key]
-
-
-def _is_telling(value: str) -> bool:
-    """Return whether a value is worth hiding in sentences: long enough, and not a number."""
-    return len(value) >= LEAST_LENGTH and re.fullmatch(r"[\d.eE+-]+", value) is None

@@ -7,15 +7,7 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
-from ddp_runner.config.batch import validate_num_samples
-from ddp_runner.config.needs import mode_needs
-from ddp_runner.config.schema import (
-    BACKENDS,
-    PRECISIONS,
-    TASKS,
-    BackendConfig,
-    Config,
-)
+from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.metric_names import MONITORS, is_lower_better
@@ -23,58 +15,105 @@ from ddp_runner.metric_names import MONITORS, is_lower_better
 MADE_UP = ("ddp_runner.data.sources.fake_images.", "ddp_runner.data.sources.random.")
 
 
-def validate_choices(config: Config) -> None:
-    """Refuse a word that a key cannot be, and a data_root that is not a folder.
+def validate_config(config: Config, *, chosen: Collection[str]) -> None:
+    """Refuse keys that do not fit each other, on however many ranks.
+
+    `chosen` holds the keys given on the command line.
 
     Raises:
-        UserError: it lists the words.
+        UserError: a rule is broken.
     """
-    for key, choice, options in (
-        ("task", config.task, TASKS),
-        ("train.precision", config.train.precision, PRECISIONS),
-        ("backend.name", config.backend.name, BACKENDS),
-        ("sweep.retry", config.sweep.retry, (None, "failed")),
-        ("backend.device", config.backend.device, ("auto", "cpu", "cuda")),
-    ):
-        if choice not in options:
-            named = ", ".join("null" if one is None else one for one in options)
-            raise UserError(f"{key} ({choice}) must be one of {named}")
     if config.data_root != "data" and not Path(config.data_root).is_dir():
         raise UserError(
             f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
             "or dataset=digits, which needs none"
         )
-
-
-def validate_checkpoints(config: Config, *, chosen: Collection[str]) -> None:
-    """Refuse a metric that no checkpoint has, and weights to start from for a resumed run.
-
-    Args:
-        config: as composed.
-        chosen: the keys given on the command line.
-
-    Raises:
-        UserError: a rule is broken.
-    """
-    for name in ("every_epochs", "every_steps", "keep"):
-        value = getattr(config.checkpoint, name)
-        if value is not None and not value > 0:
-            raise UserError(f"checkpoint.{name} ({value}) must be greater than 0")
-    _validate_monitor(config)
     if config.resume is not None and "model.weights" in chosen:
         raise UserError(
             f"resume={config.resume} goes on with that run's own weights; leave model.weights "
             "out, or start a run of its own without resume"
         )
+    asked = config.collectives
+    if asked.min_bytes > asked.max_bytes:
+        raise UserError(
+            f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
+            f"({asked.max_bytes}); give both, the smaller as min_bytes"
+        )
+    _validate_monitor(config)
+    _validate_model(config)
+    _validate_servers(config)
+
+
+def validate_ranks(config: Config, env: DistEnv | None) -> None:
+    """Refuse keys that do not fit the ranks, whose number and backend are filled in.
+
+    `env` holds this rank's facts if the ranks run already.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    if config.task == "collectives" and config.world_size < 2:
+        raise UserError(
+            "task=collectives measures what ranks send each other, world_size is "
+            f"{config.world_size}; write world_size=2 or more"
+        )
+    _validate_init_method(config, env)
+    _validate_mode(config)
+    # A rank validates the datasets whose samples are not known yet.
+    name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
+    is_made_up = config.dataset["_target_"].startswith(MADE_UP)
+    if is_made_up and config.task != "collectives" and isinstance(samples, int):
+        validate_num_samples(name, samples, ranks=config.world_size)
+
+
+def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
+    """Refuse a dataset with fewer samples than ranks.
+
+    Raises:
+        UserError: some ranks would have no sample.
+    """
+    if count < ranks:
+        raise UserError(
+            f"dataset={name} has {count} training samples and world_size is {ranks}; use "
+            f"world_size={count} or less"
+        )
+
+
+def validate_scheduler(config: Config) -> None:
+    """Refuse a metric that no evaluation gives, and a warm-up longer than the run.
+
+    The config has its batch filled in.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    settings = config.scheduler
+    monitor, mode, warmup = (settings.get(key) for key in ("monitor", "mode", "warmup_steps"))
+    if monitor is not None:
+        known = [name for name in MONITORS if name.startswith("eval/")]
+        if monitor not in known:
+            raise UserError(f"scheduler.monitor ({monitor}) must be one of {', '.join(known)}")
+        _validate_evaluations(config, "scheduler", monitor)
+        better = "min" if is_lower_better(monitor) else "max"
+        if mode is not None and mode != better:
+            raise UserError(
+                f"scheduler.monitor={monitor} with scheduler.mode={mode} would lower the rate "
+                f"while it improves; write scheduler.mode={better}"
+            )
+    steps, samples = config.train.max_steps, config.dataset.get("num_samples")
+    if steps is None and isinstance(samples, int):
+        steps = config.train.epochs * math.ceil(samples / config.batch.sizes.global_size)
+    if isinstance(warmup, int) and steps is not None and warmup > steps:
+        raise UserError(
+            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
+            "shorten the warm-up or train longer"
+        )
 
 
 def _validate_monitor(config: Config) -> None:
-    checkpoint = config.checkpoint
-    monitor = checkpoint.monitor
-    if checkpoint.mode not in ("max", "min"):
-        raise UserError(f"checkpoint.mode ({checkpoint.mode}) must be one of max, min")
+    monitor, mode = config.checkpoint.monitor, config.checkpoint.mode
     if monitor is None:
-        if checkpoint.load_best:
+        if config.checkpoint.load_best:
             raise UserError(
                 "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which "
                 "is best; write checkpoint.monitor=eval/accuracy"
@@ -86,93 +125,68 @@ def _validate_monitor(config: Config) -> None:
         raise UserError(
             f"checkpoint.monitor ({monitor}) must be one of {', '.join(MONITORS)}{hint}"
         )
-    if is_lower_better(monitor) and checkpoint.mode == "max":
+    if is_lower_better(monitor) and mode == "max":
         raise UserError(
             f"checkpoint.monitor={monitor} with checkpoint.mode=max would keep the worst; write "
             "checkpoint.mode=min"
         )
-    if monitor.startswith("eval/") and not config.train.eval_every_epochs:
+    if monitor.startswith("eval/"):
+        _validate_evaluations(config, "checkpoint", monitor)
+
+
+def _validate_evaluations(config: Config, group: str, monitor: str) -> None:
+    if not config.train.eval_every_epochs:
         raise UserError(
-            f"checkpoint.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
-            "write train.eval_every_epochs=1"
+            f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; write "
+            "train.eval_every_epochs=1"
         )
 
 
-def validate_model(config: Config) -> None:
+def _validate_model(config: Config) -> None:
     """Refuse a model with other channels, fewer classes or other tokens than the dataset.
 
     The model's keys follow the dataset's, so they differ only if the user sets one of them.
-
-    Raises:
-        UserError: a rule is broken.
     """
-    wanted, given = config.model.get("in_channels"), config.dataset.get("channels")
+    model, dataset = config.model, config.dataset
+    wanted, given = model.get("in_channels"), dataset.get("channels")
     if None not in (wanted, given) and wanted != given:
         raise UserError(
             f"model.in_channels ({wanted}) differs from dataset.channels ({given}); leave it out: "
             "it follows the dataset"
         )
-    wanted, given = config.model.get("num_classes"), config.dataset.get("num_classes")
+    wanted, given = model.get("num_classes"), dataset.get("num_classes")
     if isinstance(wanted, int) and isinstance(given, int) and wanted < given:
         raise UserError(
             f"model.num_classes ({wanted}) is less than dataset.num_classes ({given}); leave it "
             "out: it follows the dataset"
         )
-    pretrained = config.model.get("pretrained")
-    if pretrained is not None and config.dataset.get("tokenizer", "") is None:
+    pretrained = model.get("pretrained")
+    if pretrained is not None and dataset.get("tokenizer", "") is None:
         raise UserError(
             f"model.pretrained ({pretrained}) knows only its own tokens; leave out "
             "dataset.tokenizer, which follows it, or name its folder"
         )
 
 
-def validate_scheduler(config: Config) -> None:
-    """Refuse a metric that no evaluation gives, and a warm-up longer than the run.
-
-    Raises:
-        UserError: a rule is broken.
-    """
-    settings = config.scheduler
-    monitor, mode, warmup = (settings.get(key) for key in ("monitor", "mode", "warmup_steps"))
-    if monitor is not None:
-        known = tuple(name for name in MONITORS if name.startswith("eval/"))
-        if monitor not in known:
-            raise UserError(f"scheduler.monitor ({monitor}) must be one of {', '.join(known)}")
-        if not config.train.eval_every_epochs:
-            raise UserError(
-                f"scheduler.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
-                "write train.eval_every_epochs=1"
-            )
-        better = "min" if is_lower_better(monitor) else "max"
-        if mode is not None and mode != better:
-            raise UserError(
-                f"scheduler.monitor={monitor} with scheduler.mode={mode} would lower the rate "
-                f"while it improves; write scheduler.mode={better}"
-            )
-    steps = num_steps(config)
-    if isinstance(warmup, int) and steps is not None and warmup > steps:
+def _validate_servers(config: Config) -> None:
+    mode, name = config.parallelism, config.parallelism.get("name")
+    num_servers = mode_needs(mode).num_servers
+    if not num_servers:
+        return
+    if config.task == "check":
+        raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
+    if num_servers != 1:
         raise UserError(
-            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
-            "shorten the warm-up or train longer"
+            f"parallelism.needs.num_servers ({num_servers}) must be 1; there is one server"
         )
+    if mode.get("mode") not in ("sync", "async"):
+        raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
+    if config.train.precision == "fp16":
+        raise UserError(f"parallelism={name} has no scaled loss; write train.precision=bf16")
 
 
-def num_steps(config: Config) -> int | None:
-    """Return the optimizer steps of the whole run; None if the number of samples is not known."""
-    samples, size = config.dataset.get("num_samples"), config.batch.global_size
-    if config.train.max_steps is not None:
-        return config.train.max_steps
-    if not isinstance(samples, int) or not size:
-        return None
-    return config.train.epochs * math.ceil(samples / size)
-
-
-def validate_init_method(config: Config, env: DistEnv | None) -> None:
-    """Refuse an address at which the ranks could not meet.
-
-    Raises:
-        UserError: not all machines and restarts could use the address.
-    """
+def _validate_init_method(config: Config, env: DistEnv | None) -> None:
+    """Refuse an address that not all machines, or not all restarts, could use."""
     asked, launch = config.launch.init_method, config.launch
     if asked is None:
         return
@@ -194,53 +208,39 @@ def validate_init_method(config: Config, env: DistEnv | None) -> None:
         )
 
 
-def validate_dataset(config: Config, ranks: int) -> None:
-    """Refuse a generated dataset with fewer samples than ranks; a rank checks all others."""
-    dataset = config.dataset
-    is_ours = dataset["_target_"].startswith(MADE_UP)
-    if is_ours and config.task != "collectives" and isinstance(dataset.get("num_samples"), int):
-        validate_num_samples(dataset.get("name"), dataset["num_samples"], ranks=ranks)
-
-
-def validate_mode(config: Config, ranks: int, backend: BackendConfig) -> None:
-    """Refuse a form of parallelism that does not fit the model, the ranks or their devices.
-
-    Args:
-        config: as composed.
-        ranks: the world size.
-        backend: with its device filled in.
-
-    Raises:
-        UserError: it names what to use instead.
-    """
-    mode, name = config.parallelism, config.parallelism.get("name")
-    needs = mode_needs(mode)
+def _validate_mode(config: Config) -> None:
+    mode, name, model = config.parallelism, config.parallelism.get("name"), config.model.get("name")
+    needs, ranks, stages = mode_needs(mode), config.world_size, config.model.get("num_stages", 1)
     if needs.max_ranks is not None and ranks > needs.max_ranks:
         raise UserError(
             f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}; "
             "leave world_size out, or write parallelism=ddp"
         )
-    stages, wanted = config.model.get("num_stages", 1), needs.devices_per_rank
-    if stages > wanted:
+    if needs.num_servers and ranks < 2:
         raise UserError(
-            f"model={config.model.get('name')} is cut into {stages} stages and parallelism={name} "
-            f"gives a replica {wanted} device; write parallelism=ddp_mp"
+            f"parallelism={name} needs a server and a trainer, world_size is {ranks}; use 2 or more"
         )
-    if stages < wanted:
+    if stages > needs.devices_per_rank:
         raise UserError(
-            f"parallelism={name} spreads a replica over {wanted} devices and "
-            f"model={config.model.get('name')} has {stages} stage; "
-            "take a model cut in two (toy_mp, convnet_mp, mnist_net_mp)"
+            f"model={model} is cut into {stages} stages and parallelism={name} gives a replica "
+            f"{needs.devices_per_rank} device; write parallelism=ddp_mp"
         )
-    if mode.get("static_graph") and config.train.grad_accum_steps > 1:
+    if stages < needs.devices_per_rank:
+        raise UserError(
+            f"parallelism={name} spreads a replica over {needs.devices_per_rank} devices and "
+            f"model={model} has {stages} stage; take a model cut in two (toy_mp, convnet_mp, "
+            "mnist_net_mp)"
+        )
+    grad_accum_steps = config.train.grad_accum_steps
+    if mode.get("static_graph") and grad_accum_steps > 1:
         raise UserError(
             "parallelism.static_graph=true cannot skip gradient syncs, which "
-            f"train.grad_accum_steps ({config.train.grad_accum_steps}) does; turn one of them off"
+            f"train.grad_accum_steps ({grad_accum_steps}) does; turn one of them off"
         )
     if needs.data_parallel and config.train.compile:
         raise UserError(
             f"train.compile=true does not work with parallelism={name}, which copies the model to "
             "the GPUs anew in each step; leave it out, or write parallelism=ddp"
         )
-    if mode.get("sync_batchnorm") and backend.device == "cpu":
+    if mode.get("sync_batchnorm") and config.backend.device == "cpu":
         raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")

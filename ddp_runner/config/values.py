@@ -1,4 +1,4 @@
-"""What each value of a config must be by itself: finite, of its kind, in its range. Torch-free.
+"""What each value of a config must be by itself: of its kind, in its range, known. Torch-free.
 
 What must hold between several keys is in ``validate``.
 """
@@ -13,23 +13,35 @@ from typing import Any
 
 import yaml
 
-from ddp_runner.config.schema import CONFIG_DIR, DTYPES, OPS, REDUCE_OPS, Config, leaves
+from ddp_runner.config.schema import (
+    CONFIG_DIR,
+    DTYPES,
+    KINDS,
+    OPS,
+    REDUCE_OPS,
+    RUNNER_KEYS,
+    Config,
+    ModeNeeds,
+    leaves,
+)
 from ddp_runner.errors import UserError, nearest
 
-GROUPS = ("model", "dataset", "parallelism", "optimizer", "scheduler")
 MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
 YEAR_S = 365 * 86_400.0  # longer times overflow in the libraries
 POSITIVE = (
     "train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps",
     "train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank",
-    "batch.eval_per_rank", "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s",
-    "sweep.max_failures", "sweep.parallel_jobs", "optimizer.lr", "dataset.num_samples",
+    "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
+    "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
+    "sweep.parallel_jobs", "optimizer.lr", "dataset.num_samples",
+    "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
+    "parallelism.needs.max_ranks",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
-    "optimizer.weight_decay", "optimizer.momentum",
+    "optimizer.weight_decay", "optimizer.momentum", "collectives.warmup_steps",
 )  # fmt: skip
-RANGES: Mapping[str, tuple[float, float]] = {
+RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math.inf)) | {
     "backend.timeout_s": (1, YEAR_S),  # less is too short for ranks that share a core
     "launch.shutdown_timeout_s": (0, YEAR_S),
     "launch.nnodes": (1, 2**16),
@@ -37,114 +49,83 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "train.grad_accum_steps": (1, 2**16),
     "batch.global_size": (1, 2**40),
     "batch.per_rank": (1, 2**40),
+    "collectives.min_bytes": (1, math.inf),
+    "collectives.max_bytes": (1, math.inf),
+    "collectives.size_factor": (2, math.inf),
+    "collectives.steps": (1, math.inf),
 }
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "task": ("train", "collectives", "check"),
+    "train.precision": ("fp32", "bf16", "fp16"),
+    "backend.name": ("auto", "gloo", "nccl", "mpi"),
+    "sweep.retry": (None, "failed"),
+    "backend.device": ("auto", "cpu", "cuda"),
+    "checkpoint.mode": ("max", "min"),
+}
+LISTS = {"ops": OPS, "dtypes": DTYPES, "reduce_ops": REDUCE_OPS}  # of collectives
 
 
 def validate_values(config: Config) -> None:
     """Refuse a value that no run can use, whatever the other keys are.
 
     Raises:
-        UserError: a value is infinite, of another kind, or out of its range.
+        UserError: a value is infinite, of another kind, out of its range, or an unknown word.
     """
-    for group in GROUPS:
+    for group in RUNNER_KEYS:
         if not isinstance(getattr(config, group).get("_target_"), str):
             raise UserError(
                 f"{group} has no _target_, the name of what is built; choose an option, as in "
                 f"{group}=NAME: see --help"
             )
     values = dict(leaves(asdict(config)))
+    _validate_numbers(values)
+    for group in RUNNER_KEYS:
+        keys = getattr(config, group)
+        _validate_kind(group, keys, _yaml_values(group, str(keys.get("name"))))
+    _validate_needs(config.parallelism.get("needs", {}))
+    _validate_memory(config)
+    for key, options in CHOICES.items():
+        if values[key] not in options:
+            named = ", ".join("null" if one is None else one for one in options)
+            raise UserError(f"{key} ({values[key]}) must be one of {named}")
+    for name, known in LISTS.items():
+        _validate_list(f"collectives.{name}", getattr(config.collectives, name), known)
+
+
+def _validate_numbers(values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{key} ({value}) must be a finite number")
             if isinstance(number, int) and abs(number) > MOST:
                 raise UserError(f"{key} ({value}) must be {MOST} or less")
-    for key in POSITIVE:
-        if (value := _number(key, values.get(key))) is not None and not value > 0:
+    for key in (*POSITIVE, *RANGES):
+        if (value := values.get(key)) is None:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UserError(f"{key} ({value}) must be a number")
+        if key in POSITIVE and not value > 0:
             raise UserError(f"{key} ({value}) must be greater than 0")
-    for key in NOT_NEGATIVE:
-        if (value := _number(key, values.get(key))) is not None and value < 0:
-            raise UserError(f"{key} ({value}) must be 0 or greater")
-    for key, (least, most) in RANGES.items():
-        if (value := values.get(key)) is not None and not least <= value <= most:
+        least, most = RANGES.get(key, (-math.inf, math.inf))
+        if not least <= value <= most:
             rule = f"{least:g} or greater" if value < least else f"{most:.0f} or less"
             raise UserError(f"{key} ({value}) must be {rule}")
-    for group in GROUPS:
-        _validate_kinds(group, getattr(config, group))
-    _ensure_memory(config)
-
-
-def validate_collectives(config: Config, *, num_ranks: int) -> None:
-    """Refuse values that the collectives benchmark cannot measure.
-
-    Raises:
-        UserError: a number is out of range, a name is unknown, or there is only one rank.
-    """
-    asked = config.collectives
-    for key, value, least in (
-        ("min_bytes", asked.min_bytes, 1),
-        ("max_bytes", asked.max_bytes, 1),
-        ("size_factor", asked.size_factor, 2),
-        ("steps", asked.steps, 1),
-        ("warmup_steps", asked.warmup_steps, 0),
-    ):
-        if value < least:
-            raise UserError(f"collectives.{key} ({value}) must be {least} or greater")
-    if asked.min_bytes > asked.max_bytes:
-        raise UserError(
-            f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
-            f"({asked.max_bytes}); give both, the smaller as min_bytes"
-        )
-    _validate_names("ops", asked.ops, OPS)
-    _validate_names("dtypes", asked.dtypes, DTYPES)
-    _validate_names("reduce_ops", asked.reduce_ops, REDUCE_OPS)
-    if config.task == "collectives" and num_ranks < 2:
-        raise UserError(
-            f"task=collectives measures what ranks send each other, world_size is {num_ranks}; "
-            "write world_size=2 or more"
-        )
-
-
-def _validate_names(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
-    if names is None:
-        return
-    for name in names:
-        if name not in known:
-            meant = nearest(name, known)
-            hint = f"; did you mean {meant}?" if meant else ""
-            raise UserError(f"collectives.{key} ({name}) must be among {', '.join(known)}{hint}")
-    if not names or len(set(names)) < len(names):
-        raise UserError(
-            f"collectives.{key} ([{', '.join(names)}]) must name at least one, and none twice; "
-            f"choose from {', '.join(known)}"
-        )
-
-
-def _number(key: str, value: Any) -> int | float | None:
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value
-    raise UserError(f"{key} ({value}) must be a number")
-
-
-def _validate_kinds(group: str, keys: Mapping[str, Any]) -> None:
-    """Refuse a key of a group whose value is of another kind than in the group's own YAML."""
-    for key, default in _yaml_values(group, str(keys.get("name"))).items():
-        *parents, last = key.split(".")
-        inner: Any = keys
-        for depth, parent in enumerate(parents, start=1):
-            inner = inner.get(parent)
-            if inner is None:
-                break  # the group is left out
-            if not isinstance(inner, Mapping):
-                name = ".".join([group, *parents[:depth]])
-                raise UserError(f"{name} ({inner}) is a group of keys; write {group}.{key}=VALUE")
-        if inner is not None and last in inner:
-            _validate_kind(f"{group}.{key}", inner[last], default)
 
 
 def _validate_kind(key: str, value: Any, default: Any) -> None:
+    """Refuse a value of another kind than the default in its YAML; a group's keys one by one."""
+    if isinstance(default, Mapping):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key} ({value}) is a group of keys; write {key}.KEY=VALUE")
+        for name, usual in default.items():
+            inner = value.get(name, usual)
+            is_left_out = inner is None and isinstance(usual, Mapping)
+            if name not in ("name", "loss") and not is_left_out:
+                _validate_kind(f"{key}.{name}", inner, usual)
+        return
     kind = type(default)
+    if kind not in KINDS or str(default).startswith("${"):
+        return
     if kind is float and isinstance(value, list):
         return  # such as a number per channel: the target checks how many
     fits = isinstance(value, (int, float) if kind is float else kind)
@@ -155,25 +136,31 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
         raise UserError(f"{key} ({value}) must be 0 or greater")
 
 
-@lru_cache
-def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
-    """Return the plain values of an option's YAML by dotted key; nothing for a user's option."""
-    path = CONFIG_DIR / group / f"{option}.yaml"
-    if not re.fullmatch(r"\w+", option) or not path.is_file():
-        return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    own = content.get(group, content)
-    return {
-        key: value
-        for key, value in leaves(own)
-        if isinstance(value, bool | int | float | str)
-        and key.rpartition(".")[2][0] != "_"
-        and key not in ("name", "loss")
-        and not str(value).startswith("${")
-    }
+def _validate_needs(needs: Any) -> None:
+    defaults = asdict(ModeNeeds())
+    _validate_kind("parallelism.needs", needs, defaults)
+    for key, value in needs.items():
+        if key not in defaults:
+            meant = nearest(str(key), defaults, cutoff=0.0)
+            raise UserError(f"parallelism.needs.{key} does not exist; did you mean {meant}?")
+        if key == "max_ranks" and value is not None:  # its default, null, has no kind
+            _validate_kind(f"parallelism.needs.{key}", value, 1)
 
 
-def _ensure_memory(config: Config) -> None:
+def _validate_list(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:
+    for name in names or ():
+        if name not in known:
+            meant = nearest(name, known)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise UserError(f"{key} ({name}) must be among {', '.join(known)}{hint}")
+    if names is not None and (not names or len(set(names)) < len(names)):
+        raise UserError(
+            f"{key} ([{', '.join(names)}]) must name at least one, and none twice; choose from "
+            f"{', '.join(known)}"
+        )
+
+
+def _validate_memory(config: Config) -> None:
     """Refuse a generated dataset that is larger than this machine's memory."""
     dataset = config.dataset
     sizes = [dataset.get(key) for key in ("channels", "height", "width")]
@@ -182,14 +169,21 @@ def _ensure_memory(config: Config) -> None:
     else:
         sample_bytes = 4 * sum(dataset.get(key) or 0 for key in ("input_size", "target_size"))
     count = (dataset.get("num_samples") or 0) + (dataset.get("eval_samples") or 0)
-    needed, memory = (size / 2**30 for size in (count * sample_bytes, memory_bytes()))
-    if needed > memory:
+    needed_gib = count * sample_bytes / 2**30
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if needed_gib > memory_gib:
         raise UserError(
-            f"dataset={dataset.get('name')} of {count} samples takes {needed:.0f} GiB and this "
-            f"machine has {memory:.0f}; write a smaller dataset.num_samples"
+            f"dataset={dataset.get('name')} of {count} samples takes {needed_gib:.0f} GiB and this "
+            f"machine has {memory_gib:.0f}; write a smaller dataset.num_samples"
         )
 
 
-def memory_bytes() -> int:
-    """Return how much memory this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+@lru_cache
+def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
+    """Return the keys of an option's YAML; nothing for a user's option."""
+    path = CONFIG_DIR / group / f"{option}.yaml"
+    if not re.fullmatch(r"\w+", option) or not path.is_file():
+        return {}
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    own: dict[str, Any] = content.get(group, content)
+    return own

@@ -21,34 +21,24 @@ class Hardware:
     """The devices and cores that this process may use."""
 
     num_gpus: int  # that torch can compute on
-    num_cores: int
+    num_cores: int  # that this process may keep busy
     unusable: str | None = None  # why torch cannot use the visible GPUs, and the fix
     binds_gpus: bool = False  # Slurm shows each task its own GPUs only
 
     def share(self, num_slots: int) -> "Hardware":
         """Return the hardware of each slot; a remainder stays idle, so that all slots are equal."""
-        return replace(
-            self, num_gpus=self.num_gpus // num_slots, num_cores=self.num_cores // num_slots
-        )
+        num_gpus, num_cores = self.num_gpus // num_slots, self.num_cores // num_slots
+        return replace(self, num_gpus=num_gpus, num_cores=num_cores)
 
 
 def detect() -> Hardware:
-    """Return the usable GPUs, and the cores that this process may keep busy.
-
-    Cores: those of its affinity mask, and no more than its cgroups' CPU time allows.
-    """
+    """Return the usable GPUs, and the cores: those of the affinity mask, up to the CPU quota."""
     num_visible, driver_cuda = _cuda_driver()
     unusable = why_unusable(num_visible, driver_cuda, torch_build(), has_amd=AMD_GPUS.exists())
+    num_cores = os.cpu_count() or 1
     if sys.platform == "linux":
         num_cores = min(len(os.sched_getaffinity(0)), quota_cores() or sys.maxsize)
-    else:
-        num_cores = os.cpu_count() or 1
-    return Hardware(
-        num_gpus=0 if unusable else num_visible,
-        num_cores=num_cores,
-        unusable=unusable,
-        binds_gpus=binds_gpus(os.environ),
-    )
+    return Hardware(0 if unusable else num_visible, num_cores, unusable, binds_gpus(os.environ))
 
 
 def _cuda_driver() -> tuple[int, int]:
@@ -71,10 +61,8 @@ def torch_build() -> dict[str, str | None]:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return {}
+    path = Path(spec.origin).with_name("version.py")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = re.findall(r"""^(cuda|hip)\b.*=\s*(None|["'].*["'])""", text, re.MULTILINE)
     return {key: None if value == "None" else value.strip("\"'") for key, value in found}
 
@@ -84,21 +72,16 @@ def why_unusable(
 ) -> str | None:
     """Return why torch cannot compute on this machine's GPUs, and the fix; None: it can.
 
-    Args:
-        num_visible: CUDA devices that the driver shows.
-        driver_cuda: the CUDA version of the driver, or 0.
-        build: what torch was built for.
-        has_amd: whether there is a driver for AMD's GPUs.
+    The arguments are what ``_cuda_driver`` and ``torch_build`` return, and whether there is a
+    driver for AMD's GPUs.
     """
-    if build.get("hip"):
+    if build.get("hip") and has_amd:
         # Counting them with AMD's driver is untested.
         return (
             "torch was built for ROCm, whose GPUs ddp_runner cannot count; use NVIDIA GPUs and "
             "a torch for CUDA"
-            if has_amd
-            else None
         )
-    if num_visible == 0 or "cuda" not in build:
+    if build.get("hip") or num_visible == 0 or "cuda" not in build:
         return None
     cuda, noun = build["cuda"], "GPU is" if num_visible == 1 else "GPUs are"
     if not cuda:
@@ -144,11 +127,8 @@ def own_groups(controller: str) -> Iterator[Path]:
 
     In a container the path may be the host's; then some of the folders do not exist.
     """
-    try:
-        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    text = OWN_CGROUPS.read_text(encoding="utf-8") if OWN_CGROUPS.exists() else ""
+    for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -163,12 +143,10 @@ def _quota(group: Path) -> float | None:
     """Return a cgroup's CPU quota as a number of cores; None: no limit."""
     try:
         if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+            quota, period = (group / "cpu.max").read_text().split()
         else:
-            quota, period = (
-                (group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
-                for name in ("quota", "period")
-            )
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
         return float(quota) / float(period) if float(quota) > 0 else None
     except (OSError, ValueError):
         return None  # there is no file, or it holds "max"
@@ -182,16 +160,14 @@ def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
 
 
-def gpu_shares(
-    num_slots: int, *, num_gpus: int, environ: Mapping[str, str] | None = None
-) -> list[str | None]:
+def gpu_shares(num_slots: int, *, num_gpus: int) -> list[str | None]:
     """Return disjoint, equal parts of the visible GPUs as values of CUDA_VISIBLE_DEVICES.
 
     None, without GPUs, leaves the variable as it is.
     """
     if num_gpus == 0:
         return [None] * num_slots
-    visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(num_gpus)))
     size = num_gpus // num_slots
     return [",".join(names[size * i : size * (i + 1)]) for i in range(num_slots)]
@@ -200,10 +176,8 @@ def gpu_shares(
 def _place(core: int) -> tuple[int, int, int]:
     """Return a sort key that keeps the hyperthreads of one physical core together."""
     try:
-        package, physical = (
-            int((CPUS / f"cpu{core}" / "topology" / name).read_text())
-            for name in ("physical_package_id", "core_id")
-        )
+        topology = CPUS / f"cpu{core}" / "topology"
+        package = int((topology / "physical_package_id").read_text())
+        return package, int((topology / "core_id").read_text()), core
     except (OSError, ValueError):
         return 0, core, core  # unknown, as in some containers
-    return package, physical, core

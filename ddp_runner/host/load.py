@@ -4,17 +4,18 @@ A speed measured beside other work means little, so the comparison needs to know
 """
 
 import os
+import re
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddp_runner.host.hardware import own_groups
+from ddp_runner.host.processes import PROC, process_stats
 
-PROC = Path("/proc")
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
-# Fields of /proc/PID/stat after the name: ppid; own time, and that of its ended children.
-PARENT, OWN, ENDED = 1, slice(11, 13), slice(13, 15)
+# Fields of `process_stats`: the parent; own time, and that of its ended children, in clock ticks.
+PARENT, OWN, ENDED = 0, slice(10, 12), slice(12, 14)
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,7 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
         steal = round(spent[STEAL] / total, 3)
     return {
         "start": {"loadavg_1m": start.average_1m},
-        "end": {
-            "loadavg_1m": end.average_1m,
-            "busy_share_others": others,
-            "steal_share": steal,
-        },
+        "end": {"loadavg_1m": end.average_1m, "busy_share_others": others, "steal_share": steal},
     }
 
 
@@ -68,13 +65,10 @@ def oom_kills() -> int:
     """
     for group in own_groups("memory"):
         for name in ("memory.events", "memory.oom_control"):
-            try:
-                lines = (group / name).read_text(encoding="utf-8").splitlines()
-            except OSError:
-                continue  # of the other version, or missing
-            counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
-            if "oom_kill" in counts:
-                return int(counts["oom_kill"])
+            with suppress(OSError):  # of the other version, or missing
+                found = re.search(r"^oom_kill (\d+)", (group / name).read_text(), re.MULTILINE)
+                if found:
+                    return int(found[1])
     return 0
 
 
@@ -92,13 +86,9 @@ def _ranks_ticks(parent: int) -> int:
     Ended ranks count through their parent: other ranks may end before rank 0 measures.
     """
     ticks = 0
-    for path in PROC.glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended, or may not be read
-        if int(fields[PARENT]) == parent:
-            ticks += sum(map(int, fields[OWN]))
-        if int(fields[PARENT]) == parent or path.parent.name == str(parent):
-            ticks += sum(map(int, fields[ENDED]))
+    for pid, fields in process_stats():
+        if fields[PARENT] == parent:
+            ticks += sum(fields[OWN])
+        if parent in (fields[PARENT], pid):
+            ticks += sum(fields[ENDED])
     return ticks

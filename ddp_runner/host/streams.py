@@ -1,48 +1,69 @@
-"""Keeps a run alive when stdout or stderr is closed, full, or a pipe that nobody reads any more.
+"""What a process prints, on streams that may be closed, full, or a pipe without a reader.
 
-What cannot be written is dropped.
+What cannot be written is dropped, and the run goes on.
 """
 
 import io
 import os
 import select
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
+PATIENCE_S = 2.0
 ERASE_LINE = "\r\x1b[2K"  # of a terminal: the next text takes the place of what is there
 
 
-def has_live_line(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that can draw a line anew.
+def line_width(stream: TextIO) -> int:
+    """Return how many columns a line may take on a terminal that can draw it anew; 0: not one.
 
     mpirun gives a terminal without lines, Emacs a dumb one.
     """
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return False
+        return 0
     try:
         size = os.get_terminal_size(stream.fileno())
     except OSError:  # its window has just been closed
-        return False
-    return size.lines > 0 and size.columns > 0
+        return 0
+    # Some terminals wrap after a full last column.
+    return max(0, size.columns - 1) if size.lines > 0 else 0
+
+
+def shortened(text: str, width: int) -> str:
+    """Return the text in so many columns, its middle replaced by an ellipsis if it is longer."""
+    if len(text) <= width:
+        return text
+    end = max(0, width - 1) // 2
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
 def print_line(text: str, *, stream: TextIO) -> None:
     """Print a line at once; on a terminal it takes the place of a live line."""
-    print(f"{ERASE_LINE if has_live_line(stream) else ''}{text}", file=stream, flush=True)
+    print(f"{ERASE_LINE if line_width(stream) else ''}{text}", file=stream, flush=True)
+
+
+@contextmanager
+def notice_if_slow(text: Callable[[], str]) -> Iterator[None]:
+    """Print what the block waits for once it has taken longer than two seconds."""
+    timer = threading.Timer(PATIENCE_S, lambda: print_line(text(), stream=sys.stdout))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # a line that is being printed ends before the next one
 
 
 def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None:
-    """Let this process outlive its stdout and stderr.
-
-    Args:
-        on_loss: receives one sentence for each stream that is lost.
-    """
+    """Let this process outlive its stdout and stderr; `on_loss` gets a sentence for each loss."""
     for name, number in STREAMS.items():
-        if _is_closed(number):
-            # Otherwise the next file to be opened would get its number.
+        try:
+            os.fstat(number)
+        except OSError:  # it is closed: the next file to be opened would get its number
             _send_nowhere(number)
             on_loss(f"{name} was closed: what it would have shown is in logs/ only")
         stream = getattr(sys, name)
@@ -59,14 +80,6 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
         )
         setattr(sys, name, kept)
         setattr(sys, f"__{name}__", kept)
-
-
-def _is_closed(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return True
-    return False
 
 
 def _send_nowhere(number: int) -> None:

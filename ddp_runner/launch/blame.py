@@ -39,7 +39,7 @@ def first_failure(ends: Ends, scratch: Scratch, config: Config, *, attempt: int)
     if silent:
         return _without_exception(silent[0], ends)
     if timed_out:
-        late = late_rank(ends, scratch, attempt=attempt, timeout_s=config.backend.timeout_s)
+        late = _late_rank(ends, scratch, attempt=attempt, timeout_s=config.backend.timeout_s)
         if late is not None:
             return late
     return lost_peer[0] if lost_peer else _without_exception(next(iter(ends.exit_codes)), ends)
@@ -60,7 +60,8 @@ def _without_exception(rank: int, ends: Ends) -> Failure:
             "os._exit, or by a library that ends the process"
         )
         return Failure(rank=rank, kind="crash", sentence=sentence)
-    sentence = f"rank {rank} was killed by {_name(-exit_code)}"
+    names = {one.value: one.name for one in signal.Signals}  # real-time signals have no names
+    sentence = f"rank {rank} was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
     if exit_code == -signal.SIGKILL:
         sentence += (
             ": likely out of memory, as the kernel reports; use a smaller batch.per_rank"
@@ -70,14 +71,7 @@ def _without_exception(rank: int, ends: Ends) -> Failure:
     return Failure(rank=rank, kind="signal", sentence=sentence)
 
 
-def _name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"  # a real-time signal has no name
-
-
-def late_rank(ends: Ends, scratch: Scratch, *, attempt: int, timeout_s: float) -> Failure | None:
+def _late_rank(ends: Ends, scratch: Scratch, *, attempt: int, timeout_s: float) -> Failure | None:
     """Return the rank that the others waited for: the lowest that never failed by itself."""
     late = (
         f"did not reach the collective in which the others waited for backend.timeout_s "

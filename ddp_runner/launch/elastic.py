@@ -1,64 +1,44 @@
 """Adapter of torch's launcher: how the agents of a run's machines meet, and NUMA binding.
 
-The one private name of torch in here is `_maybe_wrap_with_numa_binding`: torch has no public name
-for it. Checked on torch 2.11 and 2.15.
+Two private names of torch are in here, since torch has no public ones: the state of a rendezvous,
+and `_maybe_wrap_with_numa_binding`. Checked on torch 2.11 and 2.15.
 """
 
 import inspect
 import os
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.elastic.rendezvous.registry as rdzv_registry
+import torch.distributed.elastic.rendezvous as rdzv
 import torch.numa.binding as numa
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from ddp_runner import worker
 from ddp_runner.config.schema import Config
-from ddp_runner.host.notice import notice_if_slow
+from ddp_runner.host.streams import notice_if_slow
 
 MONITOR_INTERVAL_S = 0.05
 RDZV_TIMEOUT_S = 900  # torchrun's
 
 
-def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
+def worker_spec(config: Config) -> WorkerSpec:
     """Return what this machine's agent starts, and how it meets the agents of other machines."""
     launch = config.launch
-    handler: RendezvousHandler = OneMachine(uuid.uuid4().hex)
     master_addr, master_port = None, None
-    if launch.nnodes > 1:
-        endpoint = launch.rdzv_endpoint or ""
-        rank: dict[str, Any] = {} if launch.node_rank is None else {"rank": launch.node_rank}
-        if launch.node_rank is not None:
-            master_addr, master_port = parse_rendezvous_endpoint(endpoint, default_port=-1)
-        with noticed_wait(config):
-            handler = rdzv_registry.get_rendezvous_handler(
-                RendezvousParameters(
-                    backend="c10d" if launch.node_rank is None else "static",
-                    endpoint=endpoint,
-                    run_id=launch.rdzv_id,
-                    min_nodes=launch.nnodes,
-                    max_nodes=launch.nnodes,
-                    timeout=RDZV_TIMEOUT_S,
-                    **rank,
-                )
-            )
+    if launch.nnodes > 1 and launch.node_rank is not None:
+        master_addr, master_port = parse_rendezvous_endpoint(launch.rdzv_endpoint, default_port=-1)
     return WorkerSpec(
         role="default_role",
         local_world_size=config.world_size // launch.nnodes,
-        entrypoint=work,
-        rdzv_handler=handler,
+        entrypoint=worker.work,
+        rdzv_handler=_rendezvous_handler(config),
         max_restarts=launch.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
         master_addr=master_addr,
@@ -66,12 +46,43 @@ def worker_spec(config: Config, work: Callable[..., Any]) -> WorkerSpec:
     )
 
 
-def noticed_wait(config: Config) -> AbstractContextManager[None]:
-    """Return a context that says that this machine waits for the others, if it waits long."""
+def _rendezvous_handler(config: Config) -> rdzv.RendezvousHandler:
     launch = config.launch
-    text = f"waiting for the other nodes, {launch.nnodes} in all, at {launch.rdzv_endpoint}; "
-    text += "start the same command on each of them"
-    return notice_if_slow(text, enabled=launch.nnodes > 1)
+    if launch.nnodes == 1:
+        return OneMachine("localhost", 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
+    parameters = rdzv.RendezvousParameters(
+        backend="c10d" if launch.node_rank is None else "static",
+        endpoint=launch.rdzv_endpoint or "",
+        run_id=launch.rdzv_id,
+        min_nodes=launch.nnodes,
+        max_nodes=launch.nnodes,
+        timeout=RDZV_TIMEOUT_S,
+        rank=launch.node_rank,
+    )
+    with noticed_wait(config):
+        return rdzv.rendezvous_handler_registry.create_handler(parameters)
+
+
+@contextmanager
+def noticed_wait(config: Config, handler: rdzv.RendezvousHandler | None = None) -> Iterator[None]:
+    """Print that this machine waits for the others, if it waits long.
+
+    The handler of a c10d rendezvous knows how many have come; that of a static one does not.
+    """
+    num_nodes = config.launch.nnodes
+
+    def text() -> str:
+        holder = getattr(handler, "_state_holder", None)
+        num_missing = num_nodes - (len(holder.state.participants) if holder else 0)
+        is_known = 0 < num_missing < num_nodes
+        count = f"{num_missing} of {num_nodes} missing" if is_known else f"{num_nodes} in all"
+        return (
+            f"waiting for the other nodes, {count}, at {config.launch.rdzv_endpoint}; start the "
+            "same command on each of them"
+        )
+
+    with notice_if_slow(text) if num_nodes > 1 else nullcontext():
+        yield
 
 
 def numa_options(config: Config) -> numa.NumaOptions | None:
@@ -80,7 +91,7 @@ def numa_options(config: Config) -> numa.NumaOptions | None:
         min_nodes=config.launch.nnodes,
         max_nodes=config.launch.nnodes,
         nproc_per_node=config.world_size // config.launch.nnodes,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it makes a folder for logs
     ).numa_options
 
 
@@ -91,48 +102,26 @@ def numa_bound(
     if options is None:
         return work
     bind = numa._maybe_wrap_with_numa_binding
-    known = inspect.signature(bind).parameters
-    device: dict[str, Any] = {
-        "device_index" if "device_index" in known else "gpu_index": local_rank  # as in torch 2.11
-    }
+    is_new = "device_index" in inspect.signature(bind).parameters  # not so in torch 2.11
+    device: dict[str, Any] = {"device_index" if is_new else "gpu_index": local_rank}
     return bind(work, **device, numa_options=options)
 
 
-class OneMachine(RendezvousHandler):
+class OneMachine(StaticTCPRendezvous):
     """The rendezvous of a single agent with itself: no port, no listening socket, no waiting.
 
     The c10d one listens on all interfaces, even for one machine.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "ddp_runner-one-machine"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Return rank 0 of 1, with a store in this process."""
-        # Ranks meet through a file and never use the address. The store is public and documented,
-        # but torch imports it in a way that type checkers do not accept as an export.
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("localhost", 0))
-
-    def is_closed(self) -> bool:
-        """Return False: it is open as long as its agent lives."""
+    @property
+    def use_agent_store(self) -> bool:
+        """Return False: ranks meet through a file, and never use the address."""
         return False
 
-    def set_closed(self) -> None:
-        """Do nothing: nobody else could join."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: nobody else can join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the id that the launcher chose."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Return True: there is nothing to close."""
-        return True
+    def next_rendezvous(self) -> rdzv.RendezvousInfo:
+        """Return rank 0 of 1, with a store in this process."""
+        # The store is public and documented, but torch imports it in a way that type checkers do
+        # not accept as an export.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        address = rdzv.RendezvousStoreInfo(self.master_addr, self.master_port)
+        return rdzv.RendezvousInfo(store, self.rank, self.world_size, address)

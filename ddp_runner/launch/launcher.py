@@ -7,18 +7,18 @@ imports torch, so that the two imports overlap.
 
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import dist_env
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
+from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
@@ -43,7 +43,7 @@ def launch(job: Job) -> Outcome:
     the folder and writes run.json, since it may be elsewhere.
     """
     if job.config.launch.nnodes > 1:
-        return _print_failure(run_worker_group(job))
+        return run_worker_group(job)
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     if not run_dir.is_frozen:
@@ -54,7 +54,7 @@ def launch(job: Job) -> Outcome:
         fields |= {"parallel_jobs": True, "cores": slot.cores, "cuda_visible_devices": slot.gpus}
     begin_session(run_dir, started_at=job.started_at, **fields)
     try:
-        outcome = _print_failure(run_worker_group(job))
+        outcome = run_worker_group(job)
     except SystemExit:  # a signal came before StopSignals handled them
         mark_ended(run_dir)
         raise
@@ -71,34 +71,29 @@ def run_worker_group(job: Job) -> Outcome:
     # With one store for rendezvous and process group, a restarted worker group now and then finds
     # the keys of the killed one, and fails.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    slot = job.slot
-    scratch = Scratch(Path(tempfile.mkdtemp(prefix="job-", dir=temp_folder())))
-    if slot is not None:
-        scratch.stop.symlink_to(slot.scratch.stop)  # one request stops the jobs of all slots
-    try:
-        with StopSignals(
+    with tempfile.TemporaryDirectory(
+        prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
+    ) as folder:
+        scratch = Scratch(Path(folder))
+        if job.slot is not None:
+            scratch.stop.symlink_to(job.slot.scratch.stop)  # one request stops all slots
+        stop_signals = StopSignals(
             scratch,
             timeout_s=job.config.launch.shutdown_timeout_s,
             running=lambda: [job.run_dir] if job.run_dir else [],
-            handles=slot is None,  # for a slot its parent does
-        ) as stop_signals:
+        )
+        # The parent of a slot handles its signals.
+        with stop_signals if job.slot is None else nullcontext():
             # Inside the block: a signal during these seconds of imports is handled like any other.
-            from ddp_runner.launch.supervisor import RanksFailedError, supervise
-            from ddp_runner.worker import work
+            from ddp_runner.launch.supervisor import supervise
 
             _quiet_agent()
-            try:
-                result = supervise(replace(job, scratch=scratch), work)
-            except RanksFailedError as error:
-                return _failed(error.failure, job.run_dir)
-        received = stop_signals.received or signal.SIGTERM
-        return Outcome(
-            status=result["status"],
-            exit_code=EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received,
-            run_dir=Path(result["run_dir"]),
-        )
-    finally:
-        shutil.rmtree(scratch.path, ignore_errors=True)
+            result = supervise(replace(job, scratch=scratch))
+            if isinstance(result, Failure):
+                return _failed(result, job.run_dir)
+    received = stop_signals.received or signal.SIGTERM
+    exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
+    return Outcome(result["status"], exit_code, Path(result["run_dir"]))
 
 
 def print_error(sentence: str) -> None:
@@ -108,15 +103,8 @@ def print_error(sentence: str) -> None:
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
-def _print_failure(outcome: Outcome) -> Outcome:
-    if outcome.failure is not None:
-        print_error(outcome.failure.sentence)
-        if outcome.failure.kind != "user":
-            print(outcome.failure.traceback, file=sys.stderr, flush=True)
-    return outcome
-
-
 def _failed(failure: Failure, folder: Path | None) -> Outcome:
+    """Record and print why the ranks failed, and how to go on."""
     next_step = "" if failure.kind == "user" else "; go on with resume=RUN"
     if folder is not None:
         run_dir = RunDir(folder)
@@ -136,9 +124,12 @@ def _failed(failure: Failure, folder: Path | None) -> Outcome:
         except (OSError, UserError) as error:
             # The cause stays first: a full disk is often the reason for both.
             next_step = f"; besides, {error}"
-    exit_code = EXIT_USER_ERROR if failure.kind == "user" else EXIT_FAILED
     failure = replace(failure, sentence=failure.sentence + next_step)
-    return Outcome(status=Status.FAILED, exit_code=exit_code, run_dir=folder, failure=failure)
+    print_error(failure.sentence)
+    if failure.kind == "user":
+        return Outcome(Status.FAILED, EXIT_USER_ERROR, folder, failure)
+    print(failure.traceback, file=sys.stderr, flush=True)
+    return Outcome(Status.FAILED, EXIT_FAILED, folder, failure)
 
 
 def _quiet_agent() -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from ddp_runner.host.children import kill_descendants
+from ddp_runner.host.processes import kill_descendants
 from ddp_runner.rank.stop import die_with_parent
 
 SERVER = os.getpid()

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any
 
 from ddp_runner.errors import UserError
-from ddp_runner.host.children import kill_descendants
-from ddp_runner.host.signals import handled_signals
+from ddp_runner.host.processes import handled_signals, kill_descendants
 from ddp_runner.job import Status
 from ddp_runner.scratch import SAVING_FACTOR, Scratch
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
@@ -35,7 +33,6 @@ class StopSignals:
         scratch: where the ranks look for the request; removed if the run ends without a checkpoint.
         timeout_s: from the request to that end.
         running: returns the folders of the runs that such an end marks.
-        handles: False in a process whose parent handles the signals.
     """
 
     def __init__(
@@ -44,28 +41,22 @@ class StopSignals:
         *,
         timeout_s: float,
         running: Callable[[], Iterable[os.PathLike[str]]],
-        handles: bool = True,
     ) -> None:
         self.received: int | None = None
         self._scratch, self._timeout_s, self._running = scratch, timeout_s, running
-        self._handles = handles
-        self._previous: dict[int, Any] = {}
         self._signals: SimpleQueue[int | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
 
     def __enter__(self) -> "StopSignals":
-        if self._handles:
-            self._thread.start()
-            for signum in handled_signals():
-                self._previous[signum] = signal.signal(signum, self._receive)
+        self._thread.start()
+        self._previous = {one: signal.signal(one, self._receive) for one in handled_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        if self._handles:
-            self._signals.put(None)
-            self._thread.join()
+        self._signals.put(None)
+        self._thread.join()
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         # Nothing more in here: the main thread may be anywhere, even inside a print or holding the
@@ -78,10 +69,10 @@ class StopSignals:
         if signum is None:
             return
         self._request_stop(signum)
-        requested_at = time.monotonic()
+        # After the last save, the run has timeout_s again to end.
+        requested_at = saving_at = time.monotonic()
         deadline = requested_at + self._timeout_s
         last_deadline = requested_at + SAVING_FACTOR * self._timeout_s
-        saving_at = requested_at  # after the last save, the run has timeout_s again to end
         while True:
             try:
                 if self._signals.get(timeout=max(0.0, deadline - time.monotonic())) is None:
@@ -107,14 +98,14 @@ class StopSignals:
         )
 
     def _end_at_once(self) -> None:
-        record = threading.Thread(target=self._record_end, daemon=True)
+        record = threading.Thread(target=self._mark_ended, daemon=True)
         record.start()
         record.join(RECORD_S)
         kill_descendants()
         shutil.rmtree(self._scratch.path, ignore_errors=True)
         os._exit(128 + (self.received or signal.SIGTERM))
 
-    def _record_end(self) -> None:
+    def _mark_ended(self) -> None:
         for run_dir in self._running():
             with suppress(UserError):  # the disk is full, or the folder is gone
                 mark_ended(run_dir)

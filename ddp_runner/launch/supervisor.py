@@ -7,8 +7,13 @@ to repeat, and knows one rank's exit code only.
 """
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -16,43 +21,46 @@ from torch.distributed.elastic.agent.server.api import (
     SimpleElasticAgent,
     Worker,
     WorkerGroup,
-    WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.numa.binding import NumaOptions
 
-from ddp_runner.config.schema import Config
+from ddp_runner import worker
 from ddp_runner.errors import UserError
-from ddp_runner.host.children import adopt_orphans, children
-from ddp_runner.host.fork_server import fork_server_is_gone, start_fork_server
 from ddp_runner.host.load import oom_kills
+from ddp_runner.host.processes import (
+    adopt_orphans,
+    children,
+    end_adopted,
+    fork_server_is_gone,
+    start_fork_server,
+)
 from ddp_runner.job import Job
 from ddp_runner.launch.blame import Ends, first_failure
-from ddp_runner.launch.elastic import noticed_wait, numa_options, worker_spec
-from ddp_runner.launch.rank_processes import RankProcess, end_ranks, start_rank, wait_for
-from ddp_runner.scratch import Failure
+from ddp_runner.launch.elastic import noticed_wait, numa_bound, numa_options, worker_spec
+from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S, die_with_launcher
+from ddp_runner.scratch import SAVING_FACTOR, SAVING_POLL_S, Failure
 
+ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
+# From SIGTERM to SIGKILL: a rank ends by itself after its own grace, unless it is suspended.
+END_S = FAILED_GROUP_GRACE_S + 1.0
+GONE_S = 2.0  # after SIGKILL; a rank in uninterruptible sleep stays, and is left behind
+PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is noticed first
 
 
-class RanksFailedError(Exception):
-    """The ranks of this machine have failed for good."""
+def supervise(job: Job) -> dict[str, Any] | Failure:
+    """Run this machine's ranks to their end, with restarts.
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.sentence)
-        self.failure = failure
-
-
-def supervise(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
-    """Run this machine's ranks to their end, with restarts; return the result of its first rank.
+    Returns:
+        The result of the first rank; or the failure that came first, if the last attempt failed.
 
     Raises:
-        RanksFailedError: with the failure that came first.
         UserError: the machines of the run do not come together.
     """
     adopt_orphans()
-    spec = worker_spec(job.config, work)
-    supervisor = Supervisor(spec, job, work)
+    supervisor = Supervisor(job)
     try:
         result = supervisor.run()
     except RendezvousError as error:
@@ -61,13 +69,22 @@ def supervise(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]
             f"({job.config.launch.rdzv_endpoint}): {error}; start the same command on each of them"
         ) from error
     finally:
-        spec.rdzv_handler.shutdown()
+        supervisor.get_worker_group().spec.rdzv_handler.shutdown()
     if supervisor.failure is not None:
-        raise RanksFailedError(supervisor.failure)
+        return supervisor.failure
     if result is None:
         raise UserError("the run was over on its other machines; start the command on all at once")
     first: dict[str, Any] = result.return_values[min(result.return_values)]
     return first
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank, its process, and the pipe on which its result arrives."""
+
+    rank: int
+    process: ForkServerProcess
+    result: Connection
 
 
 class Supervisor(SimpleElasticAgent):
@@ -77,42 +94,50 @@ class Supervisor(SimpleElasticAgent):
     which torch 2.11 and 2.15 have.
     """
 
-    def __init__(self, spec: WorkerSpec, job: Job, work: Callable[[Job], dict[str, Any]]) -> None:
-        super().__init__(spec)
+    def __init__(self, job: Job) -> None:
+        super().__init__(worker_spec(job.config))
         assert job.scratch is not None
         self.failure: Failure | None = None  # of the last attempt
-        self._job, self._scratch, self._work = job, job.scratch, work
+        self._job, self._scratch = job, job.scratch
         self._ranks: list[RankProcess] = []
         self._results: dict[int, Any] = {}
-        self._own_children: set[int] = set()
+        self._own_children = set[int]()
         self._oom_kills = 0
+        # Whether the run goes on when a rank that serves the loop is lost.
+        is_async = job.config.parallelism.get("mode") == "async"
+        self._outlives_trainers = is_async and job.config.launch.nnodes == 1
 
     @property
     def _attempt(self) -> int:
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with noticed_wait(self._job.config):
+        with noticed_wait(self._job.config, worker_group.spec.rdzv_handler):
             super()._rendezvous(worker_group)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._scratch.begin_attempt(self._attempt)
         start_fork_server()  # if it was killed
         self._own_children, self._oom_kills = children(), oom_kills()
         self.failure = None
-        options = numa_options(self._job.config)
-        for worker in worker_group.workers:
-            environ = self._environ(worker, worker_group)
-            self._ranks.append(start_rank(self._job, self._work, environ=environ, options=options))
-        pids = (one.process.pid for one in self._ranks)
-        local_ranks = (worker.local_rank for worker in worker_group.workers)
-        return {rank: pid for rank, pid in zip(local_ranks, pids, strict=True) if pid is not None}
+        options, pids = numa_options(self._job.config), {}
+        for one in worker_group.workers:
+            environ = self._environ(one, worker_group)
+            receiver, sender = Pipe(duplex=False)
+            arguments = (self._job, worker.work, environ, options, sender)
+            process = ForkServerProcess(target=_run_rank, args=arguments)
+            process.start()
+            sender.close()
+            self._ranks.append(RankProcess(one.global_rank, process, receiver))
+            pids[one.local_rank] = process.pid
+        return pids
 
-    def _environ(self, worker: Worker, group: WorkerGroup) -> dict[str, object]:
-        return {
-            "RANK": worker.global_rank,
-            "LOCAL_RANK": worker.local_rank,
-            "WORLD_SIZE": worker.world_size,
+    def _environ(self, one: Worker, group: WorkerGroup) -> dict[str, str]:
+        """Return the variables that torchrun sets for a rank."""
+        variables = {
+            "RANK": one.global_rank,
+            "LOCAL_RANK": one.local_rank,
+            "WORLD_SIZE": one.world_size,
             "LOCAL_WORLD_SIZE": group.spec.local_world_size,
             "GROUP_RANK": group.group_rank,
             "GROUP_WORLD_SIZE": group.group_world_size,
@@ -123,10 +148,9 @@ class Supervisor(SimpleElasticAgent):
             "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": group.spec.rdzv_handler.use_agent_store,
             # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
-            ),
+            ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
         }
+        return {name: str(value) for name, value in variables.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         exit_codes = {one.rank: one.process.exitcode for one in self._ranks}
@@ -136,16 +160,16 @@ class Supervisor(SimpleElasticAgent):
             for rank, exit_code in exit_codes.items()
             if exit_code is not None and rank not in self._results
         }
-        if _outlives_trainers(self._job.config) and self._scratch.ready.exists():
+        if self._outlives_trainers and self._scratch.ready.exists():
             for rank in lost:
                 self._scratch.record_end(rank=rank)
             lost = {rank: exit_code for rank, exit_code in lost.items() if rank == 0}
         if lost:
             return self._failed(lost)
-        needed = [0] if _outlives_trainers(self._job.config) else list(exit_codes)
+        needed = [0] if self._outlives_trainers else list(exit_codes)
         if any(exit_codes[rank] is None for rank in needed):
             return RunResult(state=WorkerState.HEALTHY)
-        wait_for([one.process for one in self._ranks], SERVING_GRACE_S)
+        _wait_for([one.process for one in self._ranks], SERVING_GRACE_S)
         values = {rank: self._results.get(rank) for rank in exit_codes}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
@@ -170,15 +194,59 @@ class Supervisor(SimpleElasticAgent):
             self._remaining_restarts = 0  # it would only fail again
         return RunResult(state=WorkerState.FAILED)
 
-    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._shutdown()
-
     def _shutdown(self, *_: Any, **__: Any) -> None:
-        patience_s = self._job.config.launch.shutdown_timeout_s
-        end_ranks(self._ranks, self._scratch, self._own_children, patience_s=patience_s)
+        """End the ranks, and all that they have started."""
+        processes = [one.process for one in self._ranks]
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        _wait_for(processes, END_S)
+        patience_s = SAVING_FACTOR * self._job.config.launch.shutdown_timeout_s
+        deadline = time.monotonic() + patience_s
+        # The restart goes on from the checkpoint that is being written.
+        while self._scratch.saving_is_fresh() and time.monotonic() < deadline:
+            if _wait_for(processes, SAVING_POLL_S):
+                break
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        _wait_for(processes, GONE_S)
+        for one in self._ranks:
+            one.result.close()
+        end_adopted(self._own_children)
         self._ranks, self._results = [], {}
 
+    _stop_workers = _shutdown
 
-def _outlives_trainers(config: Config) -> bool:
-    """Return whether the run goes on when a rank that serves the loop is lost."""
-    return config.parallelism.get("mode") == "async" and config.launch.nnodes == 1
+
+def _wait_for(processes: Sequence[ForkServerProcess], timeout_s: float) -> bool:
+    """Wait for the processes to end; return whether all have."""
+    deadline = time.monotonic() + timeout_s
+    while sentinels := [one.sentinel for one in processes if one.is_alive()]:
+        if not wait(sentinels, timeout=max(0.0, deadline - time.monotonic())):
+            return False
+    return True
+
+
+def _run_rank(
+    job: Job,
+    work: Callable[[Job], dict[str, Any]],
+    environ: dict[str, str],
+    options: NumaOptions | None,
+    sender: Connection,
+) -> None:
+    os.environ.update(environ)
+    die_with_launcher()
+    assert job.scratch is not None
+    failure = None
+    try:
+        sender.send(numa_bound(work, int(environ["LOCAL_RANK"]), options)(job))
+    except BaseException as error:  # sys.exit in a model ends a rank just as an error does
+        attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
+        failure = job.scratch.record_failure(error, rank=int(environ["RANK"]), attempt=attempt)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if failure is not None and failure.kind == "peer":
+        time.sleep(PEER_GRACE_S)
+    # Skips the interpreter's own shutdown: threads may still wait for a lost rank.
+    os._exit(0 if failure is None else 1)

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.host.notice import notice_if_slow
+from ddp_runner.host.streams import notice_if_slow
 from ddp_runner.rank.agent_store import fresh_store, serves_ranks
 from ddp_runner.rank.loopback_store import loopback_store
 
@@ -48,8 +48,9 @@ def process_group(
         is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # unless the user set another
     timeout = timedelta(seconds=backend.timeout_s)
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
+    is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
     try:
-        with notice_if_slow(waiting, enabled=env.num_nodes > 1 and env.local_rank == 0):
+        with notice_if_slow(lambda: waiting) if is_first_of_node else nullcontext():
             store = None
             if init_method == FROM_ENVIRONMENT and serves_ranks():
                 store = fresh_store(env, timeout=timeout)

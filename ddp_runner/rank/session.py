@@ -12,8 +12,7 @@ import torch
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.needs import mode_needs
-from ddp_runner.config.schema import Config, config_hash, digest, flatten, work_hash
+from ddp_runner.config.schema import Config, config_hash, digest, flatten, mode_needs, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     ensure_agreement,

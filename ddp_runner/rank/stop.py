@@ -8,8 +8,7 @@ import sys
 import threading
 import time
 
-from ddp_runner.host.fork_server import release_fork_server
-from ddp_runner.host.signals import STOP_SIGNALS, handled_signals
+from ddp_runner.host.processes import STOP_SIGNALS, handled_signals, release_fork_server
 from ddp_runner.scratch import SAVING_POLL_S, Scratch
 
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its worker group

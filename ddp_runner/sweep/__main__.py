@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 from ddp_runner.errors import UserError
+from ddp_runner.host.streams import line_width
 from ddp_runner.job import EXIT_USER_ERROR
 from ddp_runner.sweep.jobs import sentence
 from ddp_runner.sweep.ledger import LEDGER
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.results import sweep_table
 
 
 def main() -> None:
@@ -19,7 +20,7 @@ def main() -> None:
         for folder in folders:
             if not (folder / LEDGER).is_file():
                 raise UserError(f"{folder} is not the folder of a sweep: it holds no {LEDGER}")
-            print(sweep_table(folder))
+            print(sweep_table(folder, width=line_width(sys.stdout)))
     except (UserError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

@@ -3,12 +3,10 @@
 From their results a comparison predicts what more ranks should cost. Torch-free.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 
-from ddp_runner.config.schema import CollectivesConfig
+from ddp_runner.config.schema import CollectivesConfig, digest
 from ddp_runner.job import Job
 
 # Few calls per size, but many sizes: latency and bandwidth are fitted over the sizes.
@@ -25,18 +23,13 @@ ALL_REDUCE = CollectivesConfig(
 
 
 def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
-    """Return the calibrations by their id: one for all training jobs whose ranks start alike.
-
-    Args:
-        jobs: planned.
-    """
+    """Return the calibrations by their id: one for all training jobs whose ranks start alike."""
     found = dict[str, Job]()
     for job in jobs:
         config = job.config
         if config.task != "train" or config.world_size == 1 or job.run_dir is None:
             continue
         start = [config.world_size, asdict(config.backend), asdict(config.launch)]
-        digest = hashlib.sha256(json.dumps(start, sort_keys=True).encode()).hexdigest()[:16]
         chosen = (f"world_size={config.world_size}", f"backend={config.backend.name}")
         folder = ",".join(["calibration", *chosen])
         calibration = replace(
@@ -46,5 +39,5 @@ def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
             overrides=("task=collectives", *chosen),
             number=0,
         )
-        found.setdefault(f"{digest} {folder}", calibration)
+        found.setdefault(f"{digest(start)} {folder}", calibration)
     return found

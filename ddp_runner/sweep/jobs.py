@@ -4,12 +4,11 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.scratch import Failure
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
 from ddp_runner.tracking.run_dir import InUseError, RunDir
@@ -17,13 +16,26 @@ from ddp_runner.tracking.run_dir import InUseError, RunDir
 POLL_S = 0.5  # while all jobs left are run by another launcher
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Jobs to run: in turn, in slots, or shared with another launcher."""
+
+    jobs: Mapping[str, Job]  # by their id, each with its folder
+    ledger: Ledger  # of the sweep, with an entry for each job
+    settings: SweepConfig
+    known_failures: Collection[str] = ()  # ids of jobs that had failed before the sweep's start
+
+    def has_failed(self, entries: Mapping[str, Entry]) -> bool:
+        """Return whether the sweep must stop: too many jobs have failed since its start."""
+        most = 1 if self.settings.fail_fast else self.settings.max_failures
+        failed = {job_id for job_id, one in entries.items() if one.status == Status.FAILED}
+        return most is not None and len(failed.difference(self.known_failures)) >= most
+
+
 def run_jobs(
-    jobs: Mapping[str, Job],
+    batch: Batch,
     *,
-    ledger: Ledger,
-    settings: SweepConfig,
     execute: Callable[[Job], Outcome],
-    known_failures: Collection[str] = (),
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
     """Run every job that is left; return how each job ended that was reached, in their order.
@@ -32,45 +44,26 @@ def run_jobs(
     runs in the folder that it had.
 
     Args:
-        jobs: by their id, each with its folder.
-        ledger: of the sweep, with an entry for each job.
-        settings: what to do about failures.
+        batch: the jobs, queued in the ledger.
         execute: runs one job to its end.
-        known_failures: ids of jobs that had failed before the sweep was started this time.
         stop_requested: returns whether to start no further job.
     """
-    outcomes = dict[str, Outcome]()
-    while waiting := [job_id for job_id in jobs if job_id not in outcomes]:
+    jobs, outcomes, is_over = batch.jobs, dict[str, Outcome](), False
+    while not is_over and (waiting := [job_id for job_id in jobs if job_id not in outcomes]):
         for job_id in waiting:
-            entries = ledger.read()
-            if stop_requested() or failed_enough(entries, settings, known_failures):
-                return [outcomes[one] for one in jobs if one in outcomes]
-            if entries[job_id].status in (Status.COMPLETED, Status.FAILED):
-                outcomes[job_id] = recorded(entries[job_id], jobs[job_id].run_dir)
+            entries = batch.ledger.read()
+            is_over = stop_requested() or batch.has_failed(entries)
+            if is_over:
                 break
-            outcome = _take(entries[job_id], jobs[job_id], ledger, execute)
-            if outcome is None:
-                continue
-            outcomes[job_id] = outcome
-            if outcome.status == Status.PREEMPTED:
-                return [outcomes[one] for one in jobs if one in outcomes]
-            break
+            entry, job = entries[job_id], jobs[job_id]
+            outcome = recorded(entry, job) or _take(entry, job, batch.ledger, execute)
+            if outcome is not None:
+                outcomes[job_id] = outcome
+                is_over = outcome.status == Status.PREEMPTED
+                break
         else:
             time.sleep(POLL_S)
-    return [outcomes[one] for one in jobs]
-
-
-def failed_enough(
-    entries: Mapping[str, Entry], settings: SweepConfig, known_failures: Collection[str]
-) -> bool:
-    """Return whether the sweep must stop: too many jobs have failed since it was started."""
-    most = 1 if settings.fail_fast else settings.max_failures
-    failed = [
-        one.job_id
-        for one in entries.values()
-        if one.status == Status.FAILED and one.job_id not in known_failures
-    ]
-    return most is not None and len(failed) >= most
+    return [outcomes[job_id] for job_id in jobs if job_id in outcomes]
 
 
 def _take(
@@ -87,10 +80,7 @@ def _take(
             outcome = execute(replace(job, started_at=time.time()))
         except InUseError:
             return None
-        except (
-            UserError,
-            OSError,
-        ) as error:  # a damaged run.json, a full disk: others go on
+        except (UserError, OSError) as error:  # a damaged run.json, a full disk: others go on
             outcome = Outcome.invalid(job.run_dir, sentence(error))
             print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
         failure = outcome.failure
@@ -111,10 +101,12 @@ def sentence(error: Exception) -> str:
     return str(error)
 
 
-def recorded(entry: Entry, run_dir: Path | None) -> Outcome:
-    """Return how a job ended that was run by an earlier start or by another launcher."""
+def recorded(entry: Entry, job: Job) -> Outcome | None:
+    """Return how a job ended, from the ledger; None if it has not ended."""
     if entry.status == Status.COMPLETED:
-        return Outcome(Status.COMPLETED, 0, run_dir)
+        return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
+    if entry.status != Status.FAILED:
+        return None
     failure = Failure(rank=0, kind=entry.kind or "crash", sentence=entry.sentence or "")
     exit_code = EXIT_USER_ERROR if failure.kind in ("user", INVALID) else EXIT_FAILED
-    return Outcome(Status.FAILED, exit_code, run_dir, failure)
+    return Outcome(Status.FAILED, exit_code, job.run_dir, failure)

@@ -1,7 +1,7 @@
 """The jobs of a sweep and how each stands: ``sweep.json`` in its folder. Torch-free.
 
-Several launchers may work on one sweep. Each change is made under a lock, and a job belongs to the
-launcher that holds the lock of its folder.
+Several launchers may work on one sweep. Each changes the ledger under a lock, and a job belongs to
+the launcher that holds the lock of its folder.
 """
 
 import json
@@ -56,13 +56,12 @@ class Ledger:
             command: identifies the sweep: see ``sweep_command``.
             retry_failed: queue failed jobs again.
         """
-        with self._changing() as entries:
+        with self._changing(command) as entries:
             for job_id, entry in list(entries.items()):
                 if entry.kind in (INVALID, "refused"):  # as version 0.1.0 called it
                     del entries[job_id]  # its config is validated again
                 elif entry.status == Status.FAILED and retry_failed:
                     entries[job_id] = Entry(job_id, entry.folder)
-            self._write(entries, command)
             return [job_id for job_id, entry in entries.items() if entry.status == Status.FAILED]
 
     def queue(self, jobs: Mapping[str, str], *, invalid: Sequence[Entry]) -> dict[str, Entry]:
@@ -84,7 +83,6 @@ class Ledger:
                     free = f"{folder}-{number}"
                 taken.add(free)
                 entries[job_id] = Entry(job_id, free)
-            self._write(entries, self.command())
             return {job_id: entries[job_id] for job_id in jobs}
 
     def note(
@@ -92,9 +90,7 @@ class Ledger:
     ) -> None:
         """Record how a job stands; the kind and sentence of an earlier failure are removed."""
         with self._changing() as entries:
-            folder = entries[job_id].folder
-            entries[job_id] = Entry(job_id, folder, status, kind, sentence)
-            self._write(entries, self.command())
+            entries[job_id] = Entry(job_id, entries[job_id].folder, status, kind, sentence)
 
     def command(self) -> list[str]:
         """Return the command that began the sweep."""
@@ -122,23 +118,24 @@ class Ledger:
         return {entry.job_id: entry for entry in entries}, command
 
     @contextmanager
-    def _changing(self) -> Iterator[dict[str, Entry]]:
+    def _changing(self, command: Sequence[str] | None = None) -> Iterator[dict[str, Entry]]:
+        """Give the entries to change, and write them with the command; None: the one before."""
         with FileLock(self.folder / ".sweep.lock"):
-            yield self.read()
-
-    def _write(self, entries: Mapping[str, Entry], command: Sequence[str]) -> None:
-        fields = {
-            "format_version": FORMAT_VERSION,
-            "command": list(command),
-            "jobs": [asdict(entry) for entry in entries.values()],
-        }
-        try:
-            replace_file(self.folder / LEDGER, json.dumps(fields, indent=1, ensure_ascii=False))
-        except OSError as error:
-            raise UserError(
-                f"{self.folder / LEDGER} cannot be written ({error.strerror}); free space or make "
-                "the folder writable"
-            ) from error
+            entries, known_command = self._content()
+            yield entries
+            fields = {
+                "format_version": FORMAT_VERSION,
+                "command": known_command if command is None else list(command),
+                "jobs": [asdict(entry) for entry in entries.values()],
+            }
+            path, text = self.folder / LEDGER, json.dumps(fields, indent=1, ensure_ascii=False)
+            try:
+                replace_file(path, text)
+            except OSError as error:
+                raise UserError(
+                    f"{path} cannot be written ({error.strerror}); free space or make the folder "
+                    "writable"
+                ) from error
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:

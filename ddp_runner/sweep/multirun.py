@@ -5,43 +5,216 @@ sends one batch after another and chooses each by the results of the last.
 """
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.config.load import to_config
+from ddp_runner.config.schema import SweepConfig, config_hash
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.batches import StopSweep, Sweep
-from ddp_runner.sweep.ledger import LEDGER, sweep_command, unfinished_sweep
+from ddp_runner.host.hardware import Hardware, detect
+from ddp_runner.host.processes import start_fork_server
+from ddp_runner.host.streams import line_width, print_line, shortened
+from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job, Outcome, Status
+from ddp_runner.launch.launcher import launch, print_error
+from ddp_runner.sweep.calibration import calibrations
+from ddp_runner.sweep.jobs import Batch, run_jobs
+from ddp_runner.sweep.ledger import INVALID, LEDGER, Entry, Ledger, sweep_command, unfinished_sweep
+from ddp_runner.sweep.results import objective_of, print_report, sweep_table
+from ddp_runner.sweep.slots import Slots
+from ddp_runner.sweep.validate import validate_sweep
+from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.outputs import claim, sweep_folder
+from ddp_runner.tracking.run_dir import InUseError, RunDir
 
 
-def run_sweep(sweep: Sweep, run_hydra: Callable[[Sweep], None]) -> int:
-    """Run a sweep, print its table, and its report if sweep.report is set; return the exit code.
+class StopSweep(BaseException):
+    """No further batch is to run: a signal came, or too many jobs of a search have failed.
+
+    Not an Exception: a sweeper may catch those and ask for the next batch.
+    """
+
+
+class Sweep:
+    """The task that Hydra's launcher is given; its state is what lasts from batch to batch.
 
     Args:
-        sweep: whose batches Hydra's launcher runs.
-        run_hydra: lets Hydra's sweeper and launcher call its ``run_batch``.
-
-    Raises:
-        UserError: the sweep is invalid, or the search has no best job.
+        folder: of the sweep.
+        arguments: the command line as the user wrote it.
+        is_search: whether the sweeper chooses jobs by the results of earlier jobs.
+        plan: resolves the composed config of a job.
+        name_of: gives the name of its folder.
     """
-    try:
-        run_hydra(sweep)
-    except StopSweep:
-        pass
-    except ValueError as error:
-        # Optuna asks for the best trial at the end, and raises if there is none.
-        if sweep.is_search and sweep.has_begun and not sweep.has_completed:
-            raise UserError(
-                "the search has no best job, since none was completed; see the sentences above"
-            ) from error
-        raise
-    finally:
-        sweep.close()
-    sweep.report()
-    return sweep.exit_code
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        *,
+        is_search: bool,
+        plan: Callable[[DictConfig, Hardware], Job],
+        name_of: Callable[[DictConfig], str],
+    ) -> None:
+        self._folder, self._ledger = folder, Ledger(folder)
+        self._command, self._is_search = sweep_command(arguments), is_search
+        self._plan, self._name_of = plan, name_of
+        self._hardware = detect()
+        self._has_header = False  # whether a job of this command has shown it
+        self._settings = SweepConfig()
+        self._known_failures: list[str] | None = None  # None: no batch has begun
+        self._outcomes: list[Outcome] = []
+        self._slots: Slots | None = None
+
+    def __call__(self, composed: DictConfig) -> None:
+        """Refuse a launcher that runs one job at a time: it would bypass the ledger."""
+        raise UserError("a sweep needs hydra/launcher=ddp_runner; leave hydra/launcher out")
+
+    def run(self, run_hydra: Callable[["Sweep"], None]) -> int:
+        """Run the sweep, print its table, and its report if sweep.report is set.
+
+        Args:
+            run_hydra: lets Hydra's sweeper and launcher call ``run_batch``.
+
+        Returns:
+            The exit code of the worst job; a sweep whose jobs are all skipped is invalid.
+
+        Raises:
+            UserError: the sweep is invalid, or the search has no best job.
+        """
+        try:
+            run_hydra(self)
+        except StopSweep:
+            pass
+        except ValueError as error:
+            # Optuna asks for the best trial at the end, and raises if there is none.
+            is_completed = any(one.status == Status.COMPLETED for one in self._outcomes)
+            if self._is_search and self._known_failures is not None and not is_completed:
+                raise UserError(
+                    "the search has no best job, since none was completed; see the sentences above"
+                ) from error
+            raise
+        finally:
+            if self._slots is not None:
+                self._slots.close()
+            if self._known_failures is not None:
+                print(sweep_table(self._folder, width=line_width(sys.stdout)), flush=True)
+        if self._known_failures is None:
+            return EXIT_COMPLETED
+        if not self._outcomes:
+            print_error(
+                "every job of the sweep is invalid and was skipped; see the sentences above"
+            )
+        if self._settings.report:
+            print_report(self._folder, self._ledger.read().values())
+        return max((one.exit_code for one in self._outcomes), default=EXIT_USER_ERROR)
+
+    def run_batch(self, composed: Sequence[DictConfig]) -> list[float | str | None]:
+        """Plan and freeze all jobs of a batch, then run them; return their objectives.
+
+        Args:
+            composed: the config of each job, with its ``hydra`` node.
+
+        Returns:
+            For each job the metric `sweep.objective`, or None if the sweep has no objective. For a
+            job that was not completed the reason, as text.
+
+        Raises:
+            StopSweep: a signal came, or too many jobs of a search have failed.
+        """
+        if not composed:
+            raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
+        parts = ["sweep", "launch", "backend"]
+        configs = [to_config(OmegaConf.masked_copy(one, parts)) for one in composed]
+        for config in configs:
+            validate_sweep(config, self._hardware, searches=self._is_search)
+        self._settings = configs[-1].sweep
+        if self._known_failures is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            RunDir(self._folder).ensure_writable()
+            self._known_failures = self._ledger.begin(
+                command=self._command, retry_failed=self._settings.retry == "failed"
+            )
+        jobs, order = self._queue(composed)
+        batch = Batch(jobs, self._ledger, self._settings, self._known_failures)
+        if jobs:
+            self._outcomes += self._run(batch)
+            if self._outcomes and self._outcomes[-1].status == Status.PREEMPTED:
+                raise StopSweep
+        entries = self._ledger.read()
+        if self._is_search and batch.has_failed(entries):
+            raise StopSweep
+        name = self._settings.objective
+        return [objective_of(entries[job_id], self._folder, name=name) for job_id in order]
+
+    def _queue(self, composed: Sequence[DictConfig]) -> tuple[dict[str, Job], list[str]]:
+        """Return the jobs by their id, planned and frozen, and the id of each composed config."""
+        settings, folder = self._settings, self._folder
+        share = self._hardware.share(settings.parallel_jobs)
+        jobs, invalid, order = dict[str, Job](), list[Entry](), list[str]()
+        for one in composed:
+            name = self._name_of(one)
+            try:
+                job = self._plan(one, share)
+                # With its name: two jobs may differ only in how their ranks start.
+                job_id = f"{config_hash(job.config)} {name}"
+                number = one.hydra.job.num + 1
+                jobs.setdefault(job_id, replace(job, run_dir=folder / name, number=number))
+            except UserError as error:
+                job_id = f"{INVALID}: {name}"
+                status = Status.SKIPPED if settings.skip_invalid else Status.FAILED
+                invalid.append(Entry(job_id, name, status, INVALID, str(error)))
+                if not settings.skip_invalid:
+                    print_error(f"{name}: {error}")
+                    self._outcomes.append(Outcome.invalid(folder / name, str(error)))
+            order.append(job_id)
+        if settings.calibrate:
+            jobs = calibrations(jobs.values()) | jobs
+        entries = self._ledger.queue(
+            {job_id: job.run_dir.name for job_id, job in jobs.items() if job.run_dir},
+            invalid=invalid,
+        )
+        total = max((job.number for job in jobs.values()), default=0)
+        for job_id, planned in jobs.items():
+            run_dir, status = folder / entries[job_id].folder, entries[job_id].status
+            run_dir.mkdir(exist_ok=True)
+            place = f"job {planned.number} of {total}" if planned.number else "calibration"
+            job = replace(planned, run_dir=run_dir, title=f"{place}: {run_dir.name}")
+            jobs[job_id] = job
+            if self._is_search and planned.number and status == Status.COMPLETED:
+                print(f"\n{job.title} was run before: its result is taken", flush=True)
+            if status == Status.QUEUED:
+                _freeze(job, run_dir)
+        return jobs, order
+
+    def _run(self, batch: Batch) -> list[Outcome]:
+        """Run what is left of a batch, one job after the other or in parallel slots."""
+        if self._settings.parallel_jobs == 1:
+            start_fork_server()
+            return run_jobs(batch, execute=self._execute)
+        if self._slots is None:
+            self._slots = Slots(self._settings.parallel_jobs, self._hardware)
+        return self._slots.run(batch)
+
+    def _execute(self, job: Job) -> Outcome:
+        """Run a job; on a terminal rank 0 shows its line, and replaces it by the result."""
+        shows_header, self._has_header = not self._has_header, True
+        width = line_width(sys.stdout)
+        if shows_header or not width:
+            print(f"\n{job.title}" if not width else "", flush=True)
+        outcome = launch(replace(job, shows_header=shows_header))
+        if width and outcome.status == Status.FAILED:
+            print_line(f"{shortened(job.title, width - 8)}  failed", stream=sys.stdout)
+        return outcome
+
+
+def _freeze(job: Job, run_dir: Path) -> None:
+    """Freeze a job's config, unless another launcher holds the job: it freezes the same config."""
+    with suppress(InUseError), RunDir(run_dir).locked():
+        freeze(job, RunDir(run_dir))
 
 
 @contextmanager
@@ -50,11 +223,8 @@ def sweep_dir(
 ) -> Iterator[Path]:
     """Give the sweep's folder; remove a folder made for it if no job of it was even queued.
 
-    Args:
-        composed: what all jobs have in common, with the ``hydra`` node.
-        asked: the user's choice; None: an unfinished sweep of this command, else a new folder.
-        arguments: the command line as the user wrote it, by which an unfinished sweep is found.
-        is_search: whether the sweeper chooses jobs by the results of earlier jobs.
+    It is the one that the user asked for, else that of an unfinished sweep of the same command,
+    else a new one. `composed` is what all jobs have in common, with the ``hydra`` node.
     """
     if asked is not None:
         yield asked

@@ -1,21 +1,27 @@
-"""What a sweep came to: each job's objective, and the comparison of all runs. Torch-free."""
+"""What the jobs of a sweep came to: their objectives, the table, the comparison. Torch-free."""
 
+import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.compare.run import is_finite
+from ddp_runner.errors import UserError, nearest, printable
+from ddp_runner.host.streams import shortened
 from ddp_runner.job import Status
-from ddp_runner.sweep.ledger import Entry
+from ddp_runner.metric_names import HEADLINES
+from ddp_runner.sweep.ledger import Entry, Ledger
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.start_block import shown_path
+
+COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
+MIN_NAME = 12  # columns of a job's name
 
 
 def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str | None:
-    """Return the objective of a job, or why it has none.
-
-    Args:
-        entry: of the job.
-        folder: of the sweep.
-        name: of the metric, ``sweep.objective``; None: the sweep has no objective.
+    """Return a job's metric of this name, or why it has none; None if the sweep has no objective.
 
     Raises:
         UserError: the job has no such metric.
@@ -32,6 +38,54 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
     if metrics[name] is None:
         return f"{entry.folder}: {name} is not a finite number"
     return float(metrics[name])
+
+
+def sweep_table(folder: Path, *, width: int = 0) -> str:
+    """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
+
+    In `width` columns, unless it is 0, names become shorter in their middle; then lines end early.
+    """
+    entries = Ledger(folder).read().values()
+    rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    width = width or sys.maxsize
+    excess = max(0, sum(widths) + 2 * (len(widths) - 1) - width)
+    widths[0] = max(min(MIN_NAME, widths[0]), widths[0] - excess)
+    lines = []
+    for row in rows:
+        cells = [shortened(row[0], widths[0]), *row[1:]]
+        padded = [cell.ljust(size) for cell, size in zip(cells, widths, strict=True)]
+        line = "  ".join(padded).rstrip()
+        lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+    failures = [f"{one.folder}: {one.sentence}" for one in entries if one.sentence is not None]
+    tail = f"tensorboard --logdir {shlex.quote(str(shown_path(folder)))}"
+    return "\n".join(map(printable, ["", *lines, *failures, tail]))
+
+
+def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
+    """Return the cells of a job; a number that its run.json lacks, or has damaged, is a dash."""
+    run_dir = RunDir(folder / entry.folder)
+    # A job that runs and that nobody has locked: its launcher was killed.
+    is_abandoned = entry.status == Status.RUNNING and not run_dir.is_locked
+    try:
+        record = read_run_record(run_dir)
+    except UserError:
+        record = {}
+    metrics, pace = _numbers(record.get("metrics")), "perf/samples_per_s"
+    times = _numbers(record)
+    return (
+        entry.folder,
+        Status.PREEMPTED if is_abandoned else entry.status,
+        *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
+        f"{metrics[pace]:.0f}" if pace in metrics else "-",
+        "  ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINES if name in metrics),
+    )
+
+
+def _numbers(fields: Any) -> dict[str, float]:
+    """Return the fields that are numbers; empty if there is no mapping."""
+    items = fields.items() if isinstance(fields, dict) else ()
+    return {key: value for key, value in items if is_finite(value)}
 
 
 def print_report(folder: Path, entries: Iterable[Entry]) -> None:

@@ -1,8 +1,11 @@
 """Parallel jobs of a sweep: each slot is a process on its own cores and GPUs.
 
 A slot is a launcher with its own fork server. It shares the sweep with the other slots through the
-ledger, as any two launchers do. Its parent tells it what to run and when to stop, and it dies with
-its parent.
+ledger, as any two launchers do. Its parent sends it the batches and the request to stop, and it
+ends with its parent.
+
+Through its pipe a slot sends the number of each job before it starts, and waits for an answer; at
+the end of a batch it sends None.
 """
 
 import multiprocessing
@@ -11,58 +14,29 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TextIO
 
-from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
-from ddp_runner.host.fork_server import start_fork_server
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
-from ddp_runner.host.signals import children_ignore_signals
+from ddp_runner.host.processes import children_ignore_signals, start_fork_server
 from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
-from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Slot
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.signals import StopSignals
 from ddp_runner.rank.stop import die_with_launcher
 from ddp_runner.scratch import Scratch
-from ddp_runner.sweep.jobs import run_jobs
-from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep.jobs import Batch, recorded, run_jobs
 
 SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot, or of its output
 CHUNK_BYTES = 2**16
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The jobs that the slots share; each slot takes one after another."""
-
-    jobs: Mapping[str, Job]
-    ledger: Ledger
-    settings: SweepConfig
-    known_failures: Collection[str]
-
-
-@dataclass(frozen=True)
-class JobBegins:
-    """A slot sends it before a job and waits for an answer; at the end of a batch it sends None."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line that a slot printed, and where to show it."""
-
-    text: str
-    target: TextIO
 
 
 class Slots:
@@ -81,16 +55,14 @@ class Slots:
             for number in range(num_slots)
         )
 
-    def run(self, batch: Batch) -> int | None:
-        """Run a batch to its end; return the signal that stopped it, or None."""
+    def run(self, batch: Batch) -> list[Outcome]:
+        """Run a batch to its end; return how each job ended, last a signal that stopped it."""
         folders = {job.number: job.run_dir for job in batch.jobs.values() if job.run_dir}
-
-        def running() -> list[Path]:
-            numbers = set(self._current.values())
-            return [folder for number, folder in folders.items() if number in numbers]
-
-        timeout_s = max(job.config.launch.shutdown_timeout_s for job in batch.jobs.values())
-        with StopSignals(self._scratch, timeout_s=timeout_s, running=running) as stop_signals:
+        with StopSignals(
+            self._scratch,
+            timeout_s=max(job.config.launch.shutdown_timeout_s for job in batch.jobs.values()),
+            running=lambda: [folders[one] for one in folders.keys() & self._current.values()],
+        ) as stop_signals:
             for pipe in self._slots:
                 with suppress(OSError):  # the slot has ended, which is in the queue
                     pipe.send(batch)
@@ -99,8 +71,21 @@ class Slots:
                 pipe, is_done = self._finished.get()
                 working.discard(pipe)  # a slot may end after it has finished
                 if not is_done:
-                    self._drop_slot(pipe)
-        return stop_signals.received
+                    process = self._slots.pop(pipe)
+                    process.join()
+                    print_error(
+                        f"a slot of the sweep ended with exit code {process.exitcode}; the other "
+                        "slots take its jobs; if any are left, give the same command again"
+                    )
+        entries = batch.ledger.read()
+        found = [recorded(entries[job_id], job) for job_id, job in batch.jobs.items()]
+        outcomes = [outcome for outcome in found if outcome is not None]
+        if stop_signals.received is not None:
+            outcomes.append(Outcome(Status.PREEMPTED, 128 + stop_signals.received))
+        elif len(outcomes) < len(found) and not batch.has_failed(entries):
+            # All slots have ended early; each has printed why.
+            outcomes.append(Outcome(Status.FAILED, EXIT_FAILED))
+        return outcomes
 
     def close(self) -> None:
         """End all slots."""
@@ -113,9 +98,8 @@ class Slots:
     def _start(self, slot: Slot) -> tuple[Connection, SpawnProcess]:
         pipe, child_end = multiprocessing.Pipe()
         (out, child_out), (err, child_err) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
-        context = multiprocessing.get_context("spawn")
         with children_ignore_signals():
-            process = context.Process(target=run_slot, args=(slot, child_end, child_out, child_err))
+            process = SpawnProcess(target=run_slot, args=(slot, child_end, child_out, child_err))
             process.start()
         for end in (child_end, child_out, child_err):
             end.close()
@@ -128,37 +112,32 @@ class Slots:
         label = f"slot {slot.number}"
         for event in events(pipe, outputs):
             match event:
-                case Line():
+                case (text, stream):
                     with self._printing:
-                        event.target.write(f"[{label}] {event.text}\n")
-                        event.target.flush()
-                case JobBegins():
-                    label, self._current[slot.number] = str(event.number), event.number
+                        print(f"[{label}] {text}", file=stream, flush=True)
+                case int(number):
+                    label, self._current[slot.number] = str(number), number
                     with suppress(OSError):  # the slot has ended meanwhile
                         pipe.send(None)
                 case None:
                     self._finished.put((pipe, True))
         self._finished.put((pipe, False))
 
-    def _drop_slot(self, pipe: Connection) -> None:
-        process = self._slots.pop(pipe)
-        process.join()
-        print_error(
-            f"a slot of the sweep ended with exit code {process.exitcode}; the other slots take "
-            "its jobs; if any are left, give the same command again"
-        )
-
 
 class Output:
     """A stream of a slot that its parent reads from a pipe and shows elsewhere."""
 
     def __init__(self, source: Connection, target: TextIO) -> None:
-        self.source, self.target, self.is_open = source, target, True
-        self._rest = b""  # the begin of a line
+        self.source, self._target, self.is_open = source, target, True
+        self._rest = b""  # the beginning of a line
         os.set_blocking(source.fileno(), False)
 
-    def lines(self, *, all_of_it: bool) -> Iterator[Line]:
-        """Yield the lines that have come; with `all_of_it` the begin of the last one, too."""
+    def lines(self, *, all_of_it: bool) -> Iterator[tuple[str, TextIO]]:
+        """Yield the lines that have come, and the target of each.
+
+        Args:
+            all_of_it: read until the pipe is empty, and yield the beginning of the last line, too.
+        """
         data = self._rest
         with suppress(BlockingIOError):  # the pipe is empty
             while chunk := os.read(self.source.fileno(), CHUNK_BYTES):
@@ -167,16 +146,14 @@ class Output:
                     break
             else:
                 self.is_open = False
-        *lines, rest = re.split(rb"[\r\n]", data)
-        is_last = all_of_it or not self.is_open
-        self._rest = b"" if is_last else rest
-        for line in [*lines, rest] if is_last else lines:
-            if text := line.decode(errors="replace").rstrip():
-                yield Line(text, self.target)
+        lines = re.split(rb"[\r\n]", data)
+        self._rest = b"" if all_of_it or not self.is_open else lines.pop()
+        texts = (line.decode(errors="replace").rstrip() for line in lines)
+        yield from ((text, self._target) for text in texts if text)
 
 
-def events(pipe: Connection, outputs: list[Output]) -> Iterator[Line | JobBegins | None]:
-    """Yield what a slot prints and sends, until it ends: None at the end of a batch.
+def events(pipe: Connection, outputs: list[Output]) -> Iterator[tuple[str, TextIO] | int | None]:
+    """Yield each line that a slot prints and each message that it sends, until it ends.
 
     A slot flushes its streams before it sends anything, and prints nothing more until the parent
     answers. So whatever the streams hold by then was printed before.
@@ -213,33 +190,25 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
         connection.close()
     start_fork_server()
     headers = chain([slot.number == 1], repeat(False))  # one for the whole sweep
-    while True:
-        batch: Batch | None = pipe.recv()
-        if batch is None:
-            os._exit(0)  # skips the second that unloading torch takes
+    execute = partial(_launch_in, slot, pipe, headers)
+    while (batch := pipe.recv()) is not None:
         try:
-            run_jobs(
-                batch.jobs,
-                ledger=batch.ledger,
-                settings=batch.settings,
-                execute=partial(_launch_in, slot, pipe, headers),
-                known_failures=batch.known_failures,
-                stop_requested=slot.scratch.stop.exists,
-            )
+            run_jobs(batch, execute=execute, stop_requested=slot.scratch.stop.exists)
         except UserError as error:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)
         _send(pipe, None)
+    os._exit(0)  # skips the second that unloading torch takes
 
 
 def _launch_in(slot: Slot, pipe: Connection, headers: Iterator[bool], job: Job) -> Outcome:
-    _send(pipe, JobBegins(job.number))
+    _send(pipe, job.number)
     pipe.recv()
     print(job.title, flush=True)
     return launch(replace(job, slot=slot, shows_header=next(headers)))
 
 
-def _send(pipe: Connection, message: JobBegins | None) -> None:
+def _send(pipe: Connection, message: int | None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(message)

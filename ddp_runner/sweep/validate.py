@@ -10,10 +10,8 @@ from ddp_runner.host.hardware import Hardware
 def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
     """Refuse settings that a sweep cannot run its jobs with.
 
-    Args:
-        config: of a job, as composed; only sweep, launch and backend are read.
-        hardware: the whole machine.
-        searches: whether the sweeper chooses jobs by the results of earlier jobs, as Optuna does.
+    Only sweep, launch and backend of the composed config are read. A sweeper that `searches`, such
+    as Optuna's, chooses jobs by the results of earlier jobs.
 
     Raises:
         UserError: a rule is broken.

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ddp_runner.config.batch import num_shares, resolve_batch
+from ddp_runner.config.resolve import resolve_batch
 from ddp_runner.config.schema import Config, work_hash
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
@@ -100,7 +100,7 @@ def with_global_size(config: Config, global_size: int | None, ranks: int) -> Con
         return config
     batch = replace(config.batch, global_size=global_size, per_rank=None)
     config = replace(config, batch=batch)
-    return replace(config, batch=resolve_batch(config, num_shares(config, ranks), ()))
+    return replace(config, batch=resolve_batch(config, ranks))
 
 
 def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ killed leaves nothing to repair.
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from ddp_runner.host.streams import ERASE_LINE, has_live_line
+from ddp_runner.host.streams import ERASE_LINE, line_width, shortened
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.tracking.outputs import OUTPUTS
@@ -168,7 +169,7 @@ def progress(
     total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str = ""
 ) -> LiveLine | PlainLines:
     """Return a live line if the stream is a terminal that can draw it, else plain lines."""
-    if not has_live_line(stream):
+    if not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
         total_steps,
@@ -196,7 +197,11 @@ def end_summary(
     if title:
         first = [name for name in EVALUATED if name in results][:1]
         parts = _parts(results, evaluated={_brief(name): results[name] for name in first})
-        lines = ["  ".join([title, took, *parts])]
+        rest, width = "  ".join([took, *parts]), line_width(sys.stdout)
+        if width and len(title) + 2 + len(rest) > width:
+            title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
+            title = shortened(title, max(MIN_TITLE, width - 2 - len(rest)))
+        lines = [f"{title}  {rest}"]
     else:
         lines = _filled([took, *(f"{name} {value:.4f}" for name, value in results.items())])
     if status == Status.PREEMPTED:

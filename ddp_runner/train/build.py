@@ -12,10 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
-from ddp_runner.config.batch import validate_num_samples
-from ddp_runner.config.instantiate import complete, keywords, make
+from ddp_runner.config.instantiate import complete, find, keywords, make
 from ddp_runner.config.schema import Config
-from ddp_runner.config.targets import find
+from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split

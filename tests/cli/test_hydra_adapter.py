@@ -13,13 +13,13 @@ from omegaconf.errors import ValidationError
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import compose
-from ddp_runner.cli.hydra_adapter import argument_parser, is_grid, opened, quoted, run_hydra
+from ddp_runner.cli.hydra_adapter import is_grid, opened, parse_options, quoted, run_hydra
 
 
 def test_the_parser_has_every_option_that_is_read() -> None:
     """Their values are attributes of these names."""
-    parsed = argument_parser().parse_args(["seed=1"])
-    assert parsed.overrides == ["seed=1"]
+    parsed, unknown = parse_options(["seed=1"])
+    assert (parsed.overrides, unknown) == (["seed=1"], [])
     flags = ("help", "hydra_help", "cfg", "info", "shell_completion", "multirun", "run")
     assert not any(getattr(parsed, name) for name in flags)
     for name in ("config_dir", "config_name", "config_path", "experimental_rerun"):

@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ddp_runner.cli.app
-import ddp_runner.sweep.batches
-from ddp_runner.cli.compose import register
+import ddp_runner.sweep.multirun
+from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config, leaves
 from ddp_runner.host.hardware import Hardware
@@ -132,7 +131,7 @@ def say(
     def started(*args: object) -> None:
         raise AssertionError("it was not refused")
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.batches):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "launch", started)
     monkeypatch.chdir(tmp_path)

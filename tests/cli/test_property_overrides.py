@@ -31,18 +31,16 @@ from properties import assert_one_line, examples
 
 import ddp_runner.cli.app
 import ddp_runner.launch.launcher
-import ddp_runner.sweep.batches
-from ddp_runner.cli.compose import register
+import ddp_runner.sweep.multirun
+from ddp_runner.cli.command_line import dotted_keys
+from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.known_keys import dotted_keys
-from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
-from ddp_runner.sweep.jobs import run_jobs
-from ddp_runner.sweep.slots import Batch
+from ddp_runner.sweep.jobs import Batch, run_jobs
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
 EXIT_CODES = (0, 2)
@@ -68,7 +66,8 @@ def keys() -> list[str]:
         prefix = "" if is_global else f"{path.parent.name}."
         found |= dict.fromkeys(f"{prefix}{key}" for key, _ in leaves(content))
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        found |= dict.fromkeys(dotted_keys(compose("config", return_hydra_config=True)))
+        config = compose("config", return_hydra_config=True)
+        found |= dict.fromkeys(dotted_keys(OmegaConf.to_container(config)))
     return [key for key in found if re.fullmatch(r"[\w.]+", key)]
 
 
@@ -231,19 +230,13 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *_: object) -> None:
             self.close = lambda: None
 
-        def run(self, batch: Batch) -> None:
-            run_jobs(
-                batch.jobs,
-                ledger=batch.ledger,
-                settings=batch.settings,
-                known_failures=batch.known_failures,
-                execute=ddp_runner.launch.launcher.launch,
-            )
+        def run(self, batch: Batch) -> list[Outcome]:
+            return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.batches):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda: LAPTOP)
-    monkeypatch.setattr(ddp_runner.sweep.batches, "Slots", InTurn)
+    monkeypatch.setattr(ddp_runner.sweep.multirun, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_worker_group", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 

@@ -13,10 +13,8 @@ from configs import config_error, resolved
 from real_data import require
 from texts import write_reviews
 
-from ddp_runner.config.instantiate import make
-from ddp_runner.config.needs import mode_needs
-from ddp_runner.config.schema import CONFIG_DIR, config_hash
-from ddp_runner.config.targets import find
+from ddp_runner.config.instantiate import find, make
+from ddp_runner.config.schema import CONFIG_DIR, config_hash, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

@@ -19,10 +19,9 @@ from configs import config_error, resolved
 from omegaconf import OmegaConf
 
 from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
-from ddp_runner.config.instantiate import make
+from ddp_runner.config.instantiate import construct, find, make
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
-from ddp_runner.config.targets import construct, find
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job

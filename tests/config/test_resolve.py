@@ -103,8 +103,7 @@ INVALID = [
     ("model=toy dataset.num_samples=2.5", "dataset.num_samples (2.5) must be a whole number"),
     ("dataset=fake_images dataset.height=-1", "dataset.height (-1) must be 0 or greater"),
     ("dataset.augmentation=3",
-     "dataset.augmentation (3) is a group of keys; write dataset.augmentation.horizontal_flip=VALUE"
-     ),
+     "dataset.augmentation (3) is a group of keys; write dataset.augmentation.KEY=VALUE"),
     ("~optimizer._target_",
      "optimizer has no _target_, the name of what is built; choose an option, as in "
      "optimizer=NAME: see --help"),
@@ -138,6 +137,17 @@ INVALID = [
     ("parallelism=dp train.compile=true",
      "train.compile=true does not work with parallelism=dp, which copies the model to the GPUs "
      "anew in each step; leave it out, or write parallelism=ddp"),
+    ("dataset.augmentation._target_={}", "dataset.augmentation._target_ ({}) must be a text"),
+    ("+parallelism.needs=3",
+     "parallelism.needs (3) is a group of keys; write parallelism.needs.KEY=VALUE"),
+    ("+parallelism.needs.num_server=1",
+     "parallelism.needs.num_server does not exist; did you mean num_servers?"),
+    ("+parallelism.needs.devices_per_rank=0",
+     "parallelism.needs.devices_per_rank (0) must be greater than 0"),
+    ("+parallelism.needs.max_ranks=1.5",
+     "parallelism.needs.max_ranks (1.5) must be a whole number"),
+    ("+parallelism.needs.data_parallel=1",
+     "parallelism.needs.data_parallel (1) must be true or false"),
     ("parallelism.sync_batchnorm=true",
      "parallelism.sync_batchnorm=true exists on CUDA only; set it to false"),
     ("data_root=/no/such",

@@ -12,7 +12,7 @@ from run_folders import record
 from trainings import CHILD_STARTER, LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.children import adopt_orphans, children, end_adopted
+from ddp_runner.host.processes import adopt_orphans, children, end_adopted
 
 
 def test_children_of_ranks_end_with_a_completed_run(tmp_path: Path) -> None:

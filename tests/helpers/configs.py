@@ -7,9 +7,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from ddp_runner.cli.compose import register
+from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.needs import mode_needs
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.host import hardware, load
+from ddp_runner.host import hardware, load, processes
 from ddp_runner.host.load import Load, load_record, measure_load, oom_kills
 
 
@@ -31,7 +31,8 @@ def test_shares_are_of_the_cores_that_a_run_may_use(
 
     The rank that ends meanwhile is counted with its parent.
     """
-    monkeypatch.setattr(load, "PROC", tmp_path / "proc")
+    for module in (load, processes):
+        monkeypatch.setattr(module, "PROC", tmp_path / "proc")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
     monkeypatch.setattr(os, "getppid", lambda: 7)
     idle = [0] * 10

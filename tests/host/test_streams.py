@@ -1,9 +1,13 @@
-"""A process whose stdout or stderr is closed, full, or a pipe without a reader goes on."""
+"""A process whose stdout or stderr is closed, full, or a pipe without a reader goes on.
+
+And a line about a long wait: printed once, and only if the wait is long.
+"""
 
 import logging
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,8 @@ from commands import RUNNER, TIME_LIMIT_S
 from terminals import terminal
 
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.host import streams
+from ddp_runner.host.streams import notice_if_slow, shortened
 from ddp_runner.rank.rank_log import RankLog
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -104,3 +110,25 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert any("epoch 10/10" in line and "step 50/50" in line for line in lines)
     assert lines[-2].startswith("completed in ")
     assert lines[-1].startswith("tensorboard --logdir ")
+
+
+@pytest.mark.parametrize(("patience_s", "printed"), [(0.01, "waiting\n"), (60.0, "")])
+def test_a_notice_is_printed_if_the_wait_is_long(
+    patience_s: float,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And its thread is gone after the block."""
+    monkeypatch.setattr(streams, "PATIENCE_S", patience_s)
+    with notice_if_slow(lambda: "waiting"):
+        time.sleep(0.2)
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("width", "text"), [(9, "seed=1234"), (8, "seed…234"), (7, "see…234"), (1, "…")]
+)
+def test_a_shortened_text_keeps_both_its_ends(width: int, text: str) -> None:
+    """What differs between the jobs of a sweep is often at the end of their names."""
+    assert shortened("seed=1234", width) == text

@@ -36,7 +36,7 @@ from trainings import LONG, is_training
 
 from ddp_runner import worker
 from ddp_runner.dist_env import dist_env
-from ddp_runner.host.signals import STOP_SIGNALS
+from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Job
 from ddp_runner.launch import launcher, supervisor
 from ddp_runner.launch.signals import ONE_REQUEST_S

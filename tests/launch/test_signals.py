@@ -17,7 +17,7 @@ from run_folders import checkpoint_steps, record, run_dirs
 from trainings import CHILD_STARTER, LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.signals import STOP_SIGNALS
+from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.launch.signals import StopSignals, mark_ended
 from ddp_runner.rank import stop
 from ddp_runner.rank.stop import StopRequest

@@ -7,8 +7,8 @@ import torch
 import yaml
 from torch import nn
 
-from ddp_runner.config.load import CONFIG_DIR
 from ddp_runner.config.moved import with_moved_names
+from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.parallelism.ddp import DDP
 
 CPU = torch.device("cpu")

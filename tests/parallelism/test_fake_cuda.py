@@ -17,8 +17,7 @@ from train_states import Trace, at
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.needs import mode_needs
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.data.dataset import Dataset, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware

@@ -4,7 +4,7 @@ import pytest
 import torch
 from train_states import compose_config
 
-from ddp_runner.config.needs import mode_needs
+from ddp_runner.config.schema import mode_needs
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.mode import count_devices, rank_devices
 

@@ -45,15 +45,41 @@ def test_a_sweep_shows_its_header_once_and_a_line_for_each_job(tmp_path: Path) -
     lines = left_on_screen(text)
     for name in ("run", "model", "data", "parallelism", "batch", "steps"):
         assert len([line for line in lines if line.startswith(f"{name:<12} ")]) == 1
-    results = [line for line in lines if re.match(r"job \d of 4: ", line)]
+    results = [line for line in lines if re.match(r"(job \d of 4: |\d/4 )w", line)]
     names = [f"world_size={size},seed={seed}" for size in (1, 2) for seed in (1, 2)]
-    assert [re.split(r": |  ", line)[1] for line in results] == names
+    assert [line.partition("  ")[0].split()[-1] for line in results] == names
     assert all("  completed in " in line for line in results)
     assert re.search(r"(job 4 of 4: |4/4 )world_size=2,seed=2 .*epoch \d/2  .*step \d+/10", text)
     assert "\x1b[?25l" not in text, "a killed rank would leave the cursor hidden"
     first = lines.index(results[0])
     assert lines[first : first + 4] == results
     assert lines[-2].startswith("tensorboard --logdir outputs/sweep-")
+
+
+def test_long_names_of_jobs_fit_a_terminal_and_are_whole_in_a_file(tmp_path: Path) -> None:
+    """Each result and each row of the table is one line, with both ends of the job's name."""
+    long = ("optimizer.momentum=0.1234,0.2345", "scheduler.gamma=0.1234", "seed=1,2")
+    command = ("-m", "model=toy", "scheduler=step", *long, "train.max_steps=3", "world_size=1")
+    exit_code, text = on_a_terminal(*command, "hydra.sweep.dir=sweep", folder=tmp_path)
+    assert exit_code == 0, text
+    lines = left_on_screen(text)
+    assert all(len(line) < 80 for line in lines)
+    names = [
+        f"optimizer.momentum={one},seed={seed}" for one in ("0.1234", "0.2345") for seed in (1, 2)
+    ]
+    for number, name in enumerate(names, start=1):
+        (result,) = [line for line in lines if line.startswith(f"{number}/4 ")]
+        assert f"seed={name[-1]}  completed in " in result
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("job  ")) :]
+    assert table[0].split() == ["job", "status", "first", "step", "wall", "samples/s", "metrics"]
+    for row, name in zip(table[1:5], names, strict=True):
+        begin, end = row.split()[0].split("…")
+        assert name.startswith(begin)
+        assert name.endswith(end)
+        assert row.split()[1] == "completed"
+    end = run_command(*command, "hydra.sweep.dir=sweep", folder=tmp_path)
+    assert all(f"\n{name}  completed  " in end.stdout for name in names)
+    assert "…" not in end.stdout
 
 
 def test_a_sweep_writes_its_header_once_to_a_file(tmp_path: Path) -> None:

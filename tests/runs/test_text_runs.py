@@ -21,7 +21,7 @@ from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import write_reviews, write_rows
 
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.compose import validate_files
 from ddp_runner.config.instantiate import make
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.errors import UserError

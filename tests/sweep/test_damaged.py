@@ -14,10 +14,10 @@ from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
-from ddp_runner.sweep.batches import _freeze
-from ddp_runner.sweep.jobs import run_jobs
+from ddp_runner.sweep.jobs import Batch, run_jobs
 from ddp_runner.sweep.ledger import LEDGER, Ledger
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.multirun import _freeze
+from ddp_runner.sweep.results import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -56,7 +56,7 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
 
     ledger = Ledger(tmp_path)
     ledger.queue({name: name for name in jobs}, invalid=())
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
+    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=execute)
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
     entry = ledger.read()["b"]
@@ -77,7 +77,7 @@ def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
     def execute(job: Job) -> Outcome:
         return Outcome("completed", 0, job.run_dir)
 
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
+    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=execute)
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
     assert "is a link to" in str(ledger.read()["b"].sentence)
 

@@ -20,9 +20,9 @@ from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.job import Job, Outcome
-from ddp_runner.sweep.jobs import recorded, run_jobs
+from ddp_runner.sweep.jobs import Batch, recorded, run_jobs
 from ddp_runner.sweep.ledger import INVALID, LEDGER, Entry, Ledger, unfinished_sweep
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.results import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
@@ -103,7 +103,7 @@ def test_a_job_that_is_interrupted_is_the_last_one(tmp_path: Path, jobs: dict[st
         return Outcome(status, 0, job.run_dir)
 
     ledger = Ledger(tmp_path)
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=execute)
+    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=execute)
     assert [one.status for one in outcomes] == ["completed", "preempted"]
     assert statuses(tmp_path) == {"a": "completed", "b": "preempted", "c": "queued"}
     assert 0.0 < began[0] <= began[1]
@@ -121,7 +121,7 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
         yield
 
     monkeypatch.setattr(RunDir, "locked", locked_late)
-    outcomes = run_jobs(jobs, ledger=ledger, settings=SweepConfig(), execute=pytest.fail)
+    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=pytest.fail)
     assert [one.status for one in outcomes] == ["completed"] * 3
 
 
@@ -134,18 +134,13 @@ def test_what_had_failed_before_stops_no_sweep(tmp_path: Path, jobs: dict[str, J
         assert job.run_dir is not None
         return Outcome.invalid(job.run_dir, "broken")
 
-    outcomes = run_jobs(
-        jobs,
-        ledger=ledger,
-        settings=SweepConfig(fail_fast=True),
-        execute=execute,
-        known_failures=["a"],
-    )
+    batch = Batch(jobs, ledger, SweepConfig(fail_fast=True), known_failures=["a"])
+    outcomes = run_jobs(batch, execute=execute)
     assert [one.run_dir for one in outcomes] == [tmp_path / "a", tmp_path / "b"]
     assert statuses(tmp_path) == {"a": "failed", "b": "failed", "c": "queued"}
     kinds = (INVALID, "user", "crash", "signal")
-    found = [recorded(Entry("a", "a", "failed", kind, ""), None).exit_code for kind in kinds]
-    assert found == [2, 2, 1, 1]
+    found = [recorded(Entry("a", "a", "failed", kind, ""), jobs["a"]) for kind in kinds]
+    assert [one.exit_code for one in found if one is not None] == [2, 2, 1, 1]
 
 
 def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(

@@ -37,7 +37,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.sweep.slots import JobBegins, Output, events
+from ddp_runner.sweep.slots import Output, events
 from ddp_runner.sweep.validate import validate_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
@@ -71,13 +71,12 @@ def test_cores_and_gpus_are_dealt_out_evenly(
     assert core_shares(2, num_cores=3) == [(4,), (5,)]  # a quota of CPU time leaves cores idle
     assert core_shares(5, num_cores=5) == [(4,), (6,), (5,), (7,), (9,)]
 
-    assert gpu_shares(2, num_gpus=5, environ={}) == ["0,1", "2,3"]
-    assert gpu_shares(2, num_gpus=3, environ={"CUDA_VISIBLE_DEVICES": "3,GPU-a,1"}) == [
-        "3",
-        "GPU-a",
-    ]
-    assert gpu_shares(2, num_gpus=1, environ={}) == ["", ""]  # the jobs compute on cores
-    assert gpu_shares(2, num_gpus=0, environ={}) == [None, None]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_shares(2, num_gpus=5) == ["0,1", "2,3"]
+    assert gpu_shares(2, num_gpus=1) == ["", ""]  # the jobs compute on cores
+    assert gpu_shares(2, num_gpus=0) == [None, None]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-a,1")
+    assert gpu_shares(2, num_gpus=3) == ["3", "GPU-a"]
     assert Hardware(num_gpus=5, num_cores=9).share(2) == Hardware(num_gpus=2, num_cores=4)
 
 
@@ -107,7 +106,7 @@ def print_in_jobs(pipe: Connection, streams: Sequence[int], num_jobs: int) -> No
     """Print as a slot does: lines of each job, some without an end, then announce the next job."""
     numbers = random.Random(0)
     for job in range(num_jobs):
-        pipe.send(JobBegins(job))
+        pipe.send(job)
         pipe.recv()
         for stream in streams:
             lines = [f"{job} " + "x" * numbers.randrange(9000) for _ in range(numbers.randrange(9))]
@@ -131,8 +130,8 @@ def test_each_line_of_a_slot_belongs_to_the_job_that_printed_it() -> None:
     current, num_lines, num_batches = -1, 0, 0
     try:
         for event in events(pipe, outputs):
-            if isinstance(event, JobBegins):
-                current = event.number
+            if isinstance(event, int):
+                current = event
                 pipe.send(None)
             elif event is None:
                 num_batches += 1
@@ -140,7 +139,7 @@ def test_each_line_of_a_slot_belongs_to_the_job_that_printed_it() -> None:
                 for end in streams:
                     os.close(end)
             else:
-                assert int(event.text.split()[0]) == current
+                assert int(event[0].split()[0]) == current
                 num_lines += 1
     finally:  # a slot that is still writing ends
         for end in [pipe, *(output.source for output in outputs)]:

@@ -37,7 +37,7 @@ from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.results import sweep_table
 from ddp_runner.tracking.launch_marks import find_unfinished_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record

@@ -5,7 +5,7 @@ import signal
 from multiprocessing import forkserver, get_context
 from typing import Any
 
-from ddp_runner.host.fork_server import fork_server_is_gone, release_fork_server
+from ddp_runner.host.processes import fork_server_is_gone, release_fork_server
 
 
 def hold_and_release() -> None:

@@ -1,0 +1,132 @@
+"""The processes of a run: the server that forks ranks, what stops them, how their children end.
+
+The fork server imports torch once, so that no rank has to. It ends when no process holds the other
+end of a pipe. multiprocessing has no public name for that pipe; the private one was checked on
+CPython 3.11 to 3.13.
+
+On Linux a launcher adopts the children of a rank that has ended, and so can end them. Elsewhere it
+leaves them alone. Torch-free.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.host.temp_folder import temp_folder
+
+# Ctrl-C, schedulers and `kill`, a closed terminal, Ctrl-\, and what Slurm's --signal=USR1@60 sends.
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+PRELOAD = "ddp_runner.launch.preload"  # what the fork server imports
+_SERVER: Any = forkserver._forkserver  # the module's only ForkServer object
+PROC = Path("/proc")
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+LIMIT_S = 1.0  # for killed processes to be gone
+
+
+def handled_signals() -> tuple[signal.Signals, ...]:
+    """Return the stop signals that this process was not started to ignore.
+
+    nohup ignores SIGHUP, and a shell ignores SIGINT for a script's background jobs: whoever started
+    the process does not want these signals to end it.
+    """
+    return tuple(one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN)
+
+
+@contextmanager
+def children_ignore_signals() -> Iterator[None]:
+    """Let the processes that start in this block ignore the stop signals.
+
+    Ctrl-C and SIGTERM may reach every process at once, and only the launcher decides what follows.
+    """
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def start_fork_server() -> None:
+    """Start the server unless it runs, and return at once, long before it has imported torch."""
+    temp_folder()
+    multiprocessing.set_forkserver_preload([PRELOAD])
+    with children_ignore_signals():
+        forkserver.ensure_running()
+
+
+def fork_server_is_gone() -> bool:
+    """Return whether the server has ended, and with it the processes that it forked."""
+    poll = select.poll()  # unlike ensure_running, it starts no other server
+    poll.register(_SERVER._forkserver_alive_fd, 0)
+    return bool(poll.poll(0))
+
+
+def release_fork_server() -> None:
+    """Close a rank's copy of the pipe, which would keep the server alive after its launcher."""
+    if _SERVER._forkserver_alive_fd is not None:
+        os.close(_SERVER._forkserver_alive_fd)
+        _SERVER._forkserver_alive_fd = None
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each descendant that loses its own parent. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> set[int]:
+    """Return the children of this process; none unless on Linux."""
+    return {pid for pid, parent in _parents().items() if parent == os.getpid()}
+
+
+def end_adopted(own: Collection[int]) -> None:
+    """Kill the children that this process did not start itself, and then the children of those."""
+    deadline = time.monotonic() + LIMIT_S
+    while (adopted := children() - set(own)) and time.monotonic() < deadline:
+        for pid in adopted:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def kill_descendants() -> None:
+    """Kill all descendants of this process."""
+    parents, found = _parents(), {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    for pid in found - {os.getpid()}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def process_stats() -> Iterator[tuple[int, list[int]]]:
+    """Yield each process of this machine, and its fields from /proc/PID/stat after the state.
+
+    The parent is the first of them (man 5 proc_pid_stat). Empty if there is no /proc.
+    """
+    for path in PROC.glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has just ended
+            # PID (NAME) STATE PARENT …, and the name may hold anything.
+            _, *fields = path.read_bytes().rpartition(b")")[2].split()
+            yield int(path.parent.name), list(map(int, fields))
+
+
+def _parents() -> dict[int, int]:
+    return {pid: fields[0] for pid, fields in process_stats()}

@@ -1,0 +1,51 @@
+"""The table of a sweep: as wide as its cells, or as a terminal."""
+
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep.results import sweep_table
+from ddp_runner.tracking.run_record import write_run_record
+
+NAMES = tuple(f"model=convnet,optimizer.lr=0.123456,parallelism=ddp,seed={seed}" for seed in (1, 2))
+METRICS = {"eval/accuracy": 0.97, "eval/loss": 0.1, "train/loss": 0.2, "perf/samples_per_s": 4267.0}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """The folder of a sweep: one job is completed, the other waits."""
+    ledger = Ledger(tmp_path)
+    ledger.queue({name: name for name in NAMES}, invalid=())
+    ledger.note(NAMES[0], status="completed")
+    write_run_record(tmp_path / NAMES[0], startup_s=1.5, wall_s=123.25, metrics=METRICS)
+    return tmp_path
+
+
+def test_a_table_without_a_terminal_is_whole(sweep: Path) -> None:
+    """However long its lines are."""
+    _, title, first, second, _ = sweep_table(sweep).split("\n")
+    assert title.split() == ["job", "status", "first", "step", "wall", "samples/s", "metrics"]
+    results = "1.50 s      123.25 s  4267       eval/accuracy 0.9700  eval/loss 0.1000  train/loss"
+    assert first == f"{NAMES[0]}  completed  {results} 0.2000"
+    assert second == f"{NAMES[1]}  queued     -           -         -"
+
+
+@pytest.mark.parametrize(
+    ("width", "job", "end"),
+    [
+        (150, NAMES[0][:23], "0.2000"),
+        (79, "model=…", "eval/accuracy 0.9700…"),
+        (40, "model=…", "…"),
+    ],
+)
+def test_a_table_fits_its_terminal(sweep: Path, width: int, job: str, end: str) -> None:
+    """First the names of jobs become shorter, in their middle; then the lines end early."""
+    _, title, first, second, _ = sweep_table(sweep, width=width).split("\n")
+    assert all(len(line) <= width for line in (title, first, second))
+    assert title.startswith("job  ")
+    assert first.startswith(job)
+    assert first.endswith(end)
+    assert second.startswith(job)
+    assert "d=1  completed  1.50 s  " in first
+    assert "d=2  queued     -  " in second
