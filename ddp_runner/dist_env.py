@@ -6,8 +6,8 @@ Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MP
 import os
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ddp_runner.errors import UserError
 
@@ -16,6 +16,10 @@ from ddp_runner.errors import UserError
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the ports that the kernel gives to clients
 FROM_ENVIRONMENT = "env://"
+# The variables for rank, local rank, world size and local world size. Open MPI's NODE_RANK is no
+# rank of a node: it counts ranks within a machine.
+OPEN_MPI = [f"OMPI_COMM_WORLD_{fact}" for fact in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
+MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 
 
 @dataclass(frozen=True)
@@ -53,34 +57,27 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
     environ = os.environ if environ is None else environ
     for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
         if (env := read(environ)) is not None:
-            return env
+            has_address = bool(environ.get("MASTER_ADDR"))
+            return replace(env, init_method=FROM_ENVIRONMENT) if has_address else env
     return None
 
 
 def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
-    """Refuse ranks that do not know where to meet.
-
-    Args:
-        env: of this rank.
-        init_method: launch.init_method.
-        backend: backend.name; MPI's ranks know each other already.
+    """Refuse ranks that do not know where to meet; under backend=mpi they know it already.
 
     Raises:
         UserError: neither the launcher nor the config gives an address.
     """
     if env.init_method is not None or init_method is not None or backend == "mpi":
         return
-    who, how = {
-        "mpirun": (
-            "mpirun started",
-            "give every rank MASTER_ADDR and MASTER_PORT (Open MPI: -x NAME=VALUE, MPICH: -genv "
-            "NAME VALUE)",
-        ),
-        "srun": ("srun started", "set MASTER_ADDR and MASTER_PORT before srun"),
-    }.get(env.launcher, ("RANK and WORLD_SIZE tell of", "set MASTER_ADDR and MASTER_PORT"))
+    ways = {
+        "mpirun": " for every rank (Open MPI: -x NAME=VALUE, MPICH: -genv NAME VALUE)",
+        "srun": " before srun",
+    }
+    who = f"{env.launcher} started" if env.launcher in ways else "RANK and WORLD_SIZE describe"
     raise UserError(
-        f"{who} {env.world_size} ranks and nothing says where they meet; {how}, or give "
-        "launch.init_method=tcp://HOST:PORT"
+        f"{who} {env.world_size} ranks and nothing says where they meet; set MASTER_ADDR and "
+        f"MASTER_PORT{ways.get(env.launcher, '')}, or give launch.init_method=tcp://HOST:PORT"
     )
 
 
@@ -97,59 +94,36 @@ def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
         node_rank=_integer(environ, "GROUP_RANK", "0"),
         restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
-        init_method=_master(environ),
+        init_method=None,
         launch_id=_slurm_step(environ),
     )
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> DistEnv | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    return _from_mpi(
-        environ,
-        rank="OMPI_COMM_WORLD_RANK",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    )
+    return _from_mpi(environ, OPEN_MPI) if "OMPI_COMM_WORLD_RANK" in environ else None
 
 
 def _from_mpich(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read the variables of MPICH's and Intel MPI's mpirun; a single rank is no worker group."""
-    if "PMI_RANK" not in environ or _integer(environ, "PMI_SIZE", "1") < 2:
-        return None
-    if "MPI_LOCALRANKID" not in environ:
-        return None  # another program's PMI, such as Slurm's own
-    return _from_mpi(
-        environ,
-        rank="PMI_RANK",
-        local_rank="MPI_LOCALRANKID",
-        world_size="PMI_SIZE",
-        local_world_size="MPI_LOCALNRANKS",
-    )
+    """Read the variables of MPICH's and Intel MPI's mpirun; a single rank is no worker group.
+
+    Another program's PMI, such as Slurm's own, has no MPI_LOCALRANKID.
+    """
+    is_theirs = {"PMI_RANK", "MPI_LOCALRANKID"} <= environ.keys()
+    is_group = is_theirs and _integer(environ, "PMI_SIZE", "1") > 1
+    return _from_mpi(environ, MPICH) if is_group else None
 
 
-def _from_mpi(
-    environ: Mapping[str, str],
-    *,
-    rank: str,
-    local_rank: str,
-    world_size: str,
-    local_world_size: str,
-) -> DistEnv:
-    """Read the variables of these names; Open MPI's NODE_RANK is a rank within the machine."""
-    sizes = {name: _integer(environ, name) for name in (rank, world_size, local_world_size)}
-    init_method, namespace = _master(environ), environ.get("PMIX_NAMESPACE")
-    if init_method is None and namespace and sizes[world_size] == sizes[local_world_size]:
-        init_method = f"tcp://127.0.0.1:{_port(namespace)}"
+def _from_mpi(environ: Mapping[str, str], names: Sequence[str]) -> DistEnv:
+    rank, local_rank, world_size, local_world_size = (_integer(environ, name) for name in names)
+    namespace = environ.get("PMIX_NAMESPACE") if world_size == local_world_size else None
     return DistEnv(
-        rank=sizes[rank],
-        local_rank=_integer(environ, local_rank),
-        world_size=sizes[world_size],
-        local_world_size=sizes[local_world_size],
-        node_rank=sizes[rank] // sizes[local_world_size],
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size,
         launcher="mpirun",
-        init_method=init_method,
+        init_method=f"tcp://127.0.0.1:{_port(namespace)}" if namespace else None,
     )
 
 
@@ -171,11 +145,8 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
             f"srun started {', '.join(map(str, tasks))} tasks on its {len(tasks)} machines and "
             "each must run as many; give srun --ntasks-per-node=N"
         )
-    init_method = _master(environ)
-    if init_method is None:
-        nodes = environ.get("SLURM_STEP_NODELIST", "")
-        host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
-        init_method = f"tcp://{host}:{_port(step)}" if host else None
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
     return DistEnv(
         rank=_integer(environ, "SLURM_PROCID"),
         local_rank=_integer(environ, "SLURM_LOCALID"),
@@ -183,7 +154,7 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
         local_world_size=tasks[0],
         node_rank=_integer(environ, "SLURM_NODEID", "0"),
         launcher="srun",
-        init_method=init_method,
+        init_method=f"tcp://{host}:{_port(step)}" if host else None,
         launch_id=step,
     )
 
@@ -203,27 +174,20 @@ def _slurm_step(environ: Mapping[str, str]) -> str | None:
 def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
     """Return the number of tasks on each machine: Slurm writes 2(x3),1 for 2, 2, 2, 1."""
     written = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    tasks = []
-    for part in written.split(",") if written else ():
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    if tasks:
-        return tasks
-    num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
-    rest = world_size % num_nodes
-    return [world_size // num_nodes + (node < rest) for node in range(num_nodes)]
+    if not written:
+        num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+        fewest, rest = divmod(world_size, num_nodes)
+        return [fewest + (node < rest) for node in range(num_nodes)]
+    part = r"(\d+)(?:\(x(\d+)\))?"
+    if not re.fullmatch(f"{part}(,{part})*", written):
+        raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
+    return [int(tasks) for tasks, num in re.findall(part, written) for _ in range(int(num or 1))]
 
 
 def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list: n01 of n[01-03,07],gpu5."""
-    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
-
-
-def _master(environ: Mapping[str, str]) -> str | None:
-    return FROM_ENVIRONMENT if environ.get("MASTER_ADDR") else None
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at a comma that no brackets surround
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def _port(name: str) -> int:

@@ -13,10 +13,7 @@ T = TypeVar("T")
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that take part in the loop; None: all. Collective: every rank.
-
-    A rank that takes no part gets a group that it cannot use.
-    """
+    """Return the group of the loop's ranks; None: all ranks, or not this one. Collective."""
     flags = gather_objects(takes_part)
     if all(flags):
         return None
@@ -28,23 +25,15 @@ def sum_over_ranks(
     values: Sequence[float], *, group: dist.ProcessGroup | None = None
 ) -> list[float]:
     """Return each value summed over the group's ranks, in float64; None: all ranks. Collective."""
-    totals = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(totals, group=group)
-    return list(map(float, totals))
+    totals: list[float] = add_over_ranks(torch.tensor(values, dtype=torch.float64), group).tolist()
+    return totals
 
 
-def add_over_ranks(counts: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+def add_over_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return counts summed over the group's ranks, on the CPU; None: all ranks. Collective."""
     total = counts.to("cpu", copy=True)
     dist.all_reduce(total, group=group)
     return total
-
-
-def broadcast_object(value: T) -> T:
-    """Return rank 0's value on every rank. Collective: every rank must call."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
 
 
 def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -75,16 +64,16 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     Raises:
         UserError: on every rank, if rank 0 raised it.
     """
-    result: T | UserError | None = None
+    box: list[T | UserError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            result = compute()
+            box = [compute()]
         except UserError as error:
-            result = error
-    result = broadcast_object(result)
-    if isinstance(result, UserError):
-        raise result
-    return cast(T, result)
+            box = [error]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if isinstance(box[0], UserError):
+        raise box[0]
+    return cast(T, box[0])
 
 
 def ensure_agreement(
@@ -94,28 +83,27 @@ def ensure_agreement(
 
     Args:
         facts: of this rank.
-        optional: more facts; a rank with None agrees with any value.
+        optional: more facts, named last; a rank with None agrees with any value.
 
     Raises:
         UserError: on every rank, naming the first key that differs, its values and their ranks.
     """
-    known = {key: value for key, value in (optional or {}).items() if value is not None}
-    for own, may_lack in ((dict(facts), False), (known, True)):
-        by_rank = gather_objects(own)
-        for key in sorted(set().union(*by_rank)):
-            values = {
-                rank: str(one.get(key))
-                for rank, one in enumerate(by_rank)
-                if key in one or not may_lack
-            }
-            first = min(values)
-            for other, value in values.items():
-                if value != values[first]:
-                    raise UserError(
-                        f"ranks were launched differently: {key} is {values[first]} on rank "
-                        f"{first} and {value} on rank {other}; start every rank with the same "
-                        "command and code"
-                    )
+    optional = optional or {}
+    known = {key: value for key, value in optional.items() if value is not None}
+    by_rank = gather_objects({**facts, **known})
+    for key in sorted(set().union(*by_rank), key=lambda key: (key in optional, key)):
+        values = {
+            rank: str(own.get(key))
+            for rank, own in enumerate(by_rank)
+            if key in own or key not in optional
+        }
+        first = min(values)
+        for other, value in values.items():
+            if value != values[first]:
+                raise UserError(
+                    f"ranks were launched differently: {key} is {values[first]} on rank {first} "
+                    f"and {value} on rank {other}; start every rank with the same command and code"
+                )
 
 
 def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:
@@ -168,4 +156,3 @@ class StopVote:
         """Wait for the last vote, so that no collective stays open. Collective: every rank."""
         if self._pending is not None:
             self._pending.wait()
-            self._pending = None

@@ -34,9 +34,6 @@ def listed(names: Sequence[str], *, separator: str = ", ") -> str:
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known word that is most like a mistyped word; None if none is near.
 
-    Args:
-        word: as the user wrote it.
-        known: what could have been meant.
-        cutoff: least likeness, from 0 (any word will do) to 1.
+    `cutoff` is the least likeness, from 0 (any word will do) to 1.
     """
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

@@ -49,9 +49,7 @@ class Job:
     title: str = ""  # its name in a sweep
     shows_header: bool = True  # a sweep shows it once, for the first job that it runs
     overrides: tuple[str, ...] = ()
-    secrets: Secrets = field(
-        default_factory=Secrets
-    )  # values that the config took from the environment
+    secrets: Secrets = field(default_factory=Secrets)  # what the config took from the environment
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
     warnings: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Every metric, listed once: its name, which end is better, where it is shown. Torch-free."""
+"""Every metric, listed once: its name, whether less is better, where it is shown. Torch-free."""
 
 from dataclasses import dataclass
 from enum import StrEnum

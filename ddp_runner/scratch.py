@@ -11,11 +11,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ddp_runner.errors import UserError
-from ddp_runner.files import FileIn
+from ddp_runner.files import FileIn, replace_file
 
 SAVING = "saving"
 SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdown_timeout_s
@@ -35,7 +35,7 @@ class Failure:
     kind: str
     sentence: str
     traceback: str = ""
-    time_ns: int = 0
+    time_ns: int = field(default_factory=time.time_ns)  # since the epoch
 
     @property
     def is_timeout(self) -> bool:
@@ -45,10 +45,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The folder, and the name of each file in it.
-
-    Attempts count from 0; each restart of the worker group is a new one.
-    """
+    """The folder, and the name of each file in it. Attempts of the worker group count from 0."""
 
     path: Path
 
@@ -56,29 +53,16 @@ class Scratch:
     ready = FileIn("ready")  # exists once the training loop has begun
     saving = FileIn(SAVING)  # exists while a checkpoint is being written
 
-    def store(self, attempt: int, *, name: str = "store") -> Path:
-        """Return the file at which the ranks of an attempt meet.
-
-        Args:
-            attempt: each has its own file: an earlier one holds the addresses of ranks that are
-                gone.
-            name: of the file, or its path elsewhere.
-        """
-        return Path(f"{Path(self.path, name).absolute()}.{self.path.name}-{attempt}")
-
     def make(self) -> None:
         """Create the folder; a program that cleans up temporary files may have removed it."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Remove what earlier ranks left under this number.
-
-        An attempt that a machine joined or left has the same number as the one before.
-        """
+        """Remove what ranks left under this number, which stays when a machine joins or leaves."""
         self.make()
-        patterns = (f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", "ready", SAVING)
-        for path in [path for pattern in patterns for path in self.path.glob(pattern)]:
-            path.unlink(missing_ok=True)
+        for pattern in (f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", "ready", SAVING):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def begin_loop(self) -> None:
         """Note that the training loop begins."""
@@ -86,7 +70,7 @@ class Scratch:
         self.ready.touch()
 
     def record_failure(self, error: BaseException, *, rank: int, attempt: int) -> Failure:
-        """Write down why this rank fails; return it."""
+        """Write down why this rank fails, and return it."""
         if isinstance(error, UserError):
             kind, sentence = "user", str(error)
         else:
@@ -96,13 +80,8 @@ class Scratch:
             kind = "peer" if lost_peer and isinstance(error, RuntimeError) else "crash"
             what = [type(error).__name__, *str(error).splitlines()[:1]]
             sentence = f"rank {rank} raised {': '.join(what)}"
-        failure = Failure(
-            rank=rank,
-            kind=kind,
-            sentence=sentence,
-            traceback="".join(traceback.format_exception(error)),
-            time_ns=time.time_ns(),
-        )
+        text = "".join(traceback.format_exception(error))
+        failure = Failure(rank=rank, kind=kind, sentence=sentence, traceback=text)
         self._write(f"failure-{attempt}-{rank}.json", failure)
         return failure
 
@@ -113,21 +92,21 @@ class Scratch:
         return {failure.rank: failure for failure in failures}
 
     def record_cause(self, failure: Failure, *, attempt: int) -> None:
-        """Keep why an attempt ended, for the ranks of the next one."""
+        """Keep why an attempt ended, for the ranks of the next attempt."""
         self._write(f"cause-{attempt}.json", failure)
 
-    def cause(self, *, attempt: int) -> Failure | None:
-        """Return why an earlier attempt ended; None if no rank of this machine failed."""
+    def cause(self, *, attempt: int) -> str:
+        """Return why an earlier attempt ended."""
         path = self.path / f"cause-{attempt}.json"
-        return Failure(**json.loads(path.read_text())) if path.exists() else None
+        if not path.exists():
+            return "another machine's ranks have failed"
+        return Failure(**json.loads(path.read_text())).sentence
 
     def _write(self, name: str, failure: Failure) -> None:
         # A rank that cannot write this still ends, and its exit code reaches the launcher.
         with suppress(OSError):
             self.make()
-            path = self.path / name
-            path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
-            path.with_suffix(".tmp").replace(path)
+            replace_file(self.path / name, json.dumps(asdict(failure)))
 
     def record_first_step(self, step: int, *, rank: int) -> list[int]:
         """Note the step at which a restarted rank goes on; return those of all its restarts."""
@@ -141,9 +120,8 @@ class Scratch:
         main_thread = threading.main_thread().ident
         frame = sys._current_frames().get(main_thread or 0)
         if frame is not None and self.path.is_dir():
-            text = "".join(traceback.format_stack(frame))
             path = self.path / f"stack-{attempt}-{rank}.txt"
-            path.write_text(text, encoding="utf-8")
+            path.write_text("".join(traceback.format_stack(frame)), encoding="utf-8")
 
     def stacks(self, *, attempt: int) -> dict[int, Path]:
         """Return the files with the stacks of an attempt's ranks, by rank, the lowest first."""
@@ -170,19 +148,17 @@ class Scratch:
 
     def renew_saving(self) -> bool:
         """Renew the saving mark, from a rank that was asked to end; return whether it exists."""
-        try:
+        with suppress(FileNotFoundError):
             os.utime(self.saving)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def saving_is_fresh(self) -> bool:
         """Return whether a rank is writing a checkpoint and is not suspended."""
-        try:
+        with suppress(FileNotFoundError):
             return time.time() - self.saving.stat().st_mtime < FRESH_S
-        except FileNotFoundError:
-            return False
+        return False
 
     def is_saving(self) -> bool:
-        """Return whether there is a saving mark, here or below, as parallel jobs have theirs."""
+        """Return whether there is a saving mark, here or below in a parallel job's folder."""
         return any(SAVING in files for _, _, files in os.walk(self.path))

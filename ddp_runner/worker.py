@@ -25,11 +25,7 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
 
 
 def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
-    """Run the job's task as one rank. Collective: every rank must call.
-
-    Args:
-        job: the same on every rank.
-        env: this rank's place; None: read from the environment.
+    """Run the job's task as one rank, whose place may come from the environment. Collective.
 
     Returns:
         status, run_dir, and the signal that stopped this very rank, or None.
@@ -48,11 +44,10 @@ def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
 
 def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
     """Run one rank that torchrun, Slurm or mpirun started, and end the process."""
-    result = record(work)(job, env)
-    status = result["status"] if result else Status.COMPLETED
-    received = (result or {}).get("signal") or signal.SIGTERM
+    result = record(work)(job, env) or {"status": Status.COMPLETED}  # None after sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
     # Skips the interpreter's own shutdown, which now and then aborts in gloo's threads while a
     # peer's connection closes. The ranks of our own launcher end like this, too.
-    os._exit(EXIT_COMPLETED if status == Status.COMPLETED else 128 + received)
+    is_completed = result["status"] == Status.COMPLETED
+    os._exit(EXIT_COMPLETED if is_completed else 128 + (result["signal"] or signal.SIGTERM))

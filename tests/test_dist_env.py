@@ -106,5 +106,5 @@ def test_ranks_that_know_no_address_are_told_by_their_launchers_name() -> None:
     validate_rendezvous(env, init_method=None, backend="mpi")
     validate_rendezvous(env, init_method="tcp://h:1", backend="gloo")
     by_hand = read({"RANK": "0", "WORLD_SIZE": "2"})
-    with pytest.raises(UserError, match=r"^RANK and WORLD_SIZE tell of 2 ranks"):
+    with pytest.raises(UserError, match=r"^RANK and WORLD_SIZE describe 2 ranks"):
         validate_rendezvous(by_hand, init_method=None, backend="gloo")

@@ -21,7 +21,6 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     StopVote,
     broadcast_buffers,
-    broadcast_object,
     broadcast_state,
     ensure_agreement,
     ensure_own_devices,
@@ -30,25 +29,21 @@ from ddp_runner.distributed import (
     sum_over_ranks,
 )
 from ddp_runner.errors import UserError
-from ddp_runner.rank.agent_store import fresh_store
-from ddp_runner.rank.loopback_store import HOST, loopback_store
-from ddp_runner.rank.process_group import process_group
+from ddp_runner.rank.process_group import HOST, fresh_store, loopback_store, process_group
 
 
 def reductions(env: DistEnv) -> dict[str, Any]:
     """Call each collective with a value of this rank's own."""
     return {
         "sum": sum_over_ranks([env.rank + 0.5, 2**53 - env.rank]),
-        "broadcast": broadcast_object(f"from {env.rank}"),
         "gather": gather_objects((env.rank, "ü" * env.rank)),
     }
 
 
 def test_reductions_give_every_rank_the_same() -> None:
-    """Sums are in float64, broadcasts come from rank 0, gathered values are in order of rank."""
+    """Sums are in float64, gathered values are in order of rank."""
     for found in run_ranks(reductions, 3):
         assert found["sum"] == [4.5, 3.0 * 2**53 - 3]
-        assert found["broadcast"] == "from 0"
         assert found["gather"] == [(0, ""), (1, "ü"), (2, "üü")]
 
 

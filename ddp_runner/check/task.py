@@ -22,8 +22,7 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.tracking.run_record import write_run_record
-from ddp_runner.tracking.times import begin_anew, end_session
+from ddp_runner.tracking.run_record import begin_anew, end_session, write_run_record
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.state import TrainState

@@ -20,7 +20,7 @@ from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan
 from ddp_runner.cli.hydra_adapter import FULL_ERROR, UNNAMED, is_grid, quoted, run_hydra
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resume import asked_folder, goes_on, new_folder
+from ddp_runner.cli.resume import asked_folder
 from ddp_runner.dist_env import dist_env, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
@@ -29,6 +29,7 @@ from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.multirun import Sweep, sweep_dir
+from ddp_runner.tracking.claims import goes_on, unfinished_or_new
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import git_revision, versions
 
@@ -89,12 +90,12 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
 
         validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)
         run_under_launcher(job, env)
-    run_dir = RunDir(asked or new_folder(job))
+    run_dir = RunDir(asked or unfinished_or_new(config).path.absolute())
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         run_dir.ensure_writable()
         with run_dir.locked():
-            if goes_on(job, run_dir):
+            if goes_on(job.config, run_dir):
                 composed.resume = str(run_dir)
                 job = plan(composed, detect(), invocation)
             return launch(replace(job, run_dir=run_dir.path)).exit_code

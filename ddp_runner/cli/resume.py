@@ -14,12 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
-from ddp_runner.config.schema import RUNNER_KEYS, Config, work_hash
+from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.claims import AUTO
-from ddp_runner.tracking.launch_marks import find_unfinished_run, is_same_work
-from ddp_runner.tracking.outputs import claim, newest_run, run_folder, sibling_runs
+from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -111,31 +110,6 @@ def asked_folder(composed: DictConfig, job: Job) -> Path | None:
             "hydra.run.dir out: a run goes on in its own"
         )
     return resumed
-
-
-def new_folder(job: Job) -> Path:
-    """Return the folder of an unfinished run, if the job may resume one, else a new folder."""
-    config = job.config
-    unfinished = None
-    if config.resume == AUTO:
-        unfinished = find_unfinished_run(sibling_runs(config), work=work_hash(config))
-    return (unfinished.path if unfinished else claim(run_folder(config))).absolute()
-
-
-def goes_on(job: Job, run_dir: RunDir) -> bool:
-    """Return whether resume=auto finds the same work in the folder, which must be locked.
-
-    Raises:
-        UserError: the folder holds another run.
-    """
-    resume = job.config.resume
-    if resume == AUTO and is_same_work(run_dir, work=work_hash(job.config)):
-        return True
-    if resume in (None, AUTO) and run_dir.record.exists():
-        raise UserError(
-            f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
-        )
-    return False
 
 
 def _frozen(run_dir: Path) -> DictConfig:

@@ -11,8 +11,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.tracking.run_logger import NullLogger, RunLogger
-from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
 from ddp_runner.tracking.start_block import fact_lines, gpu_names, ranks_on_nodes, shown_path
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
@@ -42,7 +41,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
         for variant in variants(config)
     }
     validate_reduce_ops(config, reasons, backend=backend)
-    logger: NullLogger | RunLogger = NullLogger()
+    logger: Logger = NullLogger()
     if env.is_rank_zero:
         job = session.job
         logger = RunLogger(run_dir, started_at=job.started_at, title=job.title)
@@ -67,14 +66,12 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> str
             status,
             step=max((one.bytes for one in measurements), default=0),
             epoch=0,
-            fields=RunFields(
-                collectives=[asdict(one) for one in measurements],
-                not_in_backend=[
-                    {**asdict(variant), "reason": reason}
-                    for variant, reason in reasons.items()
-                    if reason is not None
-                ],
-            ),
+            collectives=[asdict(one) for one in measurements],
+            not_in_backend=[
+                {**asdict(variant), "reason": reason}
+                for variant, reason in reasons.items()
+                if reason is not None
+            ],
         )
     return status
 

@@ -28,12 +28,13 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
+    begin_session,
+    is_refused_resume,
     read_run_record,
     replace_run_record,
     write_run_record,
 )
 from ddp_runner.tracking.start_block import starting_lines
-from ddp_runner.tracking.times import begin_session, is_refused_resume
 
 
 def launch(job: Job) -> Outcome:

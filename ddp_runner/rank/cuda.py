@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 
 from ddp_runner.errors import UserError
-
-GET_TORCH = "https://pytorch.org/get-started/locally/"
+from ddp_runner.host.hardware import GET_TORCH
 
 
 def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
-    """Initialise a rank's GPUs and make the first one current; do nothing on a CPU.
-
-    Args:
-        devices: of this rank.
-        precision: the config's train.precision.
+    """Initialise this rank's GPUs and make the first one current; do nothing on a CPU.
 
     Raises:
         UserError: torch cannot use the GPUs, or one of them lacks bf16.
@@ -34,9 +29,7 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
             f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
             "backend.device=cpu"
         ) from error
-    if precision != "bf16":
-        return
-    for device in devices:
+    for device in devices if precision == "bf16" else ():
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(
@@ -47,11 +40,7 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
 
 
 def rng_states(first: torch.device) -> list[Tensor]:
-    """Return the random state of each visible GPU, the rank's own GPUs first.
-
-    Args:
-        first: the rank's first device; its others follow by number.
-    """
+    """Return the random state of each visible GPU, by number from the rank's first one on."""
     return [torch.cuda.get_rng_state(device) for device in _from(first)]
 
 

@@ -1,10 +1,16 @@
-"""Opens and closes the process group of a rank."""
+"""Opens and closes the process group of a rank, and the store at which its ranks meet."""
 
 import os
+import socket
 import sys
+import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -12,9 +18,10 @@ from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.streams import notice_if_slow
-from ddp_runner.rank.agent_store import fresh_store, serves_ranks
-from ddp_runner.rank.loopback_store import loopback_store
 
+HOST = "127.0.0.1"
+POLL_S = 0.02
+STORES: Any = dist  # torch documents its stores, but its stubs lack them
 # References that keep each group until the process ends. A group's threads take the GIL to release
 # the last collective's tensors. If the group ended with DDP's reducer, which joins these threads
 # while it holds the GIL, both would wait for ever.
@@ -31,7 +38,8 @@ def process_group(
     never wait for a kernel.
 
     Raises:
-        UserError: this torch was built without the backend.
+        UserError: this torch was built without the backend, nothing says where the ranks meet, or
+            they cannot meet there.
     """
     if backend.name == "mpi" and not dist.is_mpi_available():
         raise UserError(
@@ -39,20 +47,15 @@ def process_group(
             "are); write backend=gloo, or build torch from source beside an MPI library"
         )
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
-    is_local = False
-    if env.num_nodes == 1:
-        # Ranks of one machine need only the loopback interface, and listen on no other.
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        is_local = os.environ["GLOO_SOCKET_IFNAME"] == loopback  # unless the user set another
+    is_local = env.num_nodes == 1 and _uses_loopback()
     timeout = timedelta(seconds=backend.timeout_s)
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
     is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
     try:
         with notice_if_slow(lambda: waiting) if is_first_of_node else nullcontext():
             store = None
-            if init_method == FROM_ENVIRONMENT and serves_ranks():
+            has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if init_method == FROM_ENVIRONMENT and has_agent_store:
                 store = fresh_store(env, timeout=timeout)
             elif is_local and backend.name != "mpi":
                 store = loopback_store(env, init_method=init_method, timeout=timeout)
@@ -76,3 +79,90 @@ def process_group(
     yield
     # On success only: a rank that fails while its peers sit in a collective must die, not wait.
     dist.destroy_process_group()
+
+
+def _uses_loopback() -> bool:
+    """Let ranks of one machine use the loopback interface only, unless the user set another."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    return os.environ["GLOO_SOCKET_IFNAME"] == loopback
+
+
+def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
+    """Return a store that only this machine can reach, at the port of env:// or tcp://. Collective.
+
+    torch's own server listens on every interface and has no authentication. None if there is no
+    port, or one that torch rejects later.
+
+    Raises:
+        UserError: rank 0, which serves the store, cannot listen on the port.
+    """
+    port = None
+    with suppress(ValueError):
+        if init_method == FROM_ENVIRONMENT and "MASTER_PORT" in os.environ:
+            port = int(os.environ["MASTER_PORT"])
+        elif init_method is not None and init_method.startswith("tcp://"):
+            port = urlsplit(init_method).port
+    if port is None:
+        return None
+    store = partial(STORES.TCPStore, HOST, port, env.world_size, timeout=timeout)
+    if not env.is_rank_zero:
+        return store(is_master=False)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port
+    try:
+        listener.bind((HOST, port))
+        listener.listen(env.world_size)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks meet; give "
+            "every rank another port, in MASTER_PORT or launch.init_method"
+        ) from error
+    return store(is_master=True, master_listen_fd=listener.detach())
+
+
+def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
+    """Return the store of torchrun's agent, under a prefix of this worker group only. Collective.
+
+    torchrun keeps one store for its rendezvous and for all worker groups that it starts. A killed
+    group leaves its keys there, and the next one would read them as its peers' addresses
+    ("connectFullMesh failed"). So each rank writes a random greeting, and rank 0 answers it with a
+    new prefix. The first greeting may be of a rank that is gone: rank 0 answers until each rank has
+    confirmed the prefix.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank did not arrive in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = STORES.TCPStore(host, port, is_master=False, timeout=timeout)
+    shared = STORES.PrefixStore("ddp_runner", store)
+    if env.rank > 0:
+        greeting = uuid.uuid4().hex
+        shared.set(f"greeting/{env.rank}", greeting)
+        prefix = shared.get(f"answer/{greeting}").decode()  # waits for it
+        shared.set(f"{prefix}/{greeting}", "received")
+        return STORES.PrefixStore(prefix, store)
+    prefix = f"group-{uuid.uuid4().hex}"
+    deadline = time.monotonic() + timeout.total_seconds()
+    # The answered greetings of each rank that has not confirmed the prefix.
+    missing: dict[int, list[str]] = {rank: [] for rank in range(1, env.world_size)}
+    while missing:
+        for rank, answered in list(missing.items()):
+            if not shared.check([f"greeting/{rank}"]):
+                continue
+            greeting = shared.get(f"greeting/{rank}").decode()
+            # First: a rank that has confirmed may have been restarted, with a new greeting.
+            if any(shared.check([f"{prefix}/{one}"]) for one in answered):
+                del missing[rank]
+            elif greeting not in answered:
+                shared.set(f"answer/{greeting}", prefix)
+                answered.append(greeting)
+        if missing and time.monotonic() > deadline:
+            raise STORES.DistStoreError(
+                f"ranks {', '.join(map(str, missing))} did not arrive at the rendezvous "
+                f"within backend.timeout_s ({timeout.total_seconds():g} s)"
+            )
+        time.sleep(POLL_S)
+    return STORES.PrefixStore(prefix, store)

@@ -3,76 +3,63 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import TextIOBase
-from types import TracebackType
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.tracking.run_dir import RunDir
 
+LOGGER = logging.getLogger("ddp_runner")
 
-class RankLog:
-    """The log file of one rank, open for the length of a ``with`` block.
+
+@contextmanager
+def rank_log(
+    run_dir: RunDir, env: DistEnv, *, hide: Callable[[str], str] = str
+) -> Iterator[Callable[[str], None]]:
+    """Keep this rank's log file open; yield what logs a text there, and prints it on rank 0.
 
     Warnings of libraries go to the file only. So does whatever a rank other than 0 prints, C++ code
-    included.
-
-    Args:
-        run_dir: the run's folder.
-        env: this rank's place.
-        hide: removes secrets from a line before it is written.
+    included. `hide` removes secrets from each line of the file.
     """
+    path = run_dir.rank_log(env.rank)
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    handler = _File(path, encoding="utf-8")
+    handler.setFormatter(_EachLine(env.rank, hide))
+    LOGGER.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    for logger in (LOGGER, logging.getLogger("py.warnings")):
+        logger.addHandler(handler)
+        logger.propagate = False
+    if env.is_rank_zero:
+        keep_streams(LOGGER.warning)
+    else:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = _Lines()
 
-    def __init__(self, run_dir: RunDir, env: DistEnv, *, hide: Callable[[str], str] = str) -> None:
-        self._env = env
-        self._path = run_dir.rank_log(env.rank)
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
-        self._logger = logging.getLogger("ddp_runner")
-        self._handler = _File(self._path, encoding="utf-8")
-        self._handler.setFormatter(_EachLine(env.rank, hide))
-
-    def __enter__(self) -> "RankLog":
-        self._logger.setLevel(logging.INFO)
-        self._logger.propagate = False
-        self._logger.addHandler(self._handler)
-        logging.captureWarnings(True)
-        logging.getLogger("py.warnings").addHandler(self._handler)
-        logging.getLogger("py.warnings").propagate = False
-        if self._env.is_rank_zero:
-            keep_streams(self._logger.warning)
-        else:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            os.close(descriptor)
-            sys.stdout = sys.stderr = _Lines(self._logger)
-        return self
-
-    def write(self, text: str) -> None:
-        """Log the text; rank 0 also prints it."""
+    def log(text: str) -> None:
         log_to_file(text)
-        if self._env.is_rank_zero:
+        if env.is_rank_zero:
             print_line(text, stream=sys.stdout)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._logger.error("this rank ends with an error", exc_info=error)
-        self._logger.removeHandler(self._handler)
+    try:
+        yield log
+    except BaseException as error:
+        LOGGER.error("this rank ends with an error", exc_info=error)
+        raise
+    finally:
+        LOGGER.removeHandler(handler)
         with suppress(OSError):  # a full disk, which the handler has reported
-            self._handler.close()
+            handler.close()
 
 
 def log_to_file(text: str) -> None:
     """Log the text to this rank's file alone."""
     for line in text.splitlines():
-        logging.getLogger("ddp_runner").info(line)
+        LOGGER.info(line)
 
 
 class _File(logging.FileHandler):
@@ -103,11 +90,10 @@ class _EachLine(logging.Formatter):
 class _Lines(TextIOBase):
     """A stream that logs each line written to it."""
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger, self._rest = logger, ""
+    _rest = ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            self._logger.info(line)
+            LOGGER.info(line)
         return len(text)

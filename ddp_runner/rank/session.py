@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +27,10 @@ from ddp_runner.job import Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
 from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
-from ddp_runner.rank.rank_log import RankLog
-from ddp_runner.scratch import Failure
-from ddp_runner.tracking.claims import claim_run, freeze, with_global_size
-from ddp_runner.tracking.launch_marks import own_marks
+from ddp_runner.rank.rank_log import rank_log
+from ddp_runner.tracking.claims import claim_run, freeze, own_marks, with_global_size
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import write_run_record
-from ddp_runner.tracking.times import begin_session
+from ddp_runner.tracking.run_record import begin_session, write_run_record
 
 INIT_FILE = "file://"  # the start of a launch.init_method that names a file
 
@@ -78,20 +76,20 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         )
         ensure_agreement(_comparable(job), optional=job.code)
         ensure_own_devices(devices, backend=config.backend.name)
-        num_threads = config.train.num_threads or _num_threads(env)
-        torch.set_num_threads(num_threads)
-        marks = _marks(job, env)
+        torch.set_num_threads(config.train.num_threads or _num_threads(env))
+        own = own_marks(env, has_agent=job.scratch is not None)
+        marks = sorted(set().union(*gather_objects(own)))  # they identify the launch
         claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
         run_dir = claim.run_dir
         if env.is_rank_zero:
             stack.enter_context(_failure_recorded(run_dir))
         job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
-        rank_log = stack.enter_context(RankLog(run_dir, env, hide=job.secrets.hide))
-        session = Session(job, env, mode, devices, run_dir, rank_log.write)
+        log = stack.enter_context(rank_log(run_dir, env, hide=job.secrets.hide))
+        session = Session(job, env, mode, devices, run_dir, log)
         if env.is_rank_zero:
             if not run_dir.is_frozen:
                 freeze(job, run_dir)
-            _record_start(session, num_threads=num_threads)
+            _record_start(session)
         with job.secrets.hidden_in_errors():
             yield session
 
@@ -104,11 +102,7 @@ def _comparable(job: Job) -> dict[str, Any]:
 
 
 def note_restart(session: Session, *, step: int) -> None:
-    """Log why the worker group was restarted, if it was; give up after three without progress.
-
-    Args:
-        session: of this rank.
-        step: the step from which this attempt goes on.
+    """Log why the worker group was restarted at this step, if it was.
 
     Raises:
         UserError: three attempts in a row began at the same step.
@@ -116,19 +110,15 @@ def note_restart(session: Session, *, step: int) -> None:
     env, scratch = session.env, session.job.scratch
     if not env.restart_count or scratch is None:
         return
-    causes = [scratch.cause(attempt=attempt) for attempt in range(env.restart_count)]
-    allowed = session.config.launch.max_restarts
-    session.log(f"restart {env.restart_count} of {allowed}: {_sentence(causes[-1])}")
+    count, allowed = env.restart_count, session.config.launch.max_restarts
+    causes = [scratch.cause(attempt=attempt) for attempt in range(count)]
+    session.log(f"restart {count} of {allowed}: {causes[-1]}")
     steps = scratch.record_first_step(step, rank=env.rank)
     if len(steps) >= 3 and len(set(steps[-3:])) == 1:
         raise UserError(
             f"three restarts in a row made no progress beyond step {step}, so the cause will not "
-            f"go away; the first of them: {_sentence(causes[-3])}; see also logs/ in the run folder"
+            f"go away; the first of them: {causes[-3]}; see also logs/ in the run folder"
         )
-
-
-def _sentence(failure: Failure | None) -> str:
-    return failure.sentence if failure else "another machine's ranks have failed"
 
 
 @contextmanager
@@ -159,29 +149,23 @@ def _num_threads(env: DistEnv) -> int:
     return max(1, detect().num_cores // gather_objects(place).count(place))
 
 
-def _marks(job: Job, env: DistEnv) -> list[str]:
-    """Return the marks of all ranks, which identify their launch. Collective."""
-    own = own_marks(env, has_agent=job.scratch is not None)
-    return sorted(set().union(*gather_objects(own)))
-
-
 def _init_method(job: Job, env: DistEnv) -> str | None:
     """Return where the ranks meet."""
     asked, scratch = job.config.launch.init_method, job.scratch
     if scratch is None:
         return env.init_method if env.launcher == "torchrun" else asked or env.init_method
-    if asked is None and env.num_nodes > 1:
-        return env.init_method
+    if env.num_nodes > 1:
+        return asked or env.init_method
     # A file needs no port, so parallel sweeps can never meet at the same one.
-    if asked is None:
-        return f"{INIT_FILE}{scratch.store(env.restart_count)}"
-    if not asked.startswith(INIT_FILE) or env.num_nodes > 1:
+    asked = asked or f"{INIT_FILE}store"
+    if not asked.startswith(INIT_FILE):
         return asked
-    name = asked.removeprefix(INIT_FILE)
-    return f"{INIT_FILE}{scratch.store(env.restart_count, name=name)}"
+    # Each attempt has its own: an earlier one holds the addresses of ranks that are gone.
+    path = Path(scratch.path, asked.removeprefix(INIT_FILE)).absolute()
+    return f"{INIT_FILE}{path}.{scratch.path.name}-{env.restart_count}"
 
 
-def _record_start(session: Session, *, num_threads: int) -> None:
+def _record_start(session: Session) -> None:
     config, env, job = session.config, session.env, session.job
     begin_session(
         session.run_dir,
@@ -191,8 +175,7 @@ def _record_start(session: Session, *, num_threads: int) -> None:
         task=config.task,
         config_hash=config_hash(config),
         work_hash=work_hash(config),
-        git_revision=job.code.get("git_revision"),
-        versions=job.code.get("versions", {}),
+        **job.code,
         host=socket.gethostname(),
         world_size=env.world_size,
         num_nodes=env.num_nodes,
@@ -202,7 +185,7 @@ def _record_start(session: Session, *, num_threads: int) -> None:
         num_devices=count_devices(
             env, session.devices, data_parallel=mode_needs(config.parallelism).data_parallel
         ),
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
         restarts=env.restart_count,
         warnings=list(job.warnings),
     )

@@ -26,7 +26,7 @@ class StopRequest:
     """
 
     def __init__(self, scratch: Scratch | None, *, rank: int, attempt: int) -> None:
-        self._scratch, self._rank, self._attempt = scratch, rank, attempt
+        self._scratch = scratch
         self.received: int | None = None  # the signal that this very rank received
         if scratch is None:
             for signum in handled_signals():
@@ -34,7 +34,7 @@ class StopRequest:
         else:
             for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
-            self._watch_sigterm(scratch)
+            _watch_sigterm(scratch, rank=rank, attempt=attempt)
             signal.signal(signal.SIGTERM, self._receive)
 
     def __call__(self) -> bool:
@@ -45,25 +45,26 @@ class StopRequest:
     def _receive(self, signum: int, frame: object) -> None:
         self.received = self.received or signum
 
-    def _watch_sigterm(self, scratch: Scratch) -> None:
-        # The interpreter writes a signal's number here even while the main thread is in a
-        # collective, where no Python handler runs.
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer)
 
-        def end_with_the_group() -> None:
-            while os.read(reader, 1) != bytes([signal.SIGTERM]):
-                continue
-            scratch.record_stack(rank=self._rank, attempt=self._attempt)
-            deadline = time.monotonic() + FAILED_GROUP_GRACE_S
-            # Rank 0 finishes the checkpoint that it is writing.
-            while (self._rank == 0 and scratch.renew_saving()) or time.monotonic() < deadline:
-                time.sleep(SAVING_POLL_S)
-            if not scratch.stop.exists():
-                os._exit(128 + signal.SIGTERM)
+def _watch_sigterm(scratch: Scratch, *, rank: int, attempt: int) -> None:
+    # The interpreter writes a signal's number here even while the main thread is in a collective,
+    # where no Python handler runs.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
 
-        threading.Thread(target=end_with_the_group, name="sigterm-watch", daemon=True).start()
+    def end_with_the_group() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+            continue
+        scratch.record_stack(rank=rank, attempt=attempt)
+        deadline = time.monotonic() + FAILED_GROUP_GRACE_S
+        # Rank 0 finishes the checkpoint that it is writing.
+        while (rank == 0 and scratch.renew_saving()) or time.monotonic() < deadline:
+            time.sleep(SAVING_POLL_S)
+        if not scratch.stop.exists():
+            os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=end_with_the_group, name="sigterm-watch", daemon=True).start()
 
 
 def die_with_launcher() -> None:

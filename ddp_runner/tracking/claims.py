@@ -1,33 +1,34 @@
-"""How rank 0 gets a run folder if no launcher of ours holds one already.
+"""Which folder a run takes: its own, if it was begun before, else a new one. Torch-free.
 
-Under torchrun, srun and mpirun, and on several machines, rank 0 takes the folder that an earlier
-attempt of the same launch left, or the one that ``resume`` names, or claims a new one. It holds the
-folder's lock for as long as it runs. Torch-free.
+On one machine our launcher claims the folder and holds its lock. Under torchrun, srun and mpirun,
+and on several machines, rank 0 does. It finds the folder of a restarted launch by its marks: the
+agents that watch the ranks (torchrun's, or our own launcher), and the scheduler's name for the job.
+run.json keeps both. Two equal commands never share an agent, and an elastic worker group always
+keeps one of its agents.
 """
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ddp_runner.config.resolve import resolve_batch
 from ddp_runner.config.schema import Config, work_hash
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
-from ddp_runner.tracking.launch_marks import (
-    find_own_run,
-    find_unfinished_run,
-    is_same_work,
-    marks_in,
-)
 from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 AUTO = "auto"  # the value of `resume` that means this config's newest unfinished run
 PATIENCE_S = 20.0  # for the ranks of an earlier attempt to release the folder
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,7 @@ class Claim:
 
 
 def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
-    """Return the folder of this run; rank 0 only.
-
-    Args:
-        job: of this rank.
-        marks: of all ranks, which identify the launch.
-        stack: holds the folder's lock from now on.
+    """Return the folder of this run, whose lock the stack holds from now on; rank 0 only.
 
     Raises:
         UserError: another process holds the folder, it holds another run, or this launch's last
@@ -53,31 +49,53 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     if job.scratch is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
         return Claim(RunDir(job.run_dir), None)
-    work, resume = work_hash(job.config), job.config.resume
-    resumes = resume not in (None, AUTO)
-    if job.run_dir is not None:
-        run_dir = RunDir(job.run_dir)
-        is_own = find_own_run([run_dir], marks=marks, work=work) is not None
-        may_resume = is_own or resumes or (resume == AUTO and is_same_work(run_dir, work=work))
-        if run_dir.record.exists() and not may_resume:
-            raise UserError(
-                f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
-            )
-    else:
-        runs = sibling_runs(job.config)
-        own = find_own_run(runs, marks=marks, work=work)
-        is_own = own is not None
-        unfinished = find_unfinished_run(runs, work=work) if resume == AUTO and not own else None
-        run_dir = own or unfinished or RunDir(claim(run_folder(job.config)))
+    asked = RunDir(job.run_dir) if job.run_dir else None
+    work, config = work_hash(job.config), job.config
+    runs = [asked] if asked else sibling_runs(config)
+    own = next((run for run in runs if _is_own(run, marks=marks, work=work)), None)
+    if asked and not own:
+        goes_on(config, asked)
+    run_dir = own or asked or unfinished_or_new(config)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     run_dir.ensure_writable()
-    stack.enter_context(run_dir.locked(patience_s=PATIENCE_S if is_own else 0.0))
+    stack.enter_context(run_dir.locked(patience_s=PATIENCE_S if own else 0.0))
     earlier = read_run_record(run_dir, missing_ok=True)
     _validate_earlier_failure(earlier, marks)
-    launches = sorted({*marks_in(earlier), *marks})
+    launches = sorted({*_marks_in(earlier), *marks})
     write_run_record(run_dir, status=Status.RUNNING, work_hash=work, launches=launches)
-    size = _global_size(run_dir) if earlier and not resumes else None
-    return Claim(run_dir, size)
+    keeps_size = earlier and config.resume in (None, AUTO)  # else the config has it already
+    return Claim(run_dir, _global_size(run_dir) if keeps_size else None)
+
+
+def goes_on(config: Config, run_dir: RunDir) -> bool:
+    """Return whether resume=auto finds the same work in the folder that the user names.
+
+    Raises:
+        UserError: the folder holds a run that `resume` does not name.
+    """
+    if config.resume == AUTO and _record(run_dir).get("work_hash") == work_hash(config):
+        return True
+    if config.resume in (None, AUTO) and run_dir.record.exists():
+        raise UserError(
+            f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
+        )
+    return False
+
+
+def unfinished_or_new(config: Config) -> RunDir:
+    """Return the unfinished run that resume=auto goes on with, else a new folder."""
+    runs = sibling_runs(config) if config.resume == AUTO else []
+    return find_unfinished_run(runs, work=work_hash(config)) or RunDir(claim(run_folder(config)))
+
+
+def find_unfinished_run(runs: Iterable[RunDir], *, work: str) -> RunDir | None:
+    """Return the first unfinished run of this work that no process holds."""
+    for run_dir in runs:
+        record = _record(run_dir)
+        is_unfinished = record.get("status") in (Status.RUNNING, Status.PREEMPTED, Status.FAILED)
+        if record.get("work_hash") == work and is_unfinished and not run_dir.is_locked:
+            return run_dir
+    return None
 
 
 def freeze(job: Job, run_dir: RunDir) -> None:
@@ -103,20 +121,58 @@ def with_global_size(config: Config, global_size: int | None, ranks: int) -> Con
     return replace(config, batch=resolve_batch(config, ranks))
 
 
+def own_marks(env: DistEnv, *, has_agent: bool) -> list[str]:
+    """Return this rank's marks, of an agent only if one watches it: torchrun's or our launcher."""
+    marks = [_agent()] if has_agent or env.launcher == "torchrun" else []
+    return marks + ([env.launch_id] if env.launch_id else [])
+
+
+def _agent() -> str:
+    """Return the process that started this rank: host, boot, process id and start time."""
+    pid = os.getppid()
+    boot = BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else "-"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        started = stat.rpartition(")")[2].split()[19]  # in ticks since the boot: ids are reused
+    except OSError:
+        started = "-"  # no /proc, as on macOS
+    return f"agent {socket.gethostname()} {boot} {pid} {started}"
+
+
+def _is_own(run_dir: RunDir, *, marks: Sequence[str], work: str) -> bool:
+    """Return whether an earlier attempt of this launch left the folder."""
+    record = _record(run_dir)
+    return record.get("work_hash") == work and not set(marks).isdisjoint(_marks_in(record))
+
+
+def _marks_in(record: Mapping[str, Any]) -> list[str]:
+    """Return the marks of all launches of a run, from its run.json."""
+    marks = record.get("launches")
+    return [str(one) for one in marks] if isinstance(marks, list) else []
+
+
+def _record(run_dir: RunDir) -> dict[str, Any]:
+    """Return a folder's run.json; no fields if there is none, or if it is damaged."""
+    try:
+        return read_run_record(run_dir, missing_ok=True)
+    except UserError:
+        return {}  # nobody can resume such a run
+
+
 def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> None:
     """Raise the earlier error if these agents restart a run whose input is invalid."""
     error = earlier.get("error")
     agents = {mark for mark in marks if mark.startswith("agent ")}
-    is_restart = not agents.isdisjoint(marks_in(earlier))
+    is_restart = not agents.isdisjoint(_marks_in(earlier))
     if is_restart and isinstance(error, dict) and error.get("kind") == "user":
         raise UserError(str(error.get("sentence")))
 
 
 def _global_size(run_dir: RunDir) -> int | None:
     """Return the frozen config's global batch; None if the run was never frozen."""
-    path = run_dir.config
     if not run_dir.is_frozen:
         return None
+    path = run_dir.config
     try:
         return int(yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]["global_size"])
     except Exception as error:  # odd tags make PyYAML raise errors of any class

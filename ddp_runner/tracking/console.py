@@ -4,12 +4,11 @@ The live line is redrawn in place, without a thread and without hiding the curso
 killed leaves nothing to repair.
 """
 
-import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,25 +29,13 @@ EVALUATED = tuple(name for name in HEADLINES if name.startswith("eval/"))
 
 
 class PlainLines:
-    """Prints one line for each step that has metrics: for files, pipes and terminals of no size.
-
-    Args:
-        total_steps: optimizer steps of the whole run.
-        total_epochs: epochs of the whole run.
-        stream: where the lines go.
-    """
+    """Prints one line for each step that has metrics: for files, pipes and terminals of no size."""
 
     def __init__(self, total_steps: int, *, total_epochs: int, stream: TextIO) -> None:
         self._total_steps, self._total_epochs, self._stream = total_steps, total_epochs, stream
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Print the loss, evaluation and samples/s of a step, if it has any.
-
-        Args:
-            step: optimizer steps taken.
-            epoch: the epoch in progress, counted from 1.
-            metrics: what was logged at this step.
-        """
+        """Print the loss, evaluation and samples/s of a step, if it has any."""
         evaluated = {name: metrics[name] for name in metrics if name in EVALUATED}
         parts = _parts(metrics, evaluated=evaluated)
         if parts:
@@ -62,22 +49,11 @@ class PlainLines:
 class LiveLine:
     """Shows epoch, step, loss, the last evaluation and samples/s in one line of a terminal.
 
-    Args:
-        total_steps: optimizer steps of the whole run.
-        total_epochs: epochs of the whole run.
-        initial_step: steps taken before this session.
-        stream: the terminal.
-        title: the job of a sweep. Its line is erased at the end, for its result to take its place.
+    A sweep's job has a title. Its line is erased at the end, for its result to take its place.
     """
 
     def __init__(
-        self,
-        total_steps: int,
-        *,
-        total_epochs: int,
-        initial_step: int = 0,
-        stream: TextIO,
-        title: str = "",
+        self, total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str
     ) -> None:
         self._total_steps, self._total_epochs = total_steps, total_epochs
         self._initial_step, self._began = initial_step, time.monotonic()
@@ -85,17 +61,10 @@ class LiveLine:
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._step, self._epoch = initial_step, 1
         self._metrics: dict[str, float] = {}
-        self._drawn_at = -REFRESH_S
         self._draw()
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Show a step; what it has no metric for keeps its last value.
-
-        Args:
-            step: optimizer steps taken.
-            epoch: the epoch in progress, counted from 1.
-            metrics: what was logged at this step.
-        """
+        """Show a step; a metric that it lacks keeps its last value."""
         self._step, self._epoch = step, epoch
         self._metrics |= metrics
         if time.monotonic() - self._drawn_at >= REFRESH_S:
@@ -112,12 +81,8 @@ class LiveLine:
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
-        try:  # each time: a window is resized, or closed while the run goes on
-            columns = os.get_terminal_size(self._stream.fileno()).columns
-        except OSError:
-            columns = LINE_WIDTH
-        width = columns - 1  # some terminals wrap after a full last column
-        self._console.width = width
+        # Each time: a window is resized, or closed while the run goes on.
+        self._console.width = width = line_width(self._stream) or LINE_WIDTH - 1
         with self._console.capture() as drawn:
             self._console.print(self._line(width), end="", no_wrap=True, overflow="ellipsis")
         self._stream.write(ERASE_LINE + drawn.get())
@@ -126,9 +91,8 @@ class LiveLine:
     def _line(self, width: int) -> Text:
         """Return the line: what matters first; a bar and the time left only if they fit."""
         epoch = f"epoch {self._epoch}/{self._total_epochs}  "
-        found = [name for name in EVALUATED if name in self._metrics][:1]
-        evaluated = {_brief(name): self._metrics[name] for name in found}
         step = f"step {self._step}/{self._total_steps}"
+        evaluated = _first_evaluated(self._metrics)
         rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
         room = width - len(epoch) - len(rest)
         if self._title and room < MIN_TITLE + 2:
@@ -136,19 +100,17 @@ class LiveLine:
             room = width - len(epoch) - len(rest)
         line = Text()
         if self._title:
-            title = self._title
-            if len(title) > room - 2:  # the job's name says more than the words before it
-                title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
-            title = _shortened(title, max(MIN_TITLE, room - 2))
-            line.append(f"{title}  ", style="bold")
-            room -= len(title) + 2
+            line.append(_brief(self._title, room - 2), style="bold")
+            line.truncate(max(MIN_TITLE, room - 2), overflow="ellipsis")
+            line.append("  ")
+            room -= len(line)
         line.append(epoch)
         left = self._time_left()
         if left and room >= MIN_BAR + len(left) + 4:
             rest, room = f"{rest}  {left}", room - len(left) - 2
         if room >= MIN_BAR + 2:
             cells = min(room - 2, MAX_BAR)
-            full = min(cells, cells * self._step // max(1, self._total_steps))
+            full = min(cells, cells * self._step // self._total_steps)
             ascii_only = self._console.options.ascii_only
             line.append(("#" if ascii_only else "━") * full, style="green")
             line.append(("." if ascii_only else "─") * (cells - full) + "  ", style="dim")
@@ -168,8 +130,16 @@ class LiveLine:
 def progress(
     total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str = ""
 ) -> LiveLine | PlainLines:
-    """Return a live line if the stream is a terminal that can draw it, else plain lines."""
-    if not line_width(stream):
+    """Return a live line if there are steps and a terminal that can draw it, else plain lines.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        total_epochs: epochs of the whole run.
+        initial_step: steps taken before this session.
+        stream: where the lines go.
+        title: the job of a sweep.
+    """
+    if not total_steps or not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
         total_steps,
@@ -183,38 +153,39 @@ def progress(
 def end_summary(
     status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path, title: str = ""
 ) -> str:
-    """Return how a run ended and how to look at it; of a sweep's job one line, without the latter.
+    """Return how a run ended, with the last metrics, and how to look at it.
 
-    Args:
-        status: how the run ended.
-        metrics: the last value of each metric; None: not finite.
-        wall_s: seconds that this command took.
-        run_dir: the run's folder.
-        title: the job of a sweep.
+    A sweep's job, which has a title, gets one line without the latter. A metric that is None was
+    not finite. `wall_s` is what this command took.
     """
     results = {name: metrics[name] for name in HEADLINES if metrics.get(name) is not None}
     took = f"{status} in {wall_s:.1f} s"
     if title:
-        first = [name for name in EVALUATED if name in results][:1]
-        parts = _parts(results, evaluated={_brief(name): results[name] for name in first})
-        rest, width = "  ".join([took, *parts]), line_width(sys.stdout)
-        if width and len(title) + 2 + len(rest) > width:
-            title = re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
-            title = shortened(title, max(MIN_TITLE, width - 2 - len(rest)))
+        rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
+        if width := line_width(sys.stdout):
+            room = width - 2 - len(rest)
+            title = shortened(_brief(title, room), max(MIN_TITLE, room))
         lines = [f"{title}  {rest}"]
     else:
-        lines = _filled([took, *(f"{name} {value:.4f}" for name, value in results.items())])
+        lines = [took]
+        for part in (f"{name} {value:.4f}" for name, value in results.items()):
+            if len(lines[-1]) + 2 + len(part) <= LINE_WIDTH:
+                lines[-1] += f"  {part}"
+            else:
+                lines.append(f"  {part}")
     if status == Status.PREEMPTED:
         lines.append(f"go on: python -m ddp_runner {RunDir(run_dir).resume_argument}")
     if not title:
-        lines.append(f"tensorboard --logdir {shlex.quote(str(_logdir(run_dir)))}")
+        folder = shown_path(run_dir)
+        # The folder below which TensorBoard shows the run by its name.
+        logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
+        lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
 
 
-def _logdir(run_dir: Path) -> Path:
-    """Return the folder below which TensorBoard shows the run by its name."""
-    folder = shown_path(run_dir)
-    return OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
+def _brief(title: str, room: int) -> str:
+    """Return a job's title, with fewer words before its name if it is longer than the room."""
+    return title if len(title) <= room else re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
 
 
 def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> list[str]:
@@ -225,20 +196,10 @@ def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> l
     return parts
 
 
-def _filled(parts: Sequence[str]) -> list[str]:
-    """Return the parts in lines of at most 80 columns."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + 2 + len(part) <= LINE_WIDTH:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(f"  {part}")
-    return lines
-
-
-def _brief(name: str) -> str:
-    return name if name.endswith("loss") else name.removeprefix("eval/")
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+def _first_evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the first headline of an evaluation, by a brief name."""
+    for name in EVALUATED:
+        if name in metrics:
+            brief = name if name.endswith("loss") else name.removeprefix("eval/")
+            return {brief: metrics[name]}
+    return {}

@@ -4,6 +4,7 @@ import glob
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_runner.config.schema import Config
@@ -16,13 +17,13 @@ OUTPUTS = Path("outputs")
 
 def run_folder(config: Config) -> Path:
     """Return the path of a new single run, not yet claimed; `config` is resolved."""
-    model, dataset, mode = (
-        group.get("name", "custom") for group in (config.model, config.dataset, config.parallelism)
-    )
-    usual = f"{model}-{dataset}-{mode}"
+    groups = (config.model, config.dataset, config.parallelism)
+    parts = [group.get("name", "custom") for group in groups]
+    if config.task == "collectives":
+        parts = [config.backend.name]
     if config.task != "train":
-        usual = f"{config.task}-{config.backend.name if config.task == 'collectives' else usual}"
-    name = config.name or f"{usual}-ws{config.world_size}"
+        parts = [config.task, *parts]
+    name = config.name or f"{'-'.join(parts)}-ws{config.world_size}"
     return OUTPUTS / safe_name(name) / timestamp()
 
 
@@ -36,12 +37,9 @@ def job_name(overrides: Sequence[str]) -> str:
 
     A search draws numbers of 17 digits: long ones are rounded to four.
     """
-    short = (re.sub(r"=(-?\d+\.\d{5,}(e[+-]?\d+)?)$", _rounded, one) for one in overrides)
+    long_number = re.compile(r"(?<==)-?\d+\.\d{5,}(e[+-]?\d+)?$")
+    short = (long_number.sub(lambda found: f"{float(found[0]):.4g}", one) for one in overrides)
     return safe_name(",".join(short) or "job")
-
-
-def _rounded(value: re.Match[str]) -> str:
-    return f"={float(value[1]):.4g}"
 
 
 def timestamp() -> str:
@@ -61,11 +59,9 @@ def claim(path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, 1000):
             candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
-            try:
+            with suppress(FileExistsError):
                 candidate.mkdir()
-            except FileExistsError:
-                continue
-            return candidate
+                return candidate
     except OSError as error:
         raise UserError(
             f"the run folder {path} cannot be created ({error.strerror}); "

@@ -1,7 +1,4 @@
-"""Run folders: their files, how they are named, claimed and locked, and the frozen config.
-
-Torch-free: on one machine the launcher claims a folder before any rank exists; else rank 0 does.
-"""
+"""The folder of a run: its files, its lock, and the frozen config. Torch-free."""
 
 import os
 import re
@@ -20,7 +17,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.files import FileIn, replace_file
 
-# The names of a run folder's files, for those that search for them; else see `RunDir`.
+# The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
 SUBFOLDERS = (".hydra", "checkpoints", "logs")
 MIN_FREE_MIB = 100
@@ -51,8 +48,7 @@ class RunDir:
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __str__(self) -> str:
-        return str(self.path)
+    __str__ = __fspath__
 
     def rank_log(self, rank: int) -> Path:
         """Return the path of a rank's log."""
@@ -60,35 +56,25 @@ class RunDir:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the folder holds a run that can be resumed.
-
-        A resume writes the config again only once it has succeeded: a resume that fails, because a
-        key does not fit the run's checkpoint, must not replace the run's own config.
-        """
+        """Whether the folder has a run's config, which only a resume that succeeds may replace."""
         return self.config.exists()
 
     @property
     def is_locked(self) -> bool:
         """Whether a process holds the folder's lock."""
-        lock = FileLock(self._lock)
-        try:
-            with lock.acquire(timeout=0):
-                return False
-        except (Timeout, OSError):
-            return self.path.is_dir()
+        with suppress(Timeout, OSError), FileLock(self._lock, timeout=0):
+            return False
+        return self.path.is_dir()
 
     @contextmanager
     def locked(self, *, patience_s: float = 0.0) -> Iterator[None]:
-        """Hold the folder for this process only.
-
-        Args:
-            patience_s: how long to wait for another process to release it.
+        """Hold the folder for this process only, after waiting for another one to release it.
 
         Raises:
             InUseError: another process holds it; the message names the process.
-            UserError: the folder holds links.
+            UserError: one of its files is a link.
         """
-        self.forbid_links()
+        self._forbid_links()
         lock = FileLock(self._lock)
         try:
             lock.acquire(timeout=patience_s)
@@ -104,12 +90,9 @@ class RunDir:
             self._holder.unlink(missing_ok=True)
             lock.release()
 
-    def forbid_links(self) -> None:
-        """Reject a folder, perhaps from somebody else, whose files would be written elsewhere.
-
-        Raises:
-            UserError: one of its files is a link; a folder in it may be one, such as checkpoints/.
-        """
+    def _forbid_links(self) -> None:
+        # Somebody else's folder could make the run write elsewhere. A folder in it may be a link,
+        # such as checkpoints/.
         for folder, _, names in os.walk(self):
             for path in (Path(folder, name) for name in names):
                 if path.is_symlink():
@@ -136,16 +119,10 @@ class RunDir:
 
     def freeze(
         self, config: Config, *, overrides: Sequence[str], choices: Mapping[str, str]
-    ) -> str:
+    ) -> None:
         """Write the config, the overrides and the choices, each whole or not at all.
 
-        Returns:
-            The config's text.
-
-        Args:
-            config: resolved, but for what comes from the environment: see ``Secrets.written``.
-            overrides: what the command line gave.
-            choices: the option of each group.
+        The config is resolved, but for what comes from the environment: see ``Secrets.written``.
 
         Raises:
             UserError: they cannot be written; what was there before is intact.
@@ -169,7 +146,6 @@ class RunDir:
                 f"{folder} cannot be written ({error.strerror}); free space or make the folder "
                 "writable"
             ) from error
-        return text
 
     @property
     def resume_argument(self) -> str:

@@ -1,46 +1,33 @@
-"""run.json: its fields, and how launcher and rank 0 both write it. Torch-free."""
+"""run.json: its fields, the times of a run's sessions, and how launcher and rank 0 both write it.
+
+A session lasts from a start of the run to its end. Torch-free.
+"""
 
 import fcntl
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
-from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
 GIT_TIMEOUT_S = 2.0
-PACKAGES = (
-    "ddp_runner",
-    "torch",
-    "torchvision",
-    "hydra-core",
-    "omegaconf",
-    "tensorboard",
-)
+PACKAGES = ("ddp_runner", "torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
 
 
 class SessionTimes(TypedDict):
-    """The times of one session of a run, from a start to its end."""
+    """The times of one session."""
 
-    started_at: float  # seconds since the epoch
+    started_at: float  # time.time() when the command, or the sweep's job, began
     startup_s: float | None  # None: it has not reached its first step
     wall_s: float | None  # None: it has not ended
-
-
-class RunTimes(TypedDict, total=False):
-    """The times of a run, which ``times`` keeps; `started_at` and `startup_s` are of the first."""
-
-    started_at: float
-    startup_s: float | None
-    wall_s: float | None  # of all sessions
-    sessions: Sequence[SessionTimes]
-    finished_at: float | None
 
 
 class RunError(TypedDict):
@@ -71,7 +58,7 @@ class RunFields(TypedDict, total=False):
     num_threads: int
     restarts: int
     warnings: Sequence[str]
-    launches: Sequence[str]  # see ``launch_marks``
+    launches: Sequence[str]  # see ``claims.own_marks``
     parallel_jobs: bool  # ran as a parallel job of a sweep
     cores: Sequence[int]
     cuda_visible_devices: str | None
@@ -89,21 +76,23 @@ class RunFields(TypedDict, total=False):
     not_in_backend: Sequence[Mapping[str, Any]]
 
 
-class RunRecord(RunFields, RunTimes, total=False):
-    """All fields of run.json."""
+class RunRecord(RunFields, total=False):
+    """All fields of run.json; the functions below keep the times."""
+
+    started_at: float  # of the first session
+    startup_s: float | None  # of the first session
+    wall_s: float | None  # of all sessions, without the pauses between them
+    sessions: Sequence[SessionTimes]
+    finished_at: float | None
 
 
 def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> dict[str, Any]:
     """Return the fields of run.json, unchecked: another version may have written it.
 
-    Args:
-        run_dir: the run's folder.
-        missing_ok: return no fields if there is no run.json.
-
     Raises:
-        UserError: there is none, or it is not a JSON object.
+        UserError: it is not a JSON object, or there is none and `missing_ok` is False.
     """
-    path = RunDir(Path(run_dir)).record
+    path = Path(run_dir, RUN_RECORD)
     if missing_ok and not path.exists():
         return {}
     try:
@@ -127,27 +116,25 @@ def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> 
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    _write(run_dir, lambda known: {**known, **fields})
+    replace_run_record(run_dir, fields, keep_others=True)
 
 
-def replace_run_record(run_dir: os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write these fields into run.json, and no others.
+def replace_run_record(
+    run_dir: os.PathLike[str], fields: Mapping[str, Any], *, keep_others: bool = False
+) -> None:
+    """Write these fields into run.json, and no others unless they are to be kept.
 
     Raises:
         UserError: it cannot be written.
     """
-    _write(run_dir, lambda known: dict(fields))
-
-
-def _write(run_dir: os.PathLike[str], changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    folder, path = Path(run_dir), RunDir(Path(run_dir)).record
+    folder, path = Path(run_dir), Path(run_dir, RUN_RECORD)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder_descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
-            known = read_run_record(folder, missing_ok=True)
-            text = json.dumps(json_safe(changed(known)), indent=2, allow_nan=False)
+            known = read_run_record(folder, missing_ok=True) if keep_others else {}
+            text = json.dumps(json_safe({**known, **fields}), indent=2, allow_nan=False)
             replace_file(path, text + "\n")
         finally:
             os.close(folder_descriptor)
@@ -157,16 +144,100 @@ def _write(run_dir: os.PathLike[str], changed: Callable[[dict[str, Any]], dict[s
         ) from error
 
 
+def begin_session(
+    run_dir: os.PathLike[str], *, started_at: float, **fields: Unpack[RunFields]
+) -> None:
+    """Record that a session began; `started_at` identifies it, so a second call changes no time.
+
+    An earlier session that failed ended when its failure was recorded. If it was killed, take the
+    last write to metrics.jsonl, or else to run.json, as its end.
+
+    Raises:
+        UserError: run.json is damaged or cannot be written.
+    """
+    known = read_run_record(run_dir, missing_ok=True)
+    sessions = _sessions(known)
+    if not sessions or sessions[-1]["started_at"] != started_at:
+        if sessions and sessions[-1]["wall_s"] is None:
+            files = RunDir(Path(run_dir))
+            written = files.metrics if files.metrics.exists() else files.record
+            ended_at = known.get("finished_at") or written.stat().st_mtime
+            sessions[-1]["wall_s"] = _seconds(sessions[-1], ended_at)
+        sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
+    _write_sessions(run_dir, sessions, **fields)
+
+
+def is_refused_resume(run_dir: os.PathLike[str], before: Mapping[str, Any]) -> bool:
+    """Return whether a run that had begun, by its run.json before, now did not reach a step."""
+    sessions = _sessions(read_run_record(run_dir))
+    return before.get("startup_s") is not None and sessions[-1]["startup_s"] is None
+
+
+def begin_anew(run_dir: os.PathLike[str]) -> None:
+    """Forget the earlier sessions: this one starts at step 0, without their metrics."""
+    _write_sessions(run_dir, _sessions(read_run_record(run_dir))[-1:])
+
+
+def note_startup(run_dir: os.PathLike[str]) -> None:
+    """Record that this session's start-up ends now."""
+    sessions = _sessions(read_run_record(run_dir))
+    sessions[-1]["startup_s"] = _seconds(sessions[-1], time.time())
+    _write_sessions(run_dir, sessions)
+
+
+def end_session(run_dir: os.PathLike[str], **fields: Unpack[RunFields]) -> None:
+    """Record that this session ends now, with further fields of run.json."""
+    finished_at, sessions = time.time(), _sessions(read_run_record(run_dir))
+    sessions[-1]["wall_s"] = _seconds(sessions[-1], finished_at)
+    _write_sessions(run_dir, sessions, finished_at=finished_at, **fields)
+
+
+def _sessions(record: Mapping[str, Any]) -> list[SessionTimes]:
+    """Return a run's sessions; a record of an older version has only the run's times."""
+    run = SessionTimes(
+        started_at=record.get("started_at", 0.0),
+        startup_s=record.get("startup_s"),
+        wall_s=record.get("wall_s"),
+    )
+    sessions: list[SessionTimes] = record.get("sessions", [run] if run["started_at"] else [])
+    return sessions
+
+
+def _write_sessions(
+    run_dir: os.PathLike[str],
+    sessions: Sequence[SessionTimes],
+    *,
+    finished_at: float | None = None,
+    **fields: Unpack[RunFields],
+) -> None:
+    """Write the sessions, the times of the whole run and further fields into run.json."""
+    walls = [session["wall_s"] for session in sessions]
+    known = [wall_s for wall_s in walls if wall_s is not None]
+    write_run_record(
+        run_dir,
+        started_at=sessions[0]["started_at"],
+        startup_s=sessions[0]["startup_s"],
+        wall_s=None if len(known) < len(walls) else round(sum(known), 3),
+        sessions=sessions,
+        finished_at=finished_at,
+        **fields,
+    )
+
+
+def _seconds(session: SessionTimes, until: float) -> float:
+    return round(max(0.0, until - float(session["started_at"])), 3)
+
+
 def git_revision() -> str | None:
     """Return the commit of the current folder, with ``+dirty`` if tracked files differ from it.
 
     None outside a git repository, without git, or if git takes longer than 2 s.
     """
     # Excluding every tag makes describe print the full hash: one call returns both facts.
-    command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40"]
+    describe = "git --no-optional-locks describe --always --abbrev=40 --exclude=* --dirty=+dirty"
     try:
         result = subprocess.run(
-            [*command, "--exclude=*", "--dirty=+dirty"],
+            describe.split(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -21,12 +21,11 @@ def starting_lines(job: Job) -> str:
     config = job.config
     nodes = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     device = "GPU" if config.backend.device == "cuda" else "CPU"
-    starting = (
-        f"starting {counted(config.world_size, 'rank')}{nodes}, {config.backend.name} on {device}; "
-        "importing torch …"
+    run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n" if job.run_dir else ""
+    return (
+        f"{run}starting {counted(config.world_size, 'rank')}{nodes}, {config.backend.name} on "
+        f"{device}; importing torch …"
     )
-    run = [fact_lines({"run": str(shown_path(job.run_dir))})] if job.run_dir else []
-    return "\n".join([*run, starting])
 
 
 def start_block(
@@ -43,20 +42,9 @@ def start_block(
     steps_per_epoch: int,
     devices: Sequence["torch.device"],
 ) -> str:
-    """Return the facts of a run, one a line.
+    """Return the facts of a run, one a line; without its folder if the launcher has printed it.
 
-    Args:
-        config: resolved.
-        env: of rank 0.
-        run_dir: the run's folder; None: the launcher has printed it.
-        num_parameters: of the model.
-        dataset: its name.
-        num_train: samples of the training set.
-        num_eval: samples of the evaluation set.
-        num_shares: into how many shares a global batch is split.
-        max_steps: optimizer steps of the whole run.
-        steps_per_epoch: optimizer steps of an epoch.
-        devices: of rank 0.
+    A global batch is split into `num_shares`; `env` and `devices` are of rank 0.
     """
     batch = config.batch
     who = "rank" if num_shares == env.world_size else "trainer"
@@ -80,14 +68,7 @@ def start_block(
 def word_lines(
     config: Config, env: DistEnv, *, device: "torch.device", versions: Mapping[str, Any]
 ) -> str:
-    """Return what the words of distributed training mean for this very run, one a line.
-
-    Args:
-        config: resolved.
-        env: of rank 0.
-        device: of rank 0.
-        versions: of Python and of each package.
-    """
+    """Return what the words of distributed training mean for rank 0 of this run, one a line."""
     words = {
         "world size": f"{env.world_size}, the number of ranks over all nodes",
         "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
@@ -142,10 +123,8 @@ def sizes(module: "nn.Module") -> RunFields:
     """Return how many parameters a model has, and how many bytes its gradients take."""
     parameters = list(module.parameters())
     return {
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "gradient_bytes": sum(
-            parameter.nbytes for parameter in parameters if parameter.requires_grad
-        ),
+        "num_parameters": sum(one.numel() for one in parameters),
+        "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
     }
 
 

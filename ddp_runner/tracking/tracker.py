@@ -4,16 +4,21 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.job import Status
-from ddp_runner.tracking.confusion import MOST_CLASSES, confusion_picture
 from ddp_runner.tracking.run_dir import METRICS_FILE
-from ddp_runner.tracking.tensorboard import header, layout, session_end
+from ddp_runner.tracking.tensorboard import (
+    MOST_CLASSES,
+    confusion_picture,
+    header,
+    layout,
+    session_end,
+)
 
 EVENT_FILES = "events.out.tfevents.*"
 CONFUSION_FILE = "confusion.jsonl"  # the counts of each evaluation, to draw them again
@@ -41,11 +46,12 @@ class Tracker:
     """
 
     def __init__(self, run_dir: Path, *, config_text: str, resume_step: int | None = None) -> None:
-        # Only rank 0 pays for this import.
+        # Only rank 0 pays for these imports.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard import FileWriter
 
         self._run_dir = run_dir
-        self._last_metrics: dict[str, float | None] = {}
+        self.last_metrics: dict[str, float | None] = {}  # also before a resume; None: not finite
         first_step = 0 if resume_step is None else resume_step + 1
         with self._writing():
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -58,7 +64,13 @@ class Tracker:
             # they are written anew from the lines, of which a kill loses none.
             earlier_files = list(run_dir.glob(EVENT_FILES))
             self._events = FileWriter(str(run_dir), flush_secs=FLUSH_S)
-            self._begin_events(config_text)
+            # A TensorBoard that is open forgets what it has read of this run.
+            self._events.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
+            summaries = header(run_dir, config_text)
+            for summary in summaries:
+                self._events.add_summary(summary)
+            tags = [value.tag for summary in summaries for value in summary.value]
+            self._has_hparams = any(tag.startswith("_hparams_/") for tag in tags)
             for line in lines:
                 metrics = {name: line[name] for name in line if name not in NO_METRICS}
                 self._add(metrics, step=line["step"], time_s=line["time_s"])
@@ -68,11 +80,6 @@ class Tracker:
                 self._events.flush()
             for path in earlier_files:
                 path.unlink()
-
-    @property
-    def last_metrics(self) -> dict[str, float | None]:
-        """The last value of each metric, those before a resume included; None: not finite."""
-        return dict(self._last_metrics)
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Write one line of metrics.jsonl, at once, and the same numbers to TensorBoard.
@@ -93,11 +100,8 @@ class Tracker:
     def log_confusion(self, counts: Sequence[Sequence[int]], *, step: int) -> None:
         """Write an evaluation's confusion counts to confusion.jsonl, and their picture.
 
-        Does nothing for more classes than a picture can show.
-
-        Args:
-            counts: (num_classes, num_classes), a row for each true class.
-            step: optimizer steps taken.
+        The counts are (num_classes, num_classes), a row for each true class. Do nothing for more
+        classes than a picture can show.
 
         Raises:
             UserError: the files cannot be written, as on a full disk.
@@ -112,36 +116,21 @@ class Tracker:
             self._add_picture(counts, step=step, time_s=time_s)
 
     def close(self, *, status: str | None = None) -> None:
-        """Write what is left and close the files.
-
-        Args:
-            status: how the run ended, for TensorBoard's HParams; a preempted run has not ended.
-        """
+        """Close the files, with the status for TensorBoard's HParams if the run has ended."""
         with self._writing():
             self._lines.close()
             if self._has_hparams and status in ENDED:
                 self._events.add_summary(session_end(succeeded=status == Status.COMPLETED))
             self._events.close()
 
-    def _begin_events(self, config_text: str) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        # A TensorBoard that is open forgets what it has read of this run.
-        self._events.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
-        summaries = header(self._run_dir, config_text)
-        tags = [value.tag for summary in summaries for value in summary.value]
-        self._has_hparams = any(tag.startswith("_hparams_/") for tag in tags)
-        for summary in summaries:
-            self._events.add_summary(summary)
-
     def _add(self, metrics: Mapping[str, float | None], *, step: int, time_s: float) -> None:
         """Write a line's numbers to TensorBoard, and the charts once there are new metrics."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        is_new = not metrics.keys() <= self._last_metrics.keys()
-        self._last_metrics |= json_safe(metrics)
+        is_new = not metrics.keys() <= self.last_metrics.keys()
+        self.last_metrics |= json_safe(metrics)
         if is_new:
-            self._events.add_summary(layout(self._last_metrics))
+            self._events.add_summary(layout(self.last_metrics))
         # One summary for all: a seventh of the time that an add_scalar for each takes.
         values = [
             Summary.Value(tag=name, simple_value=math.nan if value is None else value)
@@ -182,14 +171,11 @@ def _cut_lines(path: Path, first_step: int) -> list[dict[str, Any]]:
         return []
     kept, lines = [], []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             line = json.loads(text)
-            if line["step"] >= first_step:
-                continue
             float(line["time_s"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        kept.append(text + "\n")
-        lines.append(line)
+            if line["step"] < first_step:
+                kept.append(text + "\n")
+                lines.append(line)
     replace_file(path, "".join(kept))
     return lines

@@ -77,8 +77,7 @@ def train(
             results, confusion = evaluate(state)
             position.metrics |= results
             state.schedule.evaluated(results)
-            logger.log(results, step=position.step, epoch=epoch)
-            logger.evaluated(confusion, step=position.step)
+            logger.log(results, step=position.step, epoch=epoch, confusion=confusion)
         is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
         if finished or is_due:
             save()

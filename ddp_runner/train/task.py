@@ -10,8 +10,8 @@ from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
-from ddp_runner.tracking.run_logger import NullLogger, RunLogger, keep_files
-from ddp_runner.tracking.run_record import RunFields, write_run_record
+from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
+from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.build import build_session_state, validate_monitor
 from ddp_runner.train.export import export_best
@@ -56,14 +56,14 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         state.gradients.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
-        fields = RunFields(lost_ranks=list(state.gradients.lost))
-        logger.finish(status, step=state.position.step, epoch=state.position.epoch, fields=fields)
+        position, lost_ranks = state.position, list(state.gradients.lost)
+        logger.finish(status, step=position.step, epoch=position.epoch, lost_ranks=lost_ranks)
     return status
 
 
 def _logger(
     session: Session, state: TrainState, warnings: Sequence[str], *, resume_step: int | None
-) -> NullLogger | RunLogger:
+) -> Logger:
     """Return what this rank logs to, with the facts of the run logged already."""
     config, env, run_dir, setup = session.config, session.env, session.run_dir, state.setup
     if not env.is_rank_zero:

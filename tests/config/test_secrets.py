@@ -84,7 +84,8 @@ def test_a_value_from_the_environment_is_found_on_whatever_way_it_came(tmp_path:
 
     config = to_config(raw)
     assert (config.model["longer"], config.train.epochs) == (f"Bearer {SECRET}!", 7)
-    text = RunDir(tmp_path).freeze(secrets.written(config), overrides=[], choices={})
+    RunDir(tmp_path).freeze(secrets.written(config), overrides=[], choices={})
+    text = RunDir(tmp_path).config.read_text()
     assert SECRET not in text
     frozen = yaml.safe_load(text)
     assert all(at(frozen, place) == at(TREE, place) for place in HIDDEN)

@@ -53,7 +53,9 @@ class Trace:
     status: str = ""
     error: str = ""
 
-    def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
+    def log(
+        self, metrics: Mapping[str, float], *, step: int, epoch: int, confusion: object = None
+    ) -> None:
         """Record a line as metrics.jsonl has it: NaN becomes None, which compares equal."""
         self.lines.append({"step": step, **json_safe(metrics)})
 
@@ -61,9 +63,6 @@ class Trace:
         """Do nothing."""
 
     def step_done(self, *, step: int, epoch: int) -> None:
-        """Do nothing."""
-
-    def evaluated(self, confusion: list[list[int]] | None, *, step: int) -> None:
         """Do nothing."""
 
 

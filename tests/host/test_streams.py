@@ -17,7 +17,7 @@ from terminals import terminal
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host import streams
 from ddp_runner.host.streams import notice_if_slow, shortened
-from ddp_runner.rank.rank_log import RankLog
+from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.tracking.run_dir import RunDir
 
 CHATTY = """
@@ -81,9 +81,9 @@ def test_a_log_on_a_full_disk_is_told_of_once(
     (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
     try:
-        with RankLog(RunDir(tmp_path), env) as log:
-            log.write("one")
-            log.write("two")
+        with rank_log(RunDir(tmp_path), env) as log:
+            log("one")
+            log("two")
     finally:
         logging.captureWarnings(False)
     out, err = capfd.readouterr()

@@ -14,8 +14,13 @@ from ddp_runner.config.schema import Config, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.tracking.claims import Claim, claim_run, with_global_size
-from ddp_runner.tracking.launch_marks import find_unfinished_run, own_marks
+from ddp_runner.tracking.claims import (
+    Claim,
+    claim_run,
+    find_unfinished_run,
+    own_marks,
+    with_global_size,
+)
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 

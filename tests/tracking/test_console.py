@@ -93,7 +93,7 @@ def test_a_terminal_that_cannot_draw_shows_plain_lines(
 def test_the_line_is_drawn_ten_times_a_second_at_most() -> None:
     """However fast the steps are; and the cursor is never hidden: a killed rank leaves it so."""
     with terminal() as (stream, shown):
-        line = LiveLine(10**6, total_epochs=1, stream=stream)
+        line = LiveLine(10**6, total_epochs=1, initial_step=0, stream=stream, title="")
         for step in range(1000):
             line.update(step, epoch=1, metrics=METRICS)
         drawn_at = line._drawn_at
@@ -113,7 +113,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch: pytest.Monk
         raise OSError(5, "Input/output error")
 
     with terminal() as (stream, shown):
-        line = LiveLine(10, total_epochs=1, stream=stream)
+        line = LiveLine(10, total_epochs=1, initial_step=0, stream=stream, title="")
         monkeypatch.setattr("os.get_terminal_size", gone)
         line._drawn_at = -1.0
         line.update(5, epoch=1, metrics=METRICS)

@@ -38,7 +38,7 @@ from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages,
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
 from ddp_runner.sweep.results import sweep_table
-from ddp_runner.tracking.launch_marks import find_unfinished_run
+from ddp_runner.tracking.claims import find_unfinished_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 

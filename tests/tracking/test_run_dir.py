@@ -85,9 +85,9 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_frozen_config_is_replaced_whole_or_not_at_all(file: str, tmp_path: Path) -> None:
     """A disk that is full, or a kill, in the middle of it leaves the one before."""
     overrides = ["seed=1"]
-    text = RunDir(tmp_path).freeze(Config(seed=1), overrides=overrides, choices={})
+    RunDir(tmp_path).freeze(Config(seed=1), overrides=overrides, choices={})
     before = {path.name: path.read_bytes() for path in (tmp_path / ".hydra").iterdir()}
-    assert before["config.yaml"].decode() == text
+    assert b"seed: 1" in before["config.yaml"]
     long = ["x" * 500] if file == "overrides.yaml" else []
     with largest_file(200), pytest.raises(UserError, match="cannot be written") as refused:
         RunDir(tmp_path).freeze(Config(seed=2), overrides=long, choices={})

@@ -1,27 +1,20 @@
-"""TensorBoard and metrics.jsonl agree, also after a resume; run.json is never half-written."""
+"""TensorBoard and metrics.jsonl agree, also after a resume."""
 
 import errno
 import json
 import math
 import os
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import FileWriter
 
 from ddp_runner.errors import UserError
-from ddp_runner.tracking import run_record as record
-from ddp_runner.tracking.confusion import MOST_CLASSES
 from ddp_runner.tracking.run_dir import METRICS_FILE
-from ddp_runner.tracking.run_record import git_revision, read_run_record, versions, write_run_record
+from ddp_runner.tracking.tensorboard import MOST_CLASSES
 from ddp_runner.tracking.tracker import CONFUSION_FILE, CONFUSION_TAG, Tracker
 
 CONFIG = "model:\n  name: convnet\n"
@@ -199,116 +192,3 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
             tracker.log({"a": 1.0}, step=1, epoch=0)
     assert "\n" not in str(caught.value)
     tracker.close()
-
-
-def test_run_record_merges_fields(tmp_path: Path) -> None:
-    """Later writers add and replace fields; NaN is null; no temporary file stays."""
-    write_run_record(tmp_path / "run", status="running", world_size=2)
-    write_run_record(tmp_path / "run", status="completed", metrics={"a": math.nan, "b": (1, 2.5)})
-    assert read_run_record(tmp_path / "run") == {
-        "status": "completed",
-        "world_size": 2,
-        "metrics": {"a": None, "b": [1, 2.5]},
-    }
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
-
-
-def test_run_record_survives_a_write_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old fields are still there when the disk was full."""
-    write_run_record(tmp_path, status="running")
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        with pytest.raises(UserError, match=r"run\.json cannot be written \(No space left"):
-            write_run_record(tmp_path, status="completed")
-    assert read_run_record(tmp_path) == {"status": "running"}
-
-
-def test_run_record_keeps_the_fields_of_all_who_write_at_once(tmp_path: Path) -> None:
-    """Launcher and rank 0 write their fields at the same time; a reader sees whole files only."""
-    write_run_record(tmp_path, first=1)
-
-    def write(writer: int) -> None:
-        for number in range(10):
-            write_run_record(tmp_path, **{f"writer_{writer}_{number}": number})
-
-    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert read_run_record(tmp_path)["first"] == 1
-    assert len(read_run_record(tmp_path)) == 41
-
-
-@pytest.mark.parametrize("content", [None, "", '{"status": "runn', "[1]"])
-def test_a_missing_or_damaged_run_record_is_named(tmp_path: Path, content: str | None) -> None:
-    """One line with the path, never a traceback."""
-    if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    with pytest.raises(UserError, match=str(tmp_path / "run.json")):
-        read_run_record(tmp_path)
-
-
-def test_git_revision_tells_commit_and_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None outside a repository, the full hash in a clean tree, +dirty after an edit."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_revision() is None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init")
-    (tmp_path / "file").write_text("old")
-    git("add", "file")
-    git("commit", "-m", "first")
-    git("tag", "v1")
-    assert git_revision() == git("rev-parse", "HEAD")
-    (tmp_path / "file").write_text("edited")
-    assert git_revision() == git("rev-parse", "HEAD") + "+dirty"
-
-
-def no_git(folder: Path) -> None:
-    """A PATH without git."""
-
-
-def slow_git(folder: Path) -> None:
-    """A git that hangs, as on a stuck network disk."""
-    (folder / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    (folder / "git").chmod(0o755)
-
-
-@pytest.mark.parametrize("prepare", [no_git, slow_git])
-def test_git_revision_never_fails_or_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], None]
-) -> None:
-    """A run does not depend on git."""
-    prepare(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(record, "GIT_TIMEOUT_S", 0.2)
-    assert git_revision() is None
-
-
-def test_versions_name_each_package() -> None:
-    """Those of the packages that decide about results."""
-    found = versions()
-    assert str(torch.__version__).startswith(str(found["torch"]))
-    assert found["python"]
-    assert set(found) == {"python", *record.PACKAGES}
-
-
-def test_the_record_needs_no_torch() -> None:
-    """The launcher reads and writes run.json before torch is imported."""
-    code = (
-        "import sys, ddp_runner.tracking.run_record as r; r.versions();"
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
