@@ -1,13 +1,13 @@
-"""Kills runs at random points, resumes them, and compares each with an uninterrupted run.
+"""Kill runs at random points, resume them, and compare each with an uninterrupted run.
 
 python benchmarks/kill_campaign.py --kills 1000 --out report.md
 
-A chain is one training. It is killed several times, resumed each time by the same command, and then
+A chain is a training that is killed several times, resumed each time by the same command, and then
 runs to its end. A kill hits a step of a rank, a file system call while a checkpoint is saved (also
-in the middle of a write), or any instant after the command's start. SIGKILL goes to one rank, to
-the launcher or to the whole process tree. The same seed gives the same points, except the instants.
+in the middle of a write), or any instant after the command's start. SIGKILL goes to a rank, to the
+launcher or to the whole process tree. The same seed gives the same points, except the instants.
 
-Exit code 0: every state loads, every resume ends as the uninterrupted run, nothing is left behind.
+Exit code 0: every checkpoint loads, every chain ends as the uninterrupted run, nothing is left.
 """
 
 import argparse
@@ -32,8 +32,9 @@ import psutil
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
-from commands import background, last_step, numbers, record, session_pids, steps, wait_for
-from injection import At, Call, Fault, kill_tree, note, prepared, send, send_launcher
+from commands import background, session_pids, wait_for
+from injection import At, Call, Fault, append_byte, inject, kill_tree, send_launcher, send_signal
+from run_folders import checkpoint_dir, checkpoint_steps, last_step, record, reproducible_metrics
 from warm import start_server
 
 from ddp_runner.checkpoint.manifest import verify
@@ -63,17 +64,17 @@ LONGEST_S = 600.0  # limit of every wait, far above the usual
 
 @dataclass
 class Result:
-    """What a number of kills showed."""
+    """What some kills showed."""
 
     kills: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # mode, victim, place
-    bad: list[str] = field(default_factory=list)
-    restarts: int = 0  # kills after which the launcher restarted the ranks itself
+    failures: list[str] = field(default_factory=list)
+    restarts: int = 0  # kills after which the launcher itself restarted the ranks
     chains: int = 0
 
     def add(self, other: "Result") -> None:
         """Add another result."""
         self.kills += other.kills
-        self.bad += other.bad
+        self.failures += other.failures
         self.restarts += other.restarts
         self.chains += other.chains
 
@@ -110,7 +111,7 @@ def main() -> None:
     print(text)
     if args.out is not None:
         args.out.write_text(text, encoding="utf-8")
-    sys.exit(bool(result.bad))
+    sys.exit(bool(result.failures))
 
 
 def campaign(
@@ -125,10 +126,10 @@ def campaign(
     """Run chains until `kills` kills have happened; return what they showed.
 
     Args:
-        base: an empty folder with a short path, because sockets lie below it.
-        kills: the least number of kills.
+        base: an empty folder; its path is short, because sockets lie below it.
+        kills: the minimum number of kills.
         seed: of the points.
-        jobs: parallel chains.
+        jobs: the number of parallel chains.
         modes: names from MODES; the chains take turns.
         log: takes a line now and then.
     """
@@ -137,7 +138,7 @@ def campaign(
     expected = {mode: uninterrupted(mode, base / mode) for mode in modes}
     result, number = Result(), 0
     with ThreadPoolExecutor(jobs) as pool:
-        while sum(result.kills.values()) < kills and len(result.bad) < MOST_KILLS:
+        while sum(result.kills.values()) < kills and len(result.failures) < MOST_KILLS:
             chains = []
             for _ in range(2 * jobs):
                 mode = modes[number % len(modes)]
@@ -154,30 +155,30 @@ def campaign(
                 number += 1
             for future in chains:
                 result.add(future.result())
-            log(f"{sum(result.kills.values())} of {kills} kills, {len(result.bad)} bad")
+            log(f"{sum(result.kills.values())} of {kills} kills, {len(result.failures)} failures")
     # The next start removes what the last kill left.
     temp = base / "temp"
     _run(MODES[modes[0]], base / "last", environ={"TMPDIR": str(temp)})
     if left := sorted(path.name for path in temp.iterdir()):
-        result.bad.append(f"temporary files are left: {left}")
+        result.failures.append(f"temporary files are left: {left}")
     if left := sorted(set(_shared_memory()) - shared_before):
-        result.bad.append(f"shared memory is left: {left}")
+        result.failures.append(f"shared memory is left: {left}")
     return result
 
 
 def uninterrupted(mode: str, folder: Path) -> Uninterrupted:
     """Run a mode without a kill."""
-    counted = folder / "calls"
+    calls = folder / "calls"
     started = time.monotonic()
-    if _run(MODES[mode], folder, Fault(partial(note, str(counted)), Call(None))) != 0:
+    if _run(MODES[mode], folder, Fault(partial(append_byte, str(calls)), Call(None))) != 0:
         raise WrongError(f"the uninterrupted run failed: {_stderr(folder)}")
-    return Uninterrupted(folder / RUN, time.monotonic() - started, counted.stat().st_size)
+    return Uninterrupted(folder / RUN, time.monotonic() - started, calls.stat().st_size)
 
 
 def chain(
     folder: Path, mode: str, expected: Uninterrupted, chance: random.Random, *, kills: int
 ) -> Result:
-    """Kill a training repeatedly, resume it each time, and compare its end."""
+    """Kill and resume a training until it ends; compare its end with the expected run."""
     result = Result(chains=1)
     temp = folder.parent / "temp"
     temp.mkdir(exist_ok=True)
@@ -191,7 +192,7 @@ def chain(
             raise WrongError(f"the resume ended with exit code {end}: {_stderr(folder)}")
         assert_equal(folder / RUN, expected.run_dir)
     except (WrongError, AssertionError) as wrong:
-        result.bad.append(f"{mode}, {folder.name}: {wrong} (after {dict(result.kills)})")
+        result.failures.append(f"{mode}, {folder.name}: {wrong} (after {dict(result.kills)})")
         return result
     shutil.rmtree(folder)
     return result
@@ -210,13 +211,13 @@ def _kill_once(
     *,
     temp: Path,
 ) -> bool:
-    """Continue a training until its kill; return False if it ended before."""
+    """Continue a training until a kill; return False if it ended before the kill."""
     victim, place = chance.choice(VICTIMS), chance.choice(PLACES)
     restarts = chance.choice((0, 2)) if victim == "rank" else 0
     world_size = int(MODES[mode][-1].partition("=")[2])
-    left = NUM_STEPS - (steps(folder / RUN)[-1] if steps(folder / RUN) else 0)
+    left = NUM_STEPS - max(checkpoint_steps(folder / RUN), default=0)
     what = {
-        "rank": partial(send, signal.SIGKILL),
+        "rank": partial(send_signal, signal.SIGKILL),
         "launcher": partial(send_launcher, signal.SIGKILL),
         "tree": kill_tree,
     }[victim]
@@ -234,7 +235,7 @@ def _kill_once(
         f"launch.max_restarts={restarts}",
         folder=folder,
         environ={"TMPDIR": str(temp)},
-        prepare=prepared(*faults),
+        prepare=inject(*faults),
     ) as process:
         killed = False
         if place == "any instant":
@@ -246,18 +247,18 @@ def _kill_once(
         if fields.get("restarts"):
             result.kills[mode, victim, place] += 1
             result.restarts += 1
-        elif killed and place == "any instant":  # a rank that had finished its work by then
+        elif killed and place == "any instant":  # the rank had finished its work already
             result.kills[mode, victim, place] += 1
         return False
-    wanted = (1,) if victim == "rank" and not (killed and code == -signal.SIGKILL) else (-9,)
-    if code not in wanted:
+    only_a_rank = victim == "rank" and not (killed and code == -signal.SIGKILL)
+    if code != (1 if only_a_rank else -signal.SIGKILL):
         raise WrongError(f"{victim} killed: exit code {code}: {_stderr(folder)}")
     result.kills[mode, victim, place] += 1
     return True
 
 
 def _kill_at(seconds: float, process: Any, victim: str, chance: random.Random) -> bool:
-    """Kill after `seconds`; return whether the process was still alive."""
+    """Kill the victim after `seconds`; return whether the process was still alive."""
     with suppress(Exception):
         process.wait(seconds)
     if process.poll() is not None:
@@ -278,9 +279,7 @@ def _ranks(launcher_pid: int) -> Iterator[int]:
 
 
 def _run(mode: Sequence[str], folder: Path, *faults: Fault, environ: Any = None) -> int:
-    with background(
-        *mode, *MODEL, folder=folder, prepare=prepared(*faults), environ=environ
-    ) as run:
+    with background(*mode, *MODEL, folder=folder, prepare=inject(*faults), environ=environ) as run:
         return run.wait(LONGEST_S)
 
 
@@ -289,64 +288,65 @@ def _stderr(folder: Path) -> str:
 
 
 def assert_whole(run_dir: Path) -> None:
-    """Assert that every checkpoint with a final name is undamaged."""
+    """Assert that every checkpoint with its final name is undamaged."""
     for path in newest_first(run_dir / "checkpoints"):
         try:
             verify(path)
         except UserError as error:
-            raise WrongError(f"a state that does not load: {error}") from error
+            raise WrongError(f"a checkpoint does not load: {error}") from error
 
 
 def assert_equal(run_dir: Path, expected: Path) -> None:
-    """Assert that a training ended as the uninterrupted one: metrics, weights and checkpoints."""
+    """Assert that a training ended as the uninterrupted run: metrics, weights and checkpoints."""
     if (status := record(run_dir)["status"]) != "completed" or last_step(run_dir) != NUM_STEPS:
-        raise WrongError(f"it is {status} at step {last_step(run_dir)}")
+        raise WrongError(f"the run is {status} at step {last_step(run_dir)}")
     if _metrics(run_dir) != _metrics(expected):
-        raise WrongError("its metrics.jsonl differs")
-    if steps(run_dir) != steps(expected):
-        raise WrongError(f"it has the checkpoints {steps(run_dir)}, not {steps(expected)}")
-    for step in steps(expected):
-        found, wanted = (
-            load_checkpoint(run / f"checkpoints/step-{step:08d}") for run in (run_dir, expected)
-        )
-        if difference := _difference(found, wanted):
-            raise WrongError(f"its checkpoint of step {step} differs in {difference}")
+        raise WrongError("metrics.jsonl differs")
+    saved, wanted = checkpoint_steps(run_dir), checkpoint_steps(expected)
+    if saved != wanted:
+        raise WrongError(f"the run has the checkpoints {saved}, not {wanted}")
+    for step in saved:
+        states = [load_checkpoint(checkpoint_dir(run, step)) for run in (run_dir, expected)]
+        if difference := _difference(*states):
+            raise WrongError(f"the checkpoint of step {step} differs in {difference}")
     exported = [_exported(run / "model.safetensors") for run in (run_dir, expected)]
     if difference := _difference(*exported, "model.safetensors"):
-        raise WrongError(f"it differs in {difference}")
+        raise WrongError(f"the run differs in {difference}")
 
 
 def _exported(path: Path) -> dict[str, Any]:
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, safe_open is no mapping
         return {"tensors": tensors, "metadata": _without_clock(file.metadata())}
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [_without_clock(line) for line in numbers(run_dir)]
+    return [_without_clock(line) for line in reproducible_metrics(run_dir)]
 
 
 def _without_clock(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if not key.startswith(("perf/", "ps/"))}
 
 
-def _difference(found: Any, wanted: Any, name: str = "state") -> str:
-    """Return the name of the first difference of two trees; empty: they are equal bit by bit."""
-    if type(found) is not type(wanted):
+def _difference(actual: Any, expected: Any, name: str = "state") -> str:
+    """Return the name of the first difference between two trees; empty if they are equal."""
+    if type(actual) is not type(expected):
         return name
-    if isinstance(wanted, dict):
-        if found.keys() != wanted.keys():
+    if isinstance(expected, dict):
+        if actual.keys() != expected.keys():
             return name
-        pairs = [(f"{name}.{key}", found[key], wanted[key]) for key in wanted]
-    elif isinstance(wanted, list | tuple):
-        if len(found) != len(wanted):
+        pairs = [(f"{name}.{key}", actual[key], expected[key]) for key in expected]
+    elif isinstance(expected, list | tuple):
+        if len(actual) != len(expected):
             return name
-        pairs = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(found, wanted, strict=True))]
-    elif hasattr(wanted, "untyped_storage"):
-        return "" if found.dtype == wanted.dtype and found.equal(wanted) else name
+        pairs = [
+            (f"{name}[{i}]", *both) for i, both in enumerate(zip(actual, expected, strict=True))
+        ]
+    elif hasattr(expected, "untyped_storage"):
+        return "" if actual.dtype == expected.dtype and actual.equal(expected) else name
     else:
-        return "" if found == wanted else name
-    return next((path for key, *both in pairs if (path := _difference(*both, key))), "")
+        return "" if actual == expected else name
+    return next((path for key, *values in pairs if (path := _difference(*values, key))), "")
 
 
 def _shared_memory() -> list[str]:
@@ -361,8 +361,8 @@ def report(result: Result, *, seed: int, seconds: float) -> str:
     lines = [
         f"# {total} kills",
         "",
-        f"{total - len(result.bad)} of {total} without a fault. {result.chains} trainings were "
-        f"killed and resumed until they ended, {result.restarts} times by the launcher itself. "
+        f"{len(result.failures)} failures. {result.chains} trainings were killed and resumed until "
+        f"they ended, {result.restarts} times by the launcher itself. "
         f"Seed {seed}, {seconds / 60:.0f} minutes, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, torch {versions()['torch']}.",
         "",
@@ -374,8 +374,8 @@ def report(result: Result, *, seed: int, seconds: float) -> str:
         by_victim = [_sum(result, mode, victim=victim) for victim in VICTIMS]
         by_place = [_sum(result, mode, place=place) for place in PLACES]
         lines.append(f"| {mode} | " + " | ".join(map(str, [*by_victim, *by_place])) + " |")
-    lines += ["", "Nothing bad was found." if not result.bad else "Bad:"]
-    lines += [f"- {sentence}" for sentence in result.bad]
+    lines += ["", "Failures:" if result.failures else "No failure."]
+    lines += [f"- {sentence}" for sentence in result.failures]
     return "\n".join(lines) + "\n"
 
 

@@ -51,7 +51,7 @@ def main() -> None:
             speedups.append(ours.samples_per_s / theirs.samples_per_s)
             wall_ratios.append(theirs.wall_s / ours.wall_s)
             pairs = list(zip(theirs.losses, ours.losses, strict=True))
-            worst = max([worst, *(abs(expected - found) / expected for expected, found in pairs)])
+            worst = max([worst, *(abs(expected - loss) / expected for expected, loss in pairs)])
             print(
                 f"{num_ranks:5}  {repeat:3}  {theirs.samples_per_s:18.0f}  "
                 f"{ours.samples_per_s:16.0f}  {speedups[-1]:5.2f}  {theirs.wall_s:10.1f}  "

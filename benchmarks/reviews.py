@@ -36,9 +36,9 @@ def main() -> None:
     data_root = Path(args.data_root).resolve()
     print("split  what                                accuracy      F1  seconds")
     for split in args.splits:
-        for most in (1, 2, 3):
-            name = f"logistic regression, 1 to {most} characters"
-            show(split, name, *regression(split, most, data_root))
+        for longest in (1, 2, 3):
+            name = f"logistic regression, 1 to {longest} characters"
+            show(split, name, *regression(split, longest, data_root))
         show(split, "experiment=reviews_bert", *bert(split, data_root, args.overrides))
 
 
@@ -47,15 +47,15 @@ def show(split: int, name: str, accuracy: float, f1: float, seconds: float) -> N
     print(f"{split:5}  {name:35} {accuracy:8.4f}  {f1:.4f}  {seconds:7.1f}", flush=True)
 
 
-def regression(split: int, most: int, data_root: Path) -> tuple[float, float, float]:
-    """Return accuracy, F1 and seconds of a regression on groups of 1 to `most` characters."""
+def regression(split: int, longest: int, data_root: Path) -> tuple[float, float, float]:
+    """Return accuracy, F1 and seconds of a regression on groups of 1 to `longest` characters."""
     settings: dict[str, Any] = yaml.safe_load((CONFIG_DIR / "dataset/csv_text.yaml").read_text())
     source = make("dataset", settings | {"tokenizer": None, "split_seed": split})
     parts, _ = source.read(data_root)
     (train_texts, train_labels), (eval_texts, eval_labels) = parts["train"], parts["eval"]
     start = time.perf_counter()
     vectorizer = TfidfVectorizer(
-        analyzer="char", ngram_range=(1, most), min_df=2, sublinear_tf=True
+        analyzer="char", ngram_range=(1, longest), min_df=2, sublinear_tf=True
     )
     features = vectorizer.fit_transform(train_texts)
     model = LogisticRegression(C=4.0, max_iter=1000).fit(features, train_labels)

@@ -1,4 +1,4 @@
-"""Fixtures that keep tests apart: what one leaves behind is undone, and named as its failure."""
+"""Keep tests apart: whatever a test leaves behind is undone, and fails that test."""
 
 import os
 import signal
@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from warm import start_server
 
-# What libraries set when they are imported, and multiprocessing's own helpers, stay.
+# Variables that libraries set when they are imported, and multiprocessing's own processes.
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
-HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-GRACE_S = 60.0  # at most: a thread or process that was told to end may still be on its way
+MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+GRACE_S = 60.0  # at most: a thread or process may take a while to end
 
-# Two profiles of the property tests: `quick` tries the same examples every time, `thorough` others
-# and fifty times as many. A busy machine is no failure, and the fixtures below are for whole tests.
+# The profile `quick` tries the same examples in every run, `thorough` new ones and fifty times as
+# many. Two health checks are off: a busy machine is no failure, and no fixture has to be new for
+# each example.
 for profile, factor in {"quick": 1, "thorough": 50}.items():
     settings.register_profile(
         profile,
@@ -37,23 +38,23 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_configure() -> None:
-    """Keep out of the checkout what hypothesis remembers of Unicode and of the code."""
+    """Keep hypothesis's caches out of the checkout."""
     set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")
 
 
 def pytest_sessionstart() -> None:
-    """Start the server of ranks and commands, which imports torch while pytest collects tests."""
-    # Ignored where pytest runs in the background or under nohup: the commands that the tests start
-    # would inherit that, and keep it.
+    """Start the server of ranks and commands; it imports torch while pytest collects tests."""
+    # A shell ignores these for a pytest in the background or under nohup, and the commands that the
+    # tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for ignored in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_DFL)
-    start_server("pytest")  # which is the main module of every rank
+    start_server("pytest")  # the main module of every rank
 
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A dataset cache that the tests of a session share, and that no other program sees."""
+    """A dataset cache for all tests of a session, which no other program uses."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(folder))
@@ -62,15 +63,22 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def data_root() -> Path:
-    """The folder with the real datasets; without it the test is skipped."""
+    """The folder of the real datasets; skip the test if it is not set."""
     if "DDP_RUNNER_DATA_ROOT" not in os.environ:
-        pytest.skip("real datasets are too large to ship; DDP_RUNNER_DATA_ROOT names none")
+        pytest.skip("real datasets are too large to ship; set DDP_RUNNER_DATA_ROOT to their folder")
     return Path(os.environ["DDP_RUNNER_DATA_ROOT"])
+
+
+@pytest.fixture
+def short_temp() -> Iterator[Path]:
+    """A temporary folder with a short path, because sockets lie below it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
-    """Fail a test that leaves a variable, a folder change, a group, a thread or a process."""
+    """Fail a test that leaves a variable, a changed folder, a process group, thread or process."""
     environ, folder = dict(os.environ), Path.cwd()
     threads, processes = set(threading.enumerate()), _processes()
     yield
@@ -103,20 +111,24 @@ def nothing_left_over() -> Iterator[None]:
 
 
 def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> list[str]:
-    return [f"thread {one.name}" for one in set(threading.enumerate()) - threads] + [
-        f"process {one.pid}" for one in _processes() - processes
+    return [f"thread {thread.name}" for thread in set(threading.enumerate()) - threads] + [
+        f"process {process.pid}" for process in _processes() - processes
     ]
 
 
 def _processes() -> set[psutil.Process]:
-    """Return the descendants of this process, without multiprocessing's helpers."""
-    return {one for one in psutil.Process().children(recursive=True) if not _is_helper(one)}
+    """Return the descendants of this process without multiprocessing's own processes."""
+    return {
+        process
+        for process in psutil.Process().children(recursive=True)
+        if not _belongs_to_multiprocessing(process)
+    }
 
 
-def _is_helper(process: psutil.Process) -> bool:
+def _belongs_to_multiprocessing(process: psutil.Process) -> bool:
     try:
         # The fork server's children have its command line as well, but another parent.
         command = " ".join(process.cmdline())
-        return process.ppid() == os.getpid() and any(helper in command for helper in HELPERS)
+        return process.ppid() == os.getpid() and any(name in command for name in MULTIPROCESSING)
     except psutil.NoSuchProcess:
-        return True  # it ended meanwhile
+        return True  # it has ended meanwhile

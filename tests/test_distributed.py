@@ -309,6 +309,9 @@ def test_where_no_port_is_named_torch_has_the_last_word(
     assert loopback_store(env, init_method=init_method, timeout=timedelta(seconds=1)) is None
 
 
+PATIENT = replace(GLOO, timeout_s=36_000)  # longer than any test
+
+
 def misbehave(env: DistEnv, how: str) -> None:
     """Fail on rank 1 while the others sit in a collective."""
     if env.rank == 1:
@@ -316,7 +319,7 @@ def misbehave(env: DistEnv, how: str) -> None:
             raise LookupError("rank one's own words")
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(GLOO.timeout_s)
+        time.sleep(PATIENT.timeout_s)
     sum_over_ranks([1.0])
 
 
@@ -330,7 +333,5 @@ def misbehave(env: DistEnv, how: str) -> None:
 )
 def test_failing_rank_fails_the_test_at_once(how: str, message: str) -> None:
     """run_ranks itself never waits for peers that are stuck, and leaves none behind."""
-    started = time.monotonic()
     with pytest.raises(RankFailedError, match=f"(?s){message}"):
-        run_ranks(misbehave, 3, how, timeout_s=2 if how == "hang" else GLOO.timeout_s)
-    assert time.monotonic() - started < GLOO.timeout_s  # when its peers would give up
+        run_ranks(misbehave, 3, how, backend=PATIENT, timeout_s=2 if how == "hang" else 300)

@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commands import CONFIG_DIR, resolved
+from configs import resolved
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -73,8 +73,9 @@ def _filled(word: str, folder: Path) -> str:
 def test_every_choice_of_the_readme_is_there() -> None:
     """The table of choices lists the options of conf/, all of them and no other."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for group in sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()):
+    groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
+    for group in groups - {"experiment", "hydra"}:
         row = re.search(rf"^\| `{group}` \|([^|]*)\|", text, flags=re.MULTILINE)
-        if row is not None:
-            options = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
-            assert set(re.findall(r"`(\w+)`", row[1])) == options
+        assert row is not None, f"no row for {group}"
+        options = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
+        assert set(re.findall(r"`(\w+)`", row[1])) == options

@@ -14,9 +14,11 @@ from broken_models import (
     summed,
     untouched,
 )
-from commands import Ended, record, refusal, run_command
+from commands import CommandResult, run_command
+from configs import config_error
 from ranks import run_ranks
-from trainees import MNIST_NET, build, compose_config
+from run_folders import record
+from train_states import MNIST_NET, build, compose_config
 
 from ddp_runner.check.compare_ranks import Finding, differences
 from ddp_runner.check.gradients import wait_for_mean
@@ -203,7 +205,7 @@ def test_ranks_that_do_not_wait_are_found_out() -> None:
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     """The experiment on three models, on one rank too."""
     return run_command(
         "-m",
@@ -215,7 +217,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     )
 
 
-def test_the_command_reports_each_check(sweep: Ended) -> None:
+def test_the_command_reports_each_check(sweep: CommandResult) -> None:
     """Exit code 0, a line and a record for each, and a line for what one rank cannot show."""
     assert (sweep.exit_code, sweep.stderr) == (0, "")
     assert len(sweep.run_dirs) == 6
@@ -263,4 +265,4 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
 def test_a_mode_whose_ranks_differ_is_refused() -> None:
     """A server computes no gradients."""
     told = "task=check compares equal ranks, not parallelism=ps; write ddp"
-    assert refusal("task=check", "parallelism=ps") == told
+    assert config_error("task=check", "parallelism=ps") == told

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refusal, resolved
+from configs import config_error, resolved
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from trainees import SMALL, TOY, compose_config, flat_weights
+from train_states import SMALL, TOY, compose_config, flat_weights
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.checkpoint.weights import export_weights, load_weights, starting_weights
@@ -246,7 +246,7 @@ INVALID = {
 @pytest.mark.parametrize("overrides", INVALID)
 def test_each_broken_rule_is_one_line(overrides: str) -> None:
     """Rule, values and fix, word for word, before torch is imported."""
-    assert refusal(*overrides.split()) == INVALID[overrides]
+    assert config_error(*overrides.split()) == INVALID[overrides]
 
 
 def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Path) -> None:
@@ -255,5 +255,5 @@ def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Pa
     frozen = replace(config, model=config.model | {"weights": "gone"})
     RunDir(tmp_path).freeze(frozen, overrides=(), choices={})
     assert resolved(f"resume={tmp_path}")[0].model["weights"] == "gone"
-    message = refusal(f"resume={tmp_path}", "model.weights=other")
+    message = config_error(f"resume={tmp_path}", "model.weights=other")
     assert message.endswith("leave model.weights out, or start a run of its own without resume")

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import LAPTOP, compose_raw
+from configs import LAPTOP, compose_raw
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from properties import check_sentence, examples
+from properties import assert_one_line, examples
 
 import ddp_runner.cli.app
 import ddp_runner.launch.launcher
@@ -300,7 +300,7 @@ def check(line: list[str]) -> None:
         assert len(sentences) == 1 or {"-m", "--multirun"} & set(line), said
         for sentence in sentences:
             assert sentence.startswith("error: ")
-            check_sentence(sentence)
+            assert_one_line(sentence)
     else:
         assert "Traceback" not in said
     if not any("hydra" in one for one in line):  # whose keys name folders, and classes to make
@@ -357,4 +357,4 @@ def test_any_value_of_any_key_resolves_or_is_refused_in_one_line(
         told = user_error(error)
         if told is None:
             raise
-        check_sentence(str(told))
+        assert_one_line(str(told))

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import LAPTOP, compose_raw, record, refusal, resolved, run_command, steps
+from commands import run_command
+from configs import LAPTOP, compose_raw, config_error, resolved
+from run_folders import checkpoint_steps, record
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import register
@@ -112,14 +114,14 @@ def test_a_frozen_config_that_was_cut_off_is_refused(run: Path, group: str) -> N
     path = run / ".hydra" / "config.yaml"
     text = path.read_text()
     path.write_text(text[: text.index(f"\n{group}:") + 1])
-    assert f"{path} is damaged" in refusal(f"resume={run}")
+    assert f"{path} is damaged" in config_error(f"resume={run}")
     path.write_text(text.rstrip(".\n").rpartition("\n")[0])  # the last key alone is lost
-    assert f"{path} is damaged" in refusal(f"resume={run}")
+    assert f"{path} is damaged" in config_error(f"resume={run}")
     of_an_older_version = text.removeprefix("---\n").removesuffix("...\n")
     path.write_text(of_an_older_version)
     assert resume(f"resume={run}").optimizer["name"] == "adam"
     path.write_text("")
-    assert f"{path} is damaged" in refusal(f"resume={run}")
+    assert f"{path} is damaged" in config_error(f"resume={run}")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_frozen_config_that_was_cut_off_is_refused(run: Path, group: str) -> N
 )  # fmt: skip
 def test_a_rendezvous_that_cannot_be_is_refused(overrides: str, sentence: str) -> None:
     """Before any rank waits for one that never comes."""
-    assert sentence in refusal(*overrides.split())
+    assert sentence in config_error(*overrides.split())
 
 
 def test_each_attempt_meets_at_a_file_of_its_own(tmp_path: Path) -> None:
@@ -188,14 +190,14 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
         path: path.read_bytes()
         for path in [run / "run.json", run / "metrics.jsonl", *(run / ".hydra").iterdir()]
     }
-    saved = steps(run)
+    saved = checkpoint_steps(run)
     for key in ("optimizer=adam", "dataset.seed=5", "scheduler=cosine", "dataset.num_samples=100"):
         refused = run_command(f"resume={run}", "train.max_steps=12", key, folder=tmp_path)
         assert refused.exit_code == 2
         (line,) = refused.stderr.splitlines()
         assert line.startswith("error: ")
         assert {path: path.read_bytes() for path in kept} == kept
-        assert steps(run) == saved
+        assert checkpoint_steps(run) == saved
     resumed = run_command(f"resume={run}", "train.max_steps=12", folder=tmp_path)
     assert (resumed.exit_code, record(run)["step"]) == (0, 12)
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["max_steps"] == 12

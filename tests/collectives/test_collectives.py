@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import refusal, resolved
+from configs import config_error, resolved
 from ranks import run_ranks
 
 from ddp_runner.collectives.measurement import (
@@ -224,12 +224,15 @@ def test_sizes_grow_by_the_factor_and_end_at_the_largest(keys: str, sizes: list[
 )  # fmt: skip
 def test_invalid_settings_are_answered_in_one_line(overrides: str, message: str) -> None:
     """The line has key, value and what is allowed."""
-    assert refusal(*(f"collectives.{key}" for key in overrides.split())) == f"collectives.{message}"
+    assert (
+        config_error(*(f"collectives.{key}" for key in overrides.split()))
+        == f"collectives.{message}"
+    )
 
 
 def test_one_rank_cannot_measure_collectives() -> None:
     """The message has the fix; other tasks run on one rank."""
-    assert refusal("task=collectives", "world_size=1") == (
+    assert config_error("task=collectives", "world_size=1") == (
         "task=collectives measures what ranks send each other, world_size is 1; "
         "write world_size=2 or more"
     )

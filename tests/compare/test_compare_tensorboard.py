@@ -5,10 +5,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from boards import answer, served
 from generated_runs import SINGLE, lines_of, write_run
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard_server import get_json, serve_tensorboard
 
 from ddp_runner.compare.__main__ import run
 from ddp_runner.compare.analysis import compare
@@ -107,10 +107,12 @@ def test_a_second_comparison_replaces_the_first(
     names = sorted(f"strong/{path.parent.name}" for path in (board / "strong").glob("*/events*"))
     assert len(names) == 3
     points = []
-    with served(board, folder=tmp_path / "server", wanted=dict.fromkeys(names, STRONG)) as url:
+    with serve_tensorboard(
+        board, folder=tmp_path / "server", wanted=dict.fromkeys(names, STRONG)
+    ) as url:
         for name in names:
             point_of = urlencode({"run": name, "tag": "scaling, strong/speedup"})
-            points += answer(f"{url}/data/plugin/scalars/scalars?{point_of}")
+            points += get_json(f"{url}/data/plugin/scalars/scalars?{point_of}")
     assert [(step, value) for _, step, value in points] == [(1, 1), (2, 1.5), (4, 3)]
 
 

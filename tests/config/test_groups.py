@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import CONFIG_DIR, refusal, resolved, run_command
-from properties import WATCHED
-from real_data import real
+from commands import WATCH_TORCH, run_command
+from configs import config_error, resolved
+from real_data import require
 from texts import write_reviews
 
 from ddp_runner.config.instantiate import find, make
-from ddp_runner.config.schema import config_hash, mode_needs
+from ddp_runner.config.schema import CONFIG_DIR, config_hash, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -70,7 +70,7 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
 def test_each_dataset_of_files_loads(path: Path, data_root: Path) -> None:
     """A dataset that is read from files has as many classes as its YAML says."""
     settings = yaml.safe_load(path.read_text())
-    real(data_root / settings["folder"])
+    require(data_root / settings["folder"])
     dataset = load_dataset(make("dataset", settings), data_root=data_root, log=print)
     assert int(dataset.train.targets.max()) + 1 == settings["num_classes"]
 
@@ -112,7 +112,7 @@ def test_a_config_that_came_with_a_run_cannot_run_code(kind: str, tmp_path: Path
     foreign = {"model": HOSTILE[kind] | {"name": "x"}, "allowed_targets": ["os"]}
     frozen = asdict(resolved("model=toy")[0]) | foreign
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(frozen))
-    assert "(os.system) is not a part that a config may name" in refusal(f"resume={tmp_path}")
+    assert "(os.system) is not a part that a config may name" in config_error(f"resume={tmp_path}")
     resolved(
         f"resume={tmp_path}", "allowed_targets=[os]", "batch.per_rank=2", "batch.global_size=null"
     )
@@ -124,7 +124,7 @@ def test_a_damaged_config_of_a_run_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / ".hydra" / "config.yaml"
     path.parent.mkdir()
     path.write_text(text)
-    answer = refusal(f"resume={tmp_path}")
+    answer = config_error(f"resume={tmp_path}")
     assert answer.startswith(f"{path} is damaged or of another version")
     assert len(answer.splitlines()) == 1
 
@@ -156,7 +156,7 @@ def test_a_mistake_is_answered_before_torch_is_imported(
     args: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
     """Exit code 2, one line on stderr, no traceback, no folder, no torch."""
-    end = run_command(*args, folder=tmp_path, program=(sys.executable, "-c", WATCHED))
+    end = run_command(*args, folder=tmp_path, program=(sys.executable, "-c", WATCH_TORCH))
     assert (end.exit_code, end.stdout) == (2, "False\n")
     (line,) = end.stderr.splitlines()
     assert line.startswith("error: ")

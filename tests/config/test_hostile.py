@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import refusal, resolved, run_command
+from commands import run_command
+from configs import config_error, resolved
 from omegaconf import OmegaConf
 
 from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
@@ -118,7 +119,7 @@ def test_a_hostile_config_runs_nothing(
     """Refused in one sentence by the launcher, again by a rank, and harmless if it were not."""
     monkeypatch.syspath_prepend(str(tmp_path))
     mark = hostile_run(tmp_path, HOSTILE[kind])
-    sentence = refusal(f"resume={tmp_path}")
+    sentence = config_error(f"resume={tmp_path}")
     expected = "may name|not a part of ddp_runner|not a dotted name|still holds an interpolation"
     assert re.search(expected, sentence)
 
@@ -147,7 +148,9 @@ def test_yaml_tags_are_refused(tmp_path: Path) -> None:
         tagged = f"name: !!python/{tag} ['touch {mark}']\n"
         path.write_text(text.replace("\nname: null\n", f"\n{tagged}"))
         assert tag in path.read_text()
-        assert refusal(f"resume={tmp_path}").startswith(f"{path} is damaged or of another version")
+        assert config_error(f"resume={tmp_path}").startswith(
+            f"{path} is damaged or of another version"
+        )
     assert not mark.exists()
 
 
@@ -284,7 +287,7 @@ def test_a_run_does_not_say_where_ranks_meet(tmp_path: Path) -> None:
     """Ranks unpickle what they are sent, so that a stranger's address is as good as code."""
     meeting = {"launch.nnodes": 2, "launch.rdzv_endpoint": "evil:1", "launch.node_rank": 0}
     hostile_run(tmp_path, meeting | {"launch.init_method": "tcp://evil:2"})
-    assert "needs launch.rdzv_endpoint=HOST:PORT" in refusal(f"resume={tmp_path}")
+    assert "needs launch.rdzv_endpoint=HOST:PORT" in config_error(f"resume={tmp_path}")
     launch = resolved(f"resume={tmp_path}", "launch.nnodes=1")[0].launch
     assert (launch.rdzv_endpoint, launch.init_method, launch.node_rank) == (None, None, None)
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from commands import compose_raw
+from configs import compose_raw
 
 from ddp_runner.cli.compose import register
 from ddp_runner.config.keys import all_keys, help_text, page

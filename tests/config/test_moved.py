@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import LAPTOP, compose_raw, record, resolved, run_command
+from commands import run_command
+from configs import LAPTOP, compose_raw, resolved
+from run_folders import record
 
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.cli.compose import register

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import refusal, resolved
+from configs import config_error, resolved
 
 from ddp_runner.config.allowed_targets import OWN, TORCH
 from ddp_runner.dist_env import DistEnv
@@ -37,13 +37,13 @@ NOT_NEGATIVE = (
 def test_zero_is_refused_where_it_makes_no_sense(key: str) -> None:
     """Zero epochs, ranks, samples or seconds: key, value and rule."""
     value = "0.0" if key.endswith(("_s", "norm")) else "0"
-    assert refusal(f"{key}=0") == f"{key} ({value}) must be greater than 0"
+    assert config_error(f"{key}=0") == f"{key} ({value}) must be greater than 0"
 
 
 @pytest.mark.parametrize("key", NOT_NEGATIVE)
 def test_negative_numbers_are_refused(key: str) -> None:
     """Where zero is a choice, less than zero is none."""
-    assert refusal(f"{key}=-1") == f"{key} (-1) must be 0 or greater"
+    assert config_error(f"{key}=-1") == f"{key} (-1) must be 0 or greater"
 
 
 INVALID = [
@@ -197,7 +197,7 @@ def test_each_broken_rule_is_one_line(
 ) -> None:
     """Rule, values and fix, word for word; a number that is proposed works."""
     monkeypatch.setattr(sys, "argv", ["ddp_runner", *overrides.split()])
-    assert refusal(*overrides.split()) == sentence
+    assert config_error(*overrides.split()) == sentence
     if overrides.startswith("batch.global_size=100"):
         for size in sentence.partition("use ")[2].split(" or "):
             resolved(f"batch.global_size={size}", *overrides.split()[1:])
@@ -244,7 +244,7 @@ def test_ranks_backend_and_device_follow_the_hardware(
 def test_more_ranks_than_gpus_is_refused(overrides: str, gpus: int, sentence: str) -> None:
     """What is there, and a world size that works."""
     machine = Hardware(num_gpus=gpus, num_cores=8)
-    assert sentence in refusal(*overrides.split(), hardware=machine)
+    assert sentence in config_error(*overrides.split(), hardware=machine)
     if (fix := sentence.rpartition("write ")[2]).startswith("world_size="):
         kept = [one for one in overrides.split() if not one.startswith("world_size=")]
         resolved(*kept, fix, hardware=machine)
@@ -363,7 +363,7 @@ def test_one_gpu_for_all_ranks_is_told_from_one_for_each() -> None:
     (warning,) = resolved(hardware=machine, env=LAUNCHED)[1]
     assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own" in warning
     assert resolved("backend.device=cuda", hardware=machine, env=LAUNCHED)[1] == []
-    assert "need 4 GPUs" in refusal("backend=nccl", "world_size=4", hardware=machine)
+    assert "need 4 GPUs" in config_error("backend=nccl", "world_size=4", hardware=machine)
 
 
 def test_gpus_that_torch_cannot_use_are_said_or_refused() -> None:
@@ -375,16 +375,18 @@ def test_gpus_that_torch_cannot_use_are_said_or_refused() -> None:
         f"the run computes on the CPU: torch was built without CUDA; buy one, {MEANT}"
     ]
     assert resolved("backend.device=cpu", hardware=machine)[1] == []
-    assert refusal("backend=nccl", hardware=machine) == (
+    assert config_error("backend=nccl", hardware=machine) == (
         "backend=nccl needs CUDA devices: torch was built without CUDA; buy one, or write "
         "backend=gloo backend.device=cpu"
     )
-    assert refusal("backend.device=cuda", hardware=machine).startswith("backend.device=cuda needs")
+    assert config_error("backend.device=cuda", hardware=machine).startswith(
+        "backend.device=cuda needs"
+    )
 
 
 def test_a_proposed_world_size_never_needs_a_gpu_that_is_not_there() -> None:
     """Without any GPU no number of CUDA ranks works, so none is proposed."""
-    assert "world_size=" not in refusal("backend.device=cuda")
+    assert "world_size=" not in config_error("backend.device=cuda")
 
 
 def test_crowded_machines_are_warned_about_once() -> None:
@@ -400,7 +402,7 @@ def test_a_running_gang_decides_the_world_size() -> None:
     """Under torchrun auto is what was launched, and another number is a mistake."""
     env = DistEnv(rank=1, local_rank=1, world_size=3, local_world_size=3)
     assert resolved(env=env)[0].world_size == 3
-    assert "world_size (2) differs from the 3 ranks" in refusal("world_size=2", env=env)
+    assert "world_size (2) differs from the 3 ranks" in config_error("world_size=2", env=env)
 
 
 def test_one_batch_size_follows_from_the_other() -> None:
@@ -422,5 +424,5 @@ def test_one_batch_size_follows_from_the_other() -> None:
 @pytest.mark.parametrize("overrides", ["model=toy", "dataset=fake_images"])
 def test_a_made_up_dataset_beyond_the_memory_is_refused(overrides: str) -> None:
     """At once and with both sizes, before anything is made."""
-    refused = refusal(*overrides.split(), f"dataset.num_samples={10**15}")
+    refused = config_error(*overrides.split(), f"dataset.num_samples={10**15}")
     assert re.search(r"of \d+ samples takes \d+ GiB and this machine has \d+; write a s", refused)

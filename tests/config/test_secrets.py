@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import LAPTOP, compose_raw, record, resolved
+from configs import LAPTOP, compose_raw, resolved
 from omegaconf import OmegaConf
 from ranks import run_ranks
+from run_folders import record
 
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.resume import with_resumed

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refusal, resolved
+from configs import config_error, resolved
 from ranks import run_ranks
 from torch import Tensor
-from trainees import (
-    MNIST_NET,
-    NO_DROPOUT,
-    TOLERANCES,
-    Trace,
-    build,
-    compose_config,
-    take_steps,
-)
+from train_states import MNIST_NET, NO_DROPOUT, TOLERANCES, Trace, build, compose_config, take_steps
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
@@ -139,9 +131,9 @@ def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:
 def test_a_negative_padding_is_refused() -> None:
     """The line has the key of the nested object."""
     sentence = "dataset.augmentation.crop_padding (-1) must be 0 or greater"
-    assert sentence in refusal("dataset.augmentation.crop_padding=-1")
+    assert sentence in config_error("dataset.augmentation.crop_padding=-1")
     config, _ = resolved()
     augmentation = config.dataset["augmentation"] | {"crop_padding": -1}
     with pytest.raises(UserError, match=re.escape(sentence)):
         make("dataset", config.dataset | {"augmentation": augmentation})
-    assert "os.system" in refusal("dataset.augmentation._target_=os.system")
+    assert "os.system" in config_error("dataset.augmentation._target_=os.system")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from texts import HEADER, load, refused, write_reviews, write_rows
+from texts import HEADER, csv_error, load_csv, write_reviews, write_rows
 
 from ddp_runner.errors import UserError
 
@@ -29,7 +29,7 @@ def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -
     """The line has the file, the position and the fault."""
     rows, options, sentence = FAULTS[name]
     path = write_rows(tmp_path / "x.csv", rows, **options)
-    answer = refused(path)
+    answer = csv_error(path)
     assert sentence in answer
     assert str(path) in answer
 
@@ -51,7 +51,7 @@ def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path
     """An empty file, unclosed quotes, UTF-16, a NUL byte."""
     path = tmp_path / "x.csv"
     path.write_bytes(content)
-    assert sentence in refused(path)
+    assert sentence in csv_error(path)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_keys_that_do_not_fit_are_refused(
     keys: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     """The line has the key, its value and a valid one."""
-    assert sentence in refused(write_reviews(tmp_path / "x.csv"), **keys)
+    assert sentence in csv_error(write_reviews(tmp_path / "x.csv"), **keys)
 
 
 def test_rows_that_lack_something_are_left_out_and_counted(tmp_path: Path) -> None:
     """Empty lines, texts and labels; 1.0 is a class; a note has the number of rows."""
     rows = [HEADER, (1, "a b"), (), ("", "c"), (0, " "), (0,), ("1.0", "d"), (0, "e,\nf")]
-    dataset = load(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
+    dataset = load_csv(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
     assert len(dataset.train) + len(dataset.eval) == 3
     assert dataset.notes == ("x.csv: 4 rows without review or label are left out",)
     targets = torch.cat([dataset.train.targets, dataset.eval.targets])
@@ -88,7 +88,7 @@ def test_a_text_may_be_long(tmp_path: Path) -> None:
     """It exceeds the csv module's limit, which is restored afterwards."""
     limit = csv.field_size_limit()
     rows = [HEADER, (1, "a" * 200_000), (0, "b c")]
-    dataset = load(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
+    dataset = load_csv(write_rows(tmp_path / "x.csv", rows), eval_fraction=0.5)
     assert len(dataset.train) + len(dataset.eval) == 2
     assert csv.field_size_limit() == limit
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_refused_leaves_the_limit_as_well(tmp_path: Path) -> None
     for content in ("review,label\na,9\nb,1\n", "review,label\na,1,2\nb,1\nc,0\n"):
         (tmp_path / "x.csv").write_text(content, encoding="utf-8")
         with pytest.raises(UserError) as caught:
-            load(tmp_path / "x.csv")
+            load_csv(tmp_path / "x.csv")
         held.append(caught)
         assert csv.field_size_limit() == limit
     held.clear()
@@ -109,12 +109,12 @@ def test_a_file_that_is_refused_leaves_the_limit_as_well(tmp_path: Path) -> None
 
 def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
     """A byte-order mark, another delimiter and another encoding change nothing."""
-    plain = load(write_reviews(tmp_path / "x.csv"))
+    plain = load_csv(write_reviews(tmp_path / "x.csv"))
     text = (tmp_path / "x.csv").read_text(encoding="utf-8")
     (tmp_path / "x.csv").write_text(text, encoding="utf-8-sig")
-    marked = load(tmp_path / "x.csv")
+    marked = load_csv(tmp_path / "x.csv")
     (tmp_path / "x.csv").write_text(text.replace(",", ";"), encoding="gb18030")
-    foreign = load(tmp_path / "x.csv", delimiter=";", encoding="gb18030")
+    foreign = load_csv(tmp_path / "x.csv", delimiter=";", encoding="gb18030")
     for other in (marked, foreign):
         assert torch.equal(other.train.inputs, plain.train.inputs)
         assert torch.equal(other.eval.targets, plain.eval.targets)
@@ -133,4 +133,4 @@ def test_an_encoding_of_another_purpose_is_refused(
 ) -> None:
     """Its result is not text, or it gives no position of an error."""
     (tmp_path / "x.csv").write_bytes(content)
-    assert sentence in refused(tmp_path / "x.csv", encoding=encoding)
+    assert sentence in csv_error(tmp_path / "x.csv", encoding=encoding)

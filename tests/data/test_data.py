@@ -15,7 +15,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from real_data import idx_folder, real
+from real_data import require, write_tiny_mnist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
@@ -477,7 +477,7 @@ def test_a_cache_that_only_others_may_write_to_serves(
 
 def test_the_digest_is_that_of_the_samples_alone(tmp_path: Path) -> None:
     """A copy of the files has the same digest; one changed label has another."""
-    raw = idx_folder(tmp_path / "a")
+    raw = write_tiny_mnist(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     os.utime(tmp_path / "b" / "MNIST" / "raw" / "t10k-labels-idx1-ubyte", (1, 1))
     first, copied = (load_dataset(TINY, data_root=tmp_path / x, log=print) for x in "ab")
@@ -500,7 +500,7 @@ TINY = IdxImages("tiny", folder="MNIST", mean=0.5, std=0.5)
 
 def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:
     """Images are uint8 NCHW; a changed file gets a new cache."""
-    raw = idx_folder(tmp_path)
+    raw = write_tiny_mnist(tmp_path)
     data = load_dataset(TINY, data_root=tmp_path, log=print)
     assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
     assert data.train.inputs.flatten()[:7].tolist() == [0, 1, 2, 3, 4, 5, 0]
@@ -514,7 +514,7 @@ def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:
 
 def test_gzipped_idx_files_are_read_as_they_are(tmp_path: Path) -> None:
     """Debian's package installs them so; if both exist, the plain file counts."""
-    raw = idx_folder(tmp_path)
+    raw = write_tiny_mnist(tmp_path)
     plain = load_dataset(TINY, data_root=tmp_path, log=print)
     for path in raw.glob("*ubyte"):
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
@@ -532,7 +532,7 @@ def test_gzipped_idx_files_are_read_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "flipped", "plain", "folder"])
 def test_a_damaged_gzipped_file_is_named(damage: str, tmp_path: Path) -> None:
     """A truncated, altered or plain file, or a folder: one line with the path."""
-    plain = idx_folder(tmp_path) / "t10k-images-idx3-ubyte"
+    plain = write_tiny_mnist(tmp_path) / "t10k-images-idx3-ubyte"
     path, content = plain.with_name(f"{plain.name}.gz"), gzip.compress(plain.read_bytes())
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
@@ -555,7 +555,7 @@ def test_machines_that_share_a_folder_download_into_it_once(
     def download(*args: object) -> str:
         with (tmp_path / "downloads").open("a") as file:
             file.write("x")
-        for path in sorted(idx_folder(tmp_path / "elsewhere").iterdir()):
+        for path in sorted(write_tiny_mnist(tmp_path / "elsewhere").iterdir()):
             threading.Event().wait(0.1)
             shutil.copy(path, tmp_path / "MNIST" / "raw")
         return ""
@@ -605,7 +605,7 @@ def test_machines_that_share_a_folder_download_into_it_once(
 )
 def test_damaged_idx_file_is_named(file: str, content: bytes, message: str, tmp_path: Path) -> None:
     """The line has the file, the expected and the found value."""
-    path = idx_folder(tmp_path) / file
+    path = write_tiny_mnist(tmp_path) / file
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         load_dataset(TINY, data_root=tmp_path, log=print)
@@ -624,7 +624,7 @@ def test_missing_files_without_network_say_what_to_do(
         raise URLError("Name or service not known")
 
     monkeypatch.setattr("torchvision.datasets.mnist.download_and_extract_archive", no_network)
-    raw = idx_folder(tmp_path)
+    raw = write_tiny_mnist(tmp_path)
     (raw / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(UserError) as caught:
         load_dataset(TINY, data_root=tmp_path, log=print)
@@ -641,7 +641,7 @@ def test_missing_files_without_network_say_what_to_do(
 def test_real_images_have_the_yamls_statistics(name: str, data_root: Path) -> None:
     """The real files load, and their mean and std are those in the YAML."""
     source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
-    real(data_root / source.folder)
+    require(data_root / source.folder)
     data = load_dataset(source, data_root=data_root, log=print)
     assert (len(data.train), len(data.eval)) == (60000, 10000)
     pixels = data.train.inputs.float() / 255

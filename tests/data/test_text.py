@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import resolved
+from configs import resolved
 from ranks import run_ranks
-from texts import BAD, GOOD, csv_text, load, refused, write_reviews
+from texts import BAD, GOOD, csv_error, csv_text, load_csv, write_reviews
 
 from ddp_runner.cli.compose import validate_files
 from ddp_runner.config.moved import with_moved_names
@@ -32,7 +32,7 @@ KEPT = "tokenizer/tokenizer.json"
 def test_the_split_is_fixed_and_each_row_is_in_one_part(tmp_path: Path) -> None:
     """It is 90 to 10, only split_seed changes it, and decoding the ids gives the texts."""
     path = write_reviews(tmp_path / "x.csv", num_rows=200)
-    dataset = load(path)
+    dataset = load_csv(path)
     assert (len(dataset.train), len(dataset.eval)) == (180, 20)
     tokenizer = load_tokenizer(kept(dataset, tmp_path / "run"))
     ids = torch.cat([dataset.train.inputs, dataset.eval.inputs])
@@ -41,7 +41,7 @@ def test_the_split_is_fixed_and_each_row_is_in_one_part(tmp_path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     pairs = zip(targets, found, strict=True)
     assert sorted(f"{label},{text}" for label, text in pairs) == sorted(lines)
-    other = load(path, split_seed=1)
+    other = load_csv(path, split_seed=1)
     assert not torch.equal(other.train.inputs, dataset.train.inputs)
 
 
@@ -53,7 +53,7 @@ def kept(dataset: Dataset, run_dir: Path) -> Path:
 
 def test_a_resumed_run_refuses_another_vocabulary(tmp_path: Path) -> None:
     """Other tokens would give the checkpoint's embeddings new meanings."""
-    dataset = load(write_reviews(tmp_path / "x.csv"))
+    dataset = load_csv(write_reviews(tmp_path / "x.csv"))
     for _ in range(2):
         folder = kept(dataset, tmp_path)
     assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
@@ -95,10 +95,10 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     path = write_reviews(tmp_path / "x.csv")
     words = ["[UNK]", "[CLS]", "[SEP]", GOOD, BAD, "[PAD]", "x"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    old = load(path, tokenizer=str(tmp_path))
+    old = load_csv(path, tokenizer=str(tmp_path))
     assert (old.padding_id, old.vocab_size) == (5, 7)
     assert {int(one) for one in old.train.inputs.unique()} == {0, 1, 2, 3, 4, 5}
-    new = load(path, tokenizer=str(kept(old, tmp_path / "run")))
+    new = load_csv(path, tokenizer=str(kept(old, tmp_path / "run")))
     assert torch.equal(new.train.inputs, old.train.inputs)
     config, _ = resolved("model=bert")
     model: Any = model_factory(config, old)()
@@ -141,7 +141,7 @@ def test_one_process_prepares_and_all_get_the_same(
 
 def test_batches_of_similar_length_hold_each_sample_once(tmp_path: Path) -> None:
     """Each epoch is complete and in another order, with less than half of the padding."""
-    dataset = load(write_reviews(tmp_path / "x.csv", num_rows=500))
+    dataset = load_csv(write_reviews(tmp_path / "x.csv", num_rows=500))
     padded = {}
     for lengths in (None, dataset.lengths()):
         batches = GlobalBatches(
@@ -192,11 +192,11 @@ def test_without_the_extra_one_line_says_how_to_install_it(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r'model=bert: .*pip install "ddp-runner\[text\]"'):
         validate_files(resolved("model=bert")[0])
-    assert 'write pip install "ddp-runner[text]"' in refused(write_reviews(tmp_path / "x.csv"))
+    assert 'write pip install "ddp-runner[text]"' in csv_error(write_reviews(tmp_path / "x.csv"))
 
 
 def test_a_tokenizer_without_padding_is_refused(tmp_path: Path) -> None:
     """A tokenizer needs a token to pad with."""
     (tmp_path / "vocab.txt").write_text("\n".join(("[UNK]", "[CLS]", "[SEP]", GOOD, BAD)))
-    answer = refused(write_reviews(tmp_path / "x.csv"), tokenizer=str(tmp_path))
+    answer = csv_error(write_reviews(tmp_path / "x.csv"), tokenizer=str(tmp_path))
     assert f"the tokenizer in {tmp_path} has no [PAD] or <pad> to fill up short texts" in answer

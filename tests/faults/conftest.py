@@ -1,15 +1,15 @@
-"""What the tests of faults share."""
+"""The uninterrupted run that tests of faults compare with."""
 
 from pathlib import Path
 
 import pytest
-from trainings import RUN, trained
+from trainings import RUN, run_training
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of the training that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    end = trained(folder)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training without a fault."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    end = run_training(folder)
     assert (end.exit_code, end.stderr) == (0, "")
     return folder / RUN

@@ -1,4 +1,4 @@
-"""What a user mistyped, and a place that will not do: real commands, each answered in one line."""
+"""Mistakes in configs and unusable places: real commands, each answered in one line."""
 
 import os
 import shutil
@@ -12,22 +12,21 @@ from typing import Any
 import pytest
 from commands import (
     TIME_LIMIT_S,
+    WATCH_TORCH,
     background,
-    ended,
-    record,
+    error_line,
+    free_port,
     run_command,
-    run_dirs,
-    session_pids,
-    wait_for,
+    wait_for_end,
+    wait_until_gone,
 )
-from properties import WATCHED
-from trainings import free_port, only_sentence
+from run_folders import rank_log, record, run_dirs
 
 FEW = ("model=toy", "train.num_threads=1", "train.log_every_steps=1", "train.max_steps=2")
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that a machine with GPUs answers alike
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that every machine gives the same answer
 OWN_GROUP = "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\n"
 
-# The row of the table of faults, the command line, the whole answer.
+# The fault of docs/reliability.md, the command line, the whole error line.
 MISTAKES = {
     "wrong_type": ("train.epochs=abc", "train.epochs (abc) must be a whole number"),
     "negative_rate": ("optimizer.lr=-1", "optimizer.lr (-1) must be greater than 0"),
@@ -99,7 +98,7 @@ MISTAKES = {
     ),
     "absurd_seed": (f"seed={10**30}", f"seed ({10**30}) must be {2**63 - 1} or less"),
 }
-# Likewise, but the answer has numbers of this machine, or lists what there is.
+# The same, but only the beginning of the line: the rest depends on this machine or lists options.
 PARTLY = {
     "absurd_world_size": ("world_size=1000000", "1000000 ranks on a machine of "),
     "absurd_number_of_samples": (
@@ -116,22 +115,22 @@ PARTLY = {
 def answer_before_torch(
     *args: str, folder: Path, environ: Mapping[str, str | None] | None = None
 ) -> str:
-    """Return a new interpreter's one line, once nothing of it is left; it never imported torch."""
-    program = (sys.executable, "-c", WATCHED)
+    """Return the error line of a new interpreter that imports no torch and leaves no process."""
+    program = (sys.executable, "-c", WATCH_TORCH)
     with background(*args, folder=folder, program=program, environ=environ) as process:
-        end = ended(process, folder)
-        wait_for(lambda: not session_pids(process.pid))
+        end = wait_for_end(process, folder)
+        wait_until_gone(process)
     assert end.stdout == "False\n"
-    return only_sentence(end)
+    return error_line(end)
 
 
 def names(folder: Path) -> list[str]:
-    """Return what is in a folder, but for what a command's streams are kept in."""
+    """Return the names in a folder, without the files of a command's streams."""
     return sorted({path.name for path in folder.iterdir()} - {"stdout", "stderr"})
 
 
 @pytest.mark.parametrize("row", [*MISTAKES, *PARTLY])
-def test_a_mistake_of_the_table_is_answered_before_torch(row: str, tmp_path: Path) -> None:
+def test_each_mistake_is_answered_before_torch_is_imported(row: str, tmp_path: Path) -> None:
     """Exit code 2, one line with rule, values and fix; no torch, folder or process."""
     args, sentence = {**MISTAKES, **PARTLY}[row]
     (tmp_path / "mine" / "optimizer").mkdir(parents=True)
@@ -142,18 +141,18 @@ def test_a_mistake_of_the_table_is_answered_before_torch(row: str, tmp_path: Pat
     assert names(tmp_path) == ["mine"]
 
 
-def test_a_backend_that_torch_was_built_without_says_what_is_missing(tmp_path: Path) -> None:
-    """backend=mpi: only torch itself knows, so that a rank answers; its words are the only ones."""
+def test_a_backend_missing_from_torch_is_named(tmp_path: Path) -> None:
+    """Only torch knows whether it has MPI, so a rank answers, and nothing else does."""
     end = run_command(*FEW, "backend=mpi", "hydra.run.dir=run", folder=tmp_path)
-    assert only_sentence(end) == (
+    assert error_line(end) == (
         "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never are); "
         "write backend=gloo, or build torch from source beside an MPI library"
     )
     assert record(end.run_dir)["status"] == "failed"
 
 
-# The place, and what is said of it; `file` is a file, and nobody may write to /proc/self, not even
-# root.
+# The command line and a part of the error line; `file` is a file, and not even root may write to
+# /proc/self.
 PLACES = {
     "outputs_is_a_file": (
         "",
@@ -174,10 +173,10 @@ PLACES = {
 
 
 @pytest.mark.parametrize("row", PLACES)
-def test_an_output_folder_that_is_not_writable_is_said_before_torch(
+def test_an_unwritable_output_folder_is_reported_before_torch_is_imported(
     row: str, tmp_path: Path
 ) -> None:
-    """The path, the reason and the key that names another; nothing is made."""
+    """The path, the reason and the key that names another folder; nothing is created."""
     args, part = PLACES[row]
     (tmp_path / "file").write_text("mine")
     if row == "outputs_is_a_file":
@@ -191,16 +190,16 @@ def test_an_output_folder_that_is_not_writable_is_said_before_torch(
 
 
 def full_disk() -> None:
-    """Let the disk have 7 MiB left, as the command sees it."""
+    """Let the command see a disk with 7 MiB left."""
     usage: Any = SimpleNamespace(total=2**40, used=2**40 - 7 * 2**20, free=7 * 2**20)
     shutil.disk_usage = lambda path: usage
 
 
 @pytest.mark.parametrize("args", ["", "hydra.run.dir=run", "-m seed=1,2"])
-def test_a_nearly_full_disk_is_said_before_a_worker_starts(args: str, tmp_path: Path) -> None:
-    """What is free, what is needed, what helps; the folder that was made for it is gone."""
+def test_a_nearly_full_disk_is_reported_before_a_rank_starts(args: str, tmp_path: Path) -> None:
+    """Free space, needed space, what helps; the folder that was created for the run is gone."""
     end = run_command(*FEW, *args.split(), folder=tmp_path, prepare=full_disk)
-    answer = only_sentence(end)
+    answer = error_line(end)
     assert answer.startswith("7 MiB are free for the run folder ")
     assert answer.endswith(
         " and a run needs 100; free some, or give hydra.run.dir=FOLDER on another disk"
@@ -211,7 +210,7 @@ def test_a_nearly_full_disk_is_said_before_a_worker_starts(args: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["..", ".", "../../up", "/abs", "a=b, c"])
 def test_a_name_never_leaves_the_outputs_folder(name: str, tmp_path: Path) -> None:
-    """Each is the name of one folder below outputs/, where the run completes."""
+    """Each name becomes one folder below outputs/, and the run completes in it."""
     folder = tmp_path / "here" / "below"
     end = run_command(*FEW, "world_size=1", f"name='{name}'", folder=folder)
     assert (end.exit_code, end.stderr) == (0, "")
@@ -222,16 +221,16 @@ def test_a_name_never_leaves_the_outputs_folder(name: str, tmp_path: Path) -> No
 
 
 def one_core() -> None:
-    """Give the command one of this machine's cores."""
+    """Let the command use only one of this machine's cores."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
-def test_more_ranks_than_cores_is_warned_about_once(tmp_path: Path) -> None:
-    """On the screen and in rank 0's log; the run completes."""
+def test_more_ranks_than_cores_give_one_warning(tmp_path: Path) -> None:
+    """On stdout and in rank 0's log; the run completes."""
     end = run_command(*FEW, "world_size=2", folder=tmp_path, prepare=one_core)
     assert (end.exit_code, end.stderr) == (0, "")
     sentence = "warning: 2 ranks on 1 cores: they take turns, expect no speedup"
-    logs = [(end.run_dir / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    logs = [rank_log(end.run_dir, rank) for rank in (0, 1)]
     assert [text.count(sentence) for text in (end.stdout, *logs)] == [1, 1, 0]
 
 
@@ -241,14 +240,14 @@ import os, sys
 from ddp_runner.models.toy import ToyModel
 
 class Leak(ToyModel):
-    """Tells what it was given, in one way or another, in the second step of rank 1."""
+    """Shows its secret in one of several ways, in the second step of rank 1."""
 
     def __init__(self, token, listed, when):
         super().__init__()
         assert token == listed[1]
         self.token, self.when, self.calls = token, when, 0
         if when == "init":
-            raise RuntimeError(f"refused {self.token}")
+            raise RuntimeError(f"no access with {self.token}")
 
     def forward(self, inputs):
         if not self.training:
@@ -256,7 +255,7 @@ class Leak(ToyModel):
         self.calls += 1
         if self.calls == 2 and os.environ["RANK"] == "1":
             if self.when == "step":
-                raise RuntimeError(f"refused {self.token}")
+                raise RuntimeError(f"no access with {self.token}")
             if self.when == "mapping":
                 raise ValueError({"token": self.token})
             if self.when == "exit":
@@ -267,14 +266,13 @@ class Leak(ToyModel):
             print("I have", self.token, file=sys.stderr)
         return super().forward(inputs)
 '''
-TELLING = ("init", "step", "mapping", "exit", "interrupt", "print")
+WAYS = ("init", "step", "mapping", "exit", "interrupt", "print")
 
 
 def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
-    """By an error, sys.exit, KeyboardInterrupt or print: the variable's name stands for it.
+    """By an error, sys.exit, KeyboardInterrupt or print: the variable's name replaces it.
 
-    Neither in a run's config, checkpoints, TensorBoard, logs and record, nor in the sweep's ledger
-    and on the screen.
+    In a run's config, checkpoints, TensorBoard, logs and record, in the sweep's ledger, on stdout.
     """
     (tmp_path / "leak.py").write_text(LEAK)
     end = run_command(
@@ -285,7 +283,7 @@ def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
         "world_size=2",
         "+model.token=${oc.env:MY_SECRET}",
         "+model.listed=[a,'${model.token}']",
-        f"+model.when={','.join(TELLING)}",
+        f"+model.when={','.join(WAYS)}",
         "hydra.sweep.dir=sweep",
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path), "MY_SECRET": SECRET},
@@ -293,11 +291,11 @@ def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
     assert end.exit_code == 2
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-    jobs = {when: record(tmp_path / "sweep" / f"+model.when={when}") for when in TELLING}
-    told = {when: fields["error"] for when, fields in jobs.items() if fields["error"]}
-    assert told.keys() == set(TELLING) - {"print"}
-    assert all("${oc.env:MY_SECRET}" in error["sentence"] for error in told.values())
-    log = (tmp_path / "sweep" / "+model.when=print" / "logs" / "rank-1.log").read_text()
+    jobs = {when: record(tmp_path / "sweep" / f"+model.when={when}") for when in WAYS}
+    errors = {when: fields["error"] for when, fields in jobs.items() if fields["error"]}
+    assert errors.keys() == set(WAYS) - {"print"}
+    assert all("${oc.env:MY_SECRET}" in error["sentence"] for error in errors.values())
+    log = rank_log(tmp_path / "sweep" / "+model.when=print", 1)
     assert log.count("I have ${oc.env:MY_SECRET}") == 2
 
 
@@ -309,16 +307,16 @@ def same_second() -> None:
 
 
 @pytest.mark.parametrize("is_sweep", [False, True], ids=["runs", "sweeps"])
-def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_path: Path) -> None:
-    """Two processes at once, whose folders would have one name: one gets a number."""
-    # Of one sweep the second launcher would share the jobs, if the first one has begun it.
+def test_commands_in_the_same_second_get_separate_folders(is_sweep: bool, tmp_path: Path) -> None:
+    """Two processes whose folders would have the same name: one folder gets a number."""
+    # The sweeps differ, because two launchers of the same sweep would share its jobs.
     chosen = (["-m", "seed=1,2"], ["-m", "seed=3,4"]) if is_sweep else (["seed=1"], ["seed=1"])
     with ExitStack() as stack:
         both = [
             stack.enter_context(
-                background(*one, *FEW, "world_size=1", folder=tmp_path, prepare=same_second)
+                background(*args, *FEW, "world_size=1", folder=tmp_path, prepare=same_second)
             )
-            for one in chosen
+            for args in chosen
         ]
         assert [process.wait(TIME_LIMIT_S) for process in both] == [0, 0]
     runs = run_dirs(tmp_path)
@@ -329,14 +327,14 @@ def test_two_commands_of_the_same_second_each_get_a_folder(is_sweep: bool, tmp_p
 
 
 def revision_by_rank() -> None:
-    """Let the code of this rank be of a commit of its own."""
+    """Give this rank a commit of its own."""
     from ddp_runner.tracking import run_record
 
     run_record.git_revision = lambda: f"commit-{os.environ['RANK']}"
 
 
 def torch_by_rank() -> None:
-    """Let this rank have a torch of its own."""
+    """Give this rank a version of torch of its own."""
     from ddp_runner.tracking import run_record
 
     run_record.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
@@ -355,10 +353,10 @@ def nothing() -> None:
     ],
     ids=["code", "torch", "config"],
 )
-def test_ranks_that_were_launched_differently_refuse_each_other(
+def test_ranks_launched_differently_do_not_start(
     prepare: Callable[[], None], args: str, sentence: str, tmp_path: Path
 ) -> None:
-    """Two ranks of another launcher: the key, both values and their ranks; no run folder."""
+    """Under another launcher: the key, both values and their ranks; no run folder."""
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
         folders = [tmp_path / str(rank) for rank in (0, 1)]
@@ -374,8 +372,10 @@ def test_ranks_that_were_launched_differently_refuse_each_other(
             )
             for folder in folders
         ]
-        ends = [ended(process, folder) for process, folder in zip(ranks, folders, strict=True)]
-    answer = only_sentence(ends[0])  # one rank of a machine speaks
+        ends = [
+            wait_for_end(process, folder) for process, folder in zip(ranks, folders, strict=True)
+        ]
+    answer = error_line(ends[0])  # only the first rank of a machine prints
     assert answer.startswith(f"ranks were launched differently: {sentence}")
     assert answer.endswith("; start every rank with the same command and code")
     assert (ends[1].exit_code, ends[1].stderr) == (2, "")

@@ -1,4 +1,4 @@
-"""Data that are missing, damaged or another's: real commands, and what their ranks answer."""
+"""Missing, damaged and wrong data: real commands, and the error lines of their ranks."""
 
 import hashlib
 import json
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Ended, background, ended, record, run_command, wait_for
-from injection import cut, flip
-from real_data import idx_folder, real
+from commands import CommandResult, background, error_line, run_command, wait_for, wait_for_end
+from injection import flip_bits, truncate
+from real_data import require, write_tiny_mnist
+from run_folders import rank_log, record
 from texts import HEADER, write_reviews, write_rows
 
 from ddp_runner.data.cache import FORMAT_VERSION
@@ -35,21 +36,19 @@ TEXT = (
     "train.num_threads=1",
     "data_root=data",
 )
-GRACE_S = 1.0  # for a run that has begun to ask for its data
+GRACE_S = 1.0  # for a run that is about to ask for its data
 REMEDY = "replace the file, or delete it to have it downloaded"
 
 
-def command(*args: str, folder: Path, **environ: str) -> Ended:
-    """Run a command to its end, with a cache of datasets of its own."""
+def command(*args: str, folder: Path, **environ: str) -> CommandResult:
+    """Run a command to its end, with a dataset cache of its own."""
     own = {"DDP_RUNNER_CACHE": str(folder / "cache"), **environ}
     return run_command(*args, folder=folder, environ=own)
 
 
-def sentence_of(end: Ended) -> str:
-    """Return the one line with which the ranks refuse their data; what they raised is in a file."""
-    assert (end.exit_code, "Traceback" in end.stderr + end.stdout) == (2, False), end.stderr
-    (line,) = end.stderr.splitlines()
-    sentence = line.removeprefix("error: ")
+def data_error(end: CommandResult) -> str:
+    """Return the error line of a rank, which is also in run.json and in logs/failure.txt."""
+    sentence = error_line(end)
     fields = record(end.run_dir)
     assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
     assert fields["error"]["sentence"] == sentence
@@ -68,7 +67,7 @@ def labels(*values: int) -> bytes:
     return struct.pack(">2I", LABELS_MAGIC, len(values)) + bytes(values)
 
 
-# What a file of six train images, or their labels, holds; and what is said of it.
+# The content of the files for six train images and their labels, and a part of the error line.
 DAMAGED = {
     "truncated": (
         {"train-images-idx3-ubyte": images(6)[:4000]},
@@ -94,25 +93,25 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("row", DAMAGED)
-def test_a_damaged_file_is_named_with_what_was_expected_and_found(row: str, tmp_path: Path) -> None:
-    """The path, both sizes, numbers or labels, and what to do."""
-    raw = idx_folder(tmp_path / "data")
+def test_a_damaged_file_is_named_with_its_expected_content(row: str, tmp_path: Path) -> None:
+    """The path, both sizes, numbers or labels, and the fix."""
+    raw = write_tiny_mnist(tmp_path / "data")
     files, part = DAMAGED[row]
     for name, content in files.items():
         (raw / name).write_bytes(content)
-    sentence = sentence_of(command(*IDX, folder=tmp_path))
+    sentence = data_error(command(*IDX, folder=tmp_path))
     assert part in sentence
     if row != "fewer_samples_than_ranks":
         assert f"data/MNIST/raw/{name} {part}; " in sentence
 
 
-def test_a_file_that_is_not_the_published_one_is_named_with_both_checksums(tmp_path: Path) -> None:
-    """Of the right form and size, but other content; under another name it is the user's own."""
-    raw = idx_folder(tmp_path / "data")
+def test_a_file_with_other_content_is_named_with_both_checksums(tmp_path: Path) -> None:
+    """A file of the right form and size; under another name the dataset may be the user's own."""
+    raw = write_tiny_mnist(tmp_path / "data")
     name = "train-images-idx3-ubyte"
-    found = hashlib.sha256((raw / name).read_bytes()).hexdigest()
-    assert sentence_of(command(*IDX, "dataset.name=mnist", folder=tmp_path)) == (
-        f"data/MNIST/raw/{name} has SHA-256 {found}, expected {PUBLISHED[name]}, the "
+    actual = hashlib.sha256((raw / name).read_bytes()).hexdigest()
+    assert data_error(command(*IDX, "dataset.name=mnist", folder=tmp_path)) == (
+        f"data/MNIST/raw/{name} has SHA-256 {actual}, expected {PUBLISHED[name]}, the "
         f"published file's; {REMEDY}, or write dataset.name=NAME if it is a file of your own"
     )
     end = command(*IDX, f"data_root={tmp_path / 'data'}", folder=tmp_path / "own")
@@ -120,27 +119,27 @@ def test_a_file_that_is_not_the_published_one_is_named_with_both_checksums(tmp_p
 
 
 @pytest.mark.real_data
-def test_an_altered_pixel_of_mnist_is_found(data_root: Path, tmp_path: Path) -> None:
-    """One bit of 7,840,016 bytes, which trained as if nothing were wrong."""
-    source, raw = real(data_root / "MNIST" / "raw"), tmp_path / "data" / "MNIST" / "raw"
+def test_an_altered_pixel_of_mnist_is_detected(data_root: Path, tmp_path: Path) -> None:
+    """One bit of 7,840,016 bytes, with which training works as usual."""
+    source, raw = require(data_root / "MNIST" / "raw"), tmp_path / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for path in source.glob("*ubyte"):
         (raw / path.name).symlink_to(path)
     altered = raw / "t10k-images-idx3-ubyte"
     altered.unlink()
     shutil.copyfile(source / altered.name, altered)
-    flip(altered, 4_000_000)
-    sentence = sentence_of(command(*IDX, "dataset.name=mnist", folder=tmp_path))
+    flip_bits(altered, 4_000_000)
+    sentence = data_error(command(*IDX, "dataset.name=mnist", folder=tmp_path))
     assert sentence.startswith(f"data/MNIST/raw/{altered.name} has SHA-256 ")
     assert f"expected {PUBLISHED[altered.name]}, the published file's" in sentence
 
 
-def test_missing_files_without_network_say_how_to_get_them(tmp_path: Path) -> None:
-    """Where they were looked for, why the download failed, the ways out, the bundled dataset."""
+def test_missing_files_without_network_explain_how_to_get_them(tmp_path: Path) -> None:
+    """The folder, why the download failed, what to do, the bundled dataset."""
     (tmp_path / "data").mkdir()
-    nowhere = "http://127.0.0.1:9"  # the port of discard, where nobody listens
+    nowhere = "http://127.0.0.1:9"  # the discard port, where nothing listens
     end = command(*IDX, folder=tmp_path, https_proxy=nowhere, http_proxy=nowhere, no_proxy="")
-    sentence = sentence_of(end)
+    sentence = data_error(end)
     raw = tmp_path / "data" / "MNIST" / "raw"
     for part in (
         "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, ",
@@ -177,40 +176,42 @@ FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("row", FAULTY_CSV)
-def test_a_faulty_csv_is_refused_by_row_and_column(row: str, tmp_path: Path) -> None:
-    """The file, the line and the column, and what would do."""
+def test_a_faulty_csv_is_reported_by_row_and_column(row: str, tmp_path: Path) -> None:
+    """The file, the line and the column, and the fix."""
     write, part = FAULTY_CSV[row]
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "texts.csv")
-    sentence = sentence_of(command(*TEXT, "world_size=2", folder=tmp_path))
+    sentence = data_error(command(*TEXT, "world_size=2", folder=tmp_path))
     assert sentence == f"data/texts.csv{part}"
 
 
-def test_empty_rows_of_a_csv_are_left_out_and_said(tmp_path: Path) -> None:
-    """The run goes on without them."""
+def test_empty_csv_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+    """The run completes without them."""
     (tmp_path / "data").mkdir()
     path = write_reviews(tmp_path / "data" / "texts.csv", num_rows=20)
     with path.open("a") as file:
         file.write("\n1,\n,a\n")
     end = command(*TEXT, "world_size=1", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
-    said = "texts.csv: 3 rows without review or label are left out"
-    log = (end.run_dir / "logs" / "rank-0.log").read_text()
-    assert (end.stdout.count(said), log.count(said)) == (1, 1)
+    warning = "texts.csv: 3 rows without review or label are left out"
+    assert (end.stdout.count(warning), rank_log(end.run_dir).count(warning)) == (1, 1)
 
 
-def of_another_version(folder: Path) -> None:
-    """Let a cache be of an older version of the program."""
+def set_old_version(folder: Path) -> None:
+    """Mark a cache as written by an older version of the program."""
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format_version": 1}))
 
 
-# What is done to a cache's folder, and what is said of it.
+# The damage to a cache's folder, and the reason that the log gives.
 CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped": (lambda folder: flip(folder / "tensors.pt", 5000), "sha256 is "),
-    "cut": (lambda folder: cut(folder / "tensors.pt", 1000), "size is 1000, manifest.json has "),
-    "version": (of_another_version, f"format_version is {FORMAT_VERSION}, manifest.json has 1"),
-    "manifest": (lambda folder: cut(folder / "manifest.json", 9), "manifest.json is not JSON"),
+    "flipped": (lambda folder: flip_bits(folder / "tensors.pt", 5000), "sha256 is "),
+    "cut": (
+        lambda folder: truncate(folder / "tensors.pt", 1000),
+        "size is 1000, manifest.json has ",
+    ),
+    "version": (set_old_version, f"format_version is {FORMAT_VERSION}, manifest.json has 1"),
+    "manifest": (lambda folder: truncate(folder / "manifest.json", 9), "manifest.json is not JSON"),
     "tensors_gone": (
         lambda folder: (folder / "tensors.pt").unlink(),
         "tensors.pt: No such file or directory",
@@ -218,21 +219,21 @@ CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def test_a_damaged_or_old_cache_is_rebuilt_and_that_is_said(tmp_path: Path) -> None:
-    """Once, with the reason; the run goes on with the same numbers, and the next finds it whole."""
+def test_a_damaged_or_old_cache_is_rebuilt_with_a_message(tmp_path: Path) -> None:
+    """It is rebuilt once, with the reason; all runs have the same numbers."""
     first = command(*FAKE, "hydra.run.dir=first", folder=tmp_path)
     assert first.exit_code == 0
     assert first.stdout.count("preparing it, once") == 1
     (cache,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     tensors = (cache / "tensors.pt").read_bytes()
     for name, (damage, reason) in CACHES.items():
-        (cache / "verified.json").unlink()  # a note of a file that was whole within the hour
+        (cache / "verified.json").unlink()  # else a check within the last hour would count
         damage(cache)
         end = command(*FAKE, f"hydra.run.dir={name}", folder=tmp_path)
         assert (end.exit_code, end.stderr) == (0, "")
-        (line,) = [one for one in end.stdout.splitlines() if "rebuilding" in one]
+        (line,) = [line for line in end.stdout.splitlines() if "rebuilding" in line]
         assert line.startswith(f"dataset fake_images: rebuilding the cache in {cache} ({reason}")
-        assert line in (tmp_path / name / "logs" / "rank-0.log").read_text()
+        assert line in rank_log(tmp_path / name)
         assert (cache / "tensors.pt").read_bytes() == tensors
     last = command(*FAKE, "hydra.run.dir=last", folder=tmp_path)
     assert (last.exit_code, "rebuilding" in last.stdout, "once" in last.stdout) == (0, False, False)
@@ -241,26 +242,26 @@ def test_a_damaged_or_old_cache_is_rebuilt_and_that_is_said(tmp_path: Path) -> N
 
 
 def slow_build() -> None:
-    """Let the preparation of made-up pictures last until another command asks for them, too."""
+    """Let the preparation of fake images last until another command asks for them, too."""
     from ddp_runner.data.sources.offline import FakeImages
 
     build = FakeImages.build
 
-    def waited(self: FakeImages, data_root: Path) -> Any:
+    def wait_and_build(self: FakeImages, data_root: Path) -> Any:
         Path("building").touch()
-        # The other commands' folders are beside this one's.
+        # The other commands' folders are beside this folder.
         wait_for(lambda: len(list(Path().absolute().parent.glob("*/sweep/seed=1/run.json"))) == 2)
         time.sleep(GRACE_S)
         return build(self, data_root)
 
-    FakeImages.build = waited
+    FakeImages.build = wait_and_build
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
-def test_of_several_sweeps_one_prepares_and_the_others_wait(
+def test_one_of_several_sweeps_prepares_the_data_and_the_others_wait(
     is_killed: bool, tmp_path: Path
 ) -> None:
-    """Two sweeps of two jobs, one cache; where the preparing one is killed, the other prepares."""
+    """Two sweeps share a cache; if the preparing sweep is killed, the other prepares."""
     sweep = ("-m", "seed=1,2", *FAKE, "hydra.sweep.dir=sweep")
     cache = {"DDP_RUNNER_CACHE": str(tmp_path / "cache")}
     folders = [tmp_path / "first", tmp_path / "second"]
@@ -274,7 +275,7 @@ def test_of_several_sweeps_one_prepares_and_the_others_wait(
         if is_killed:
             first.kill()
         second = stack.enter_context(start[1])
-        ends = [ended(one, at) for one, at in zip((first, second), folders, strict=True)]
+        ends = [wait_for_end(*sweep) for sweep in zip((first, second), folders, strict=True)]
     whole = ends[1:] if is_killed else ends
     assert [(end.exit_code, end.stderr) for end in whole] == [(0, "")] * len(whole)
     assert all(len(end.run_dirs) == 2 for end in whole)

@@ -1,4 +1,7 @@
-"""Models, losses and trainees that each break a guarantee of data parallelism; not a test."""
+"""Models, losses and train states that each break a guarantee of data parallelism.
+
+They are in no test file because configs name them by their import path.
+"""
 
 from dataclasses import replace
 
@@ -7,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from trainees import with_setup
+from train_states import with_setup
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.models.toy import ToyModel
@@ -82,7 +85,7 @@ class Idle(ToyModel):
 
 
 class Cursed(ToyModel):
-    """Has an error in its forward."""
+    """Raises in its forward."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise."""
@@ -119,7 +122,7 @@ class SevenOutputs(ManyOutputs):
 
 
 class ZeroLogits(ManyOutputs):
-    """Starts with a head of zeros, as many models do."""
+    """Starts with zeros as weights, as the heads of many models do."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__()

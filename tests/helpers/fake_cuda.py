@@ -1,16 +1,16 @@
-"""Tensors on GPUs that are not there, for tests of where things are; a helper, not a test.
+"""Simulate GPUs, to test on which devices tensors and operations are.
 
 Inside ``fake_gpus`` a tensor on ``cuda:1`` is torch's FakeTensor: it has a shape, a dtype and a
-device, and no numbers. Operations check and pass on their devices as on real GPUs, with torch's own
-rules, and the code under test is the real one: modules, autocast, autograd's functions, optimizers,
-the loss's scaler, clipping, torch.save and torch.load. What asks the CUDA driver is replaced:
+device, but no numbers. Operations check and propagate devices by torch's own rules, as on real
+GPUs, and the code under test is the real one: modules, autocast, autograd's functions, optimizers,
+the loss scaler, clipping, torch.save and torch.load. What asks the CUDA driver is replaced:
 
-* a number that is read is 1 on the CPU and 0 on a GPU, a truth is True;
-* autograd's engine asks for streams before anything else: the graph is walked here instead;
-* copies between GPUs for DataParallel are ``Tensor.to``, its threads run one after another;
-* DDP has no reducer, and collectives find on every rank what is on this one;
-* streams and events only record on which device they are;
-* random numbers have a state that can be saved and set, and are never drawn.
+* reading a number gives 1 on the CPU and 0 on a GPU; reading a boolean gives True;
+* autograd's engine asks for streams first, so the graph is walked here instead;
+* DataParallel copies between GPUs with ``Tensor.to``, and its threads run one after another;
+* DDP has no reducer, and in a collective every rank has the value of this rank;
+* streams and events only record their device and their order;
+* random numbers have a state that can be saved and set, but none are drawn.
 """
 
 import sys
@@ -38,15 +38,17 @@ COUNT = torch.ops.aten.bincount.default
 
 @dataclass
 class FakeGpus:
-    """What the code did with the GPUs, as far as it leaves no tensor behind."""
+    """What the code under test did with the GPUs besides making tensors."""
 
-    rng: dict[int, Tensor] = field(default_factory=dict)  # each device's state, told by its size
+    rng: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # each device's state; its size identifies it
     marks: list["FakeEvent"] = field(default_factory=list)  # timed events, in order
     num_events: int = 0
 
 
 class FakeMode(FakeTensorMode):
-    """Also knows what depends on a tensor's numbers."""
+    """A FakeTensorMode that also runs the operations whose results depend on numbers."""
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run one operation."""
@@ -60,25 +62,25 @@ class FakeMode(FakeTensorMode):
 
 @dataclass
 class FakeStream:
-    """A device's one stream: remembers after which other devices' work it goes on."""
+    """The only stream of a device: records for which other devices it waits."""
 
     device: torch.device
     waits_for: set[torch.device] = field(default_factory=set)
 
     def wait_event(self, event: "FakeEvent") -> None:
-        """Go on after the event."""
+        """Wait for the event."""
         assert event.after is not None
         self.waits_for |= event.after
 
     def record_event(self) -> "FakeEvent":
-        """Return a new event at this place."""
+        """Return a new event at the stream's end."""
         event = FakeEvent(FakeGpus())
         event.record(self)
         return event
 
 
 class FakeEvent:
-    """Knows which devices' work it comes after; two devices' events have no time between them."""
+    """Records which devices' work it follows; two devices' events have no time between them."""
 
     def __init__(self, gpus: FakeGpus) -> None:
         self._gpus, self.place = gpus, 0
@@ -87,18 +89,18 @@ class FakeEvent:
         self.is_over = False
 
     def record(self, stream: FakeStream) -> None:
-        """Stand at the stream's end."""
+        """Record the stream's end."""
         self._gpus.num_events += 1
         self.place = self._gpus.num_events
         self.device, self.after = stream.device, {stream.device, *stream.waits_for}
 
     def synchronize(self) -> None:
-        """Wait until this and all that came before on the device is over."""
-        for one in self._gpus.marks:
-            one.is_over |= one.device == self.device and one.place <= self.place
+        """Wait for this event and all earlier ones of its device."""
+        for event in self._gpus.marks:
+            event.is_over |= event.device == self.device and event.place <= self.place
 
     def elapsed_time(self, event: "FakeEvent") -> float:
-        """Return 1 ms; as on a real GPU, both must be over."""
+        """Return 1 ms; both events must be over, as on a real GPU."""
         assert self.device == event.device
         assert self.is_over
         assert event.is_over, "device not ready"
@@ -107,11 +109,11 @@ class FakeEvent:
 
 @contextmanager
 def fake_gpus(count: int, *, ranks: int = 1) -> Iterator[FakeGpus]:
-    """Have so many GPUs, and collectives that every rank answers as this one does.
+    """Simulate GPUs and a process group in which every rank does the same as this one.
 
     Args:
-        count: of visible GPUs.
-        ranks: in the process group; nothing is reduced.
+        count: the number of visible GPUs.
+        ranks: the size of the process group; nothing is reduced.
     """
     gpus = FakeGpus(rng={index: torch.zeros(16 + index).byte() for index in range(count)})
     streams: dict[torch.device, FakeStream] = {}
@@ -147,7 +149,9 @@ def fake_gpus(count: int, *, ranks: int = 1) -> Iterator[FakeGpus]:
             }.items():
                 patch.setattr(torch.cuda, name, stub)
             patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-            patch.setattr(torch, "set_rng_state", lambda state: None)  # the CPU's, without numbers
+            patch.setattr(
+                torch, "set_rng_state", lambda state: None
+            )  # the CPU's state has no numbers here
             patch.setattr(nn.Module, "_apply", _apply)
             patch.setattr(Tensor, "backward", _backward)
             for name, stub in {
@@ -166,27 +170,27 @@ def fake_gpus(count: int, *, ranks: int = 1) -> Iterator[FakeGpus]:
 
 
 def index_of(device: Any) -> int:
-    """Return a device's number, however it is named."""
+    """Return the index of a device, given as a number, a name or a torch.device."""
     return device if isinstance(device, int) else torch.device(device).index or 0
 
 
 def _replace_copies(patch: pytest.MonkeyPatch) -> None:
-    """Let DataParallel copy between devices that are not there, and find them."""
-    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # its name is a function's, too
+    """Let DataParallel find the simulated GPUs and copy between them."""
+    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # a function has the same name
 
     def scatter(tensor: Tensor, gpus: Any, sizes: Any = None, dim: int = 0, *_: Any) -> Any:
         parts = tensor.chunk(len(gpus), dim) if sizes is None else tensor.split(list(sizes), dim)
         return tuple(part.to(torch.device("cuda", i)) for part, i in zip(parts, gpus, strict=False))
 
     def gather(tensors: Sequence[Tensor], dim: int = 0, destination: Any = None) -> Tensor:
-        return torch.cat([one.to(torch.device("cuda", destination)) for one in tensors], dim)
+        return torch.cat([part.to(torch.device("cuda", destination)) for part in tensors], dim)
 
     def broadcast(tensors: Sequence[Tensor], gpus: Any, *_: Any) -> list[list[Tensor]]:
-        return [[one.to(torch.device("cuda", i), copy=True) for one in tensors] for i in gpus]
+        return [[part.to(torch.device("cuda", i), copy=True) for part in tensors] for i in gpus]
 
     def add(parts: Sequence[Sequence[Tensor]], destination: Any = None, *_: Any) -> Any:
         device = torch.device("cuda", destination)
-        return tuple(sum(one.to(device) for one in each) for each in zip(*parts, strict=True))
+        return tuple(sum(part.to(device) for part in each) for each in zip(*parts, strict=True))
 
     for name, stub in {
         "scatter": scatter,
@@ -211,13 +215,13 @@ def _replace_copies(patch: pytest.MonkeyPatch) -> None:
     )
     apply = sys.modules["torch.nn.parallel.parallel_apply"]
     patch.setattr(apply, "threading", SimpleNamespace(Thread=_InTurn, Lock=threading.Lock))
-    # What earlier versions ask in their place.
+    # Earlier versions of torch ask these instead.
     for name in ("device", "stream"):
         patch.setattr(torch.cuda, name, lambda *_: nullcontext())
 
 
 def _replace_reducer(patch: pytest.MonkeyPatch) -> None:
-    """Take out of DDP what compares, sends and reduces numbers; its own checks stay."""
+    """Remove from DDP what compares, sends and reduces numbers; its own checks stay."""
     from torch.nn.parallel import distributed
 
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
@@ -227,7 +231,7 @@ def _replace_reducer(patch: pytest.MonkeyPatch) -> None:
 
 
 class _InTurn(threading.Thread):
-    """A thread that the others wait for: fake tensors are of one thread at a time."""
+    """A thread that starts and ends at once: fake tensors allow only one thread at a time."""
 
     def start(self) -> None:
         """Run to the end."""
@@ -236,7 +240,7 @@ class _InTurn(threading.Thread):
 
 
 def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """Move a module: its own way swaps a parameter's inside, which fake ones cannot do."""
+    """Move a module by replacing its parameters: fake ones cannot be changed in place."""
     for child in self.children():
         child._apply(function)
     for name, parameter in self._parameters.items():
@@ -251,7 +255,7 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 
 def _backward(self: Tensor, *_: Any) -> None:
-    """Walk the graph from the root: each node after all that feed it, with the sum of theirs."""
+    """Walk the graph from its root: each node runs after all that feed it, on the sum of these."""
     assert self.grad_fn is not None
     order, seen = list[Any](), set[Any]()
 
@@ -277,11 +281,11 @@ def _backward(self: Tensor, *_: Any) -> None:
                 continue
             count = max(given, default=-1) + 1
             given_in_order = [given.get(index) for index in range(max(count, 1))]
-            # A torch.autograd.Function has another name for it.
+            # A torch.autograd.Function is not callable.
             call = node if callable(node) else node.apply
             results = call(*given_in_order)
             results = results if isinstance(results, tuple) else (results,)
-            # A Function's arguments that are no tensors come first, and have no edge.
+            # A Function's arguments that are not tensors come first, and have no edge.
             results = results[-len(node.next_functions) :]
             for (following, index), result in zip(node.next_functions, results, strict=True):
                 if following is not None and result is not None:

@@ -1,4 +1,4 @@
-"""Write run folders with chosen numbers, without a run."""
+"""Write the folders of runs that never ran, with chosen numbers."""
 
 import hashlib
 import json
@@ -46,13 +46,13 @@ def write_run(
     lines: Sequence[Line] = (),
     record: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the folder of a completed run; return the folder.
+    """Write the folder of a completed run, and return it.
 
     Args:
-        folder: The new folder.
-        config: Dotted keys that differ from CONFIG; None removes a key of a group.
-        lines: Lines of metrics.jsonl.
-        record: Additional or different fields of run.json.
+        folder: the new folder.
+        config: dotted keys that differ from CONFIG; None removes a key of a group.
+        lines: the lines of metrics.jsonl.
+        record: additional or different fields of run.json.
     """
     keys = CONFIG | dict(config or {})
     keys = {key: value for key, value in keys.items() if value is not None or "." not in key}
@@ -91,12 +91,12 @@ def write_run(
 def lines_of(
     speeds: Sequence[float], *, losses: Sequence[float] = (), **more: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Return a line of metrics for every 10 steps, one per second.
+    """Return lines of metrics, for every 10th step and every second.
 
     Args:
-        speeds: Samples per second of each line.
+        speeds: samples per second of each line.
         losses: train/loss of each line; by default 1, 1/2, 1/3, …
-        more: More metrics of each line, with __ for the slash in their names.
+        more: more metrics of each line, with __ for the slash in their names.
     """
     return [
         {

@@ -1,8 +1,7 @@
-"""Faults put into a real run: at a step of a rank, at a call of a library, in a file.
+"""Inject faults into real runs: at a step of a rank, at a file system call, in a file.
 
-A helper of the tests and of benchmarks/kill_campaign.py, not a test. The product knows nothing of
-it: a command of ``warm`` is given faults by `prepare`, before its first line, and its ranks have
-them since they are forked from it.
+benchmarks/kill_campaign.py uses it, too. The package has no hook for it: `inject` changes a command
+of ``warm`` before its first line, and the ranks inherit the change because they are forked from it.
 """
 
 import builtins
@@ -37,13 +36,13 @@ CALLS = (
     "utime",
 )
 FOR_EVER_S = 10_000.0
-COUNTED = {  # the functions whose calls are places; the first one's are a rank's steps
-    # What a rank of the loop calls for each step, and a trainer of a parameter server.
+COUNTED = {  # functions whose calls `At` counts
+    # What a rank of the loop calls in each step, and a trainer of a parameter server.
     "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.gradients.backward_by_number"),
     "evaluation": ("ddp_runner.train.loop.evaluate",),
     "log": ("ddp_runner.tracking.tracker.Tracker._add",),
 }
-DURING = {  # the functions whose own calls of the file system are places
+DURING = {  # functions in which `Call` counts the file system calls
     "save": ("ddp_runner.checkpoint.writer.save_checkpoint",),
     "freeze": ("ddp_runner.tracking.run_dir.RunDir.freeze",),
 }
@@ -51,13 +50,13 @@ DURING = {  # the functions whose own calls of the file system are places
 
 @dataclass(frozen=True)
 class At:
-    """A place in a run: the beginning of a step that a rank takes.
+    """The place of a fault: the beginning of a step.
 
     Args:
         rank: of the process.
         step: the n-th step that this process takes, from 1.
-        attempt: of the worker group, from 0; None: each.
-        of: what is counted in place of steps: another key of COUNTED.
+        attempt: of the worker group, from 0; None for every attempt.
+        of: a key of COUNTED, to count something else than steps.
     """
 
     rank: int
@@ -68,16 +67,16 @@ class At:
 
 @dataclass(frozen=True)
 class Call:
-    """Another place: the n-th call that a save of a checkpoint makes of the file system.
+    """The place of a fault: the n-th file system call of a process while it saves checkpoints.
 
     Args:
-        number: from 1, over all saves of this process; each write of a file's bytes is one. None:
-            each of them.
-        rank: of the process that saves; None: any, the launcher too.
-        attempt: of the worker group, from 0; None: each.
-        half: whether a write has written half of its bytes by then.
-        within: the save in which the number counts, from 1; None: over all of them.
-        during: what is counted in place of a save: another key of DURING.
+        number: from 1, over all saves of the process; each write to a file is a call. None for
+            every call.
+        rank: of the process that saves; None for any process, the launcher included.
+        attempt: of the worker group, from 0; None for every attempt.
+        half: write half of the bytes before the fault, if the call is a write.
+        within: count only the calls of this save, from 1; None counts over all saves.
+        during: a key of DURING, to count calls during something else than a save.
     """
 
     number: int | None
@@ -92,32 +91,17 @@ class Call:
 class Fault:
     """What happens, and where."""
 
-    what: Callable[[], object]  # one of this module's functions, or a partial of one
+    what: Callable[[], object]  # a function that can be pickled, or a partial of one
     where: At | Call
 
 
 def raise_error() -> NoReturn:
     """Raise what a bug raises."""
-    raise ZeroDivisionError("the step is cursed")
+    raise ZeroDivisionError("an injected error")
 
 
-def exit_with(code: int) -> NoReturn:
-    """End without a word, as a library that calls os._exit."""
-    os._exit(code)
-
-
-def system_exit(code: int | str) -> NoReturn:
-    """Leave by sys.exit."""
-    raise SystemExit(code)
-
-
-def interrupt() -> NoReturn:
-    """Raise KeyboardInterrupt in this rank alone."""
-    raise KeyboardInterrupt
-
-
-def send(signum: int) -> None:
-    """Send this process a signal: SIGKILL, SIGSTOP."""
+def send_signal(signum: int) -> None:
+    """Send this process a signal, for example SIGKILL or SIGSTOP."""
     os.kill(os.getpid(), signum)
 
 
@@ -127,40 +111,29 @@ def send_launcher(signum: int) -> None:
 
 
 def kill_tree() -> None:
-    """Kill the launcher and all that it has started, at once."""
+    """Kill the launcher and all processes that it has started."""
     os.killpg(os.getsid(0), signal.SIGKILL)
 
 
 def hang() -> None:
-    """Stand still in Python, as a deadlock does."""
+    """Wait in Python, as a deadlock does."""
     threading.Event().wait(FOR_EVER_S)
 
 
-def slow(seconds: float) -> None:
-    """Take so much longer."""
-    time.sleep(seconds)
-
-
 def wait_until(path: str, words: str = "") -> None:
-    """Wait until a file is there and holds these words."""
+    """Wait until a file exists and contains these words."""
     while not (Path(path).exists() and words in Path(path).read_text()):
         time.sleep(0.01)
 
 
-def fill_memory() -> NoReturn:
-    """Take memory until the kernel has no more to give."""
-    held = []
-    while True:
-        held.append(b"x" * (1 << 24))
-
-
-def join_group(folder: str) -> None:
-    """Become a member of a control group, as do all that this process starts from now on."""
-    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+def append_byte(path: str) -> None:
+    """Append a byte to a file, whose size then counts how often the place was reached."""
+    with Path(path).open("ab") as file:
+        file.write(b".")
 
 
 def lose_stdout(to: str | None) -> None:
-    """Let this process have its stdout in another file, or closed, as an interpreter has it."""
+    """Redirect this process's stdout to a file, or close it if `to` is None."""
 
     def lose() -> None:
         if to is None:
@@ -171,42 +144,57 @@ def lose_stdout(to: str | None) -> None:
             os.dup2(descriptor, 1)
             os.close(descriptor)
 
-    # Only when the program's first line is next: `warm` opens files before it.
+    # Not before the program's first line is next, because `warm` opens files until then.
     _replace("runpy.run_module", partial(_after, lose))
 
 
-def together(*functions: Callable[[], object]) -> None:
-    """Call one after another; partial of it prepares a command in several ways."""
+def call_all(*functions: Callable[[], object]) -> None:
+    """Call one function after another; a partial of it prepares a command in several ways."""
     for function in functions:
         function()
 
 
 def fail(number: int) -> NoReturn:
-    """Fail as a library call does: ENOSPC, EIO, EROFS."""
+    """Fail as a library call does, for example with ENOSPC, EIO or EROFS."""
     raise OSError(number, os.strerror(number))
 
 
-def write_pid(path: str) -> None:
-    """Write this process's number to a file."""
-    Path(path).write_text(str(os.getpid()))
+NO_SPACE, INPUT_OUTPUT, READ_ONLY = (
+    partial(fail, number) for number in (errno.ENOSPC, errno.EIO, errno.EROFS)
+)
 
 
-def note(path: str) -> None:
-    """Add a byte to a file, by which a test learns how often the place was reached."""
-    with Path(path).open("ab") as file:
-        file.write(b".")
+def inject(*faults: Fault) -> Callable[[], None]:
+    """Return what ``prepare``s a command: it puts the faults into it and all that it forks."""
+    return partial(_install, faults)
 
 
-def install(faults: Sequence[Fault]) -> None:
-    """Put faults into this process and all that it forks; `prepare` of a command."""
+def flip_bits(path: Path, offset: int, mask: int = 1) -> None:
+    """Flip bits of the byte at an offset; a negative offset counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)
+
+
+def truncate(path: Path, size: int) -> None:
+    """Truncate a file to a size; a negative size is cut off its end."""
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
+def _install(faults: Sequence[Fault]) -> None:
     for of, paths in COUNTED.items():
-        if here := [one for one in faults if isinstance(one.where, At) and one.where.of == of]:
-            count = _counted(here)
+        if here := [
+            fault for fault in faults if isinstance(fault.where, At) and fault.where.of == of
+        ]:
+            count = _step_counter(here)
             for path in paths:
                 _replace(path, partial(_after, count))
     for during, paths in DURING.items():
-        here = [one for one in faults if isinstance(one.where, Call) and one.where.during == during]
-        if here:
+        if here := [
+            fault
+            for fault in faults
+            if isinstance(fault.where, Call) and fault.where.during == during
+        ]:
             calls = _Calls(here)
             for path in paths:
                 _replace(path, calls.watched)
@@ -214,27 +202,10 @@ def install(faults: Sequence[Fault]) -> None:
 
 
 def _replace(path: str, changed: Callable[[Any], Any]) -> None:
-    """Put another function in the place of one, which a module or a class in it holds."""
+    """Replace a function, named by its dotted path, with what `changed` makes of it."""
     holder, _, name = path.rpartition(".")
     owner = resolve_name(holder)
     setattr(owner, name, changed(getattr(owner, name)))
-
-
-def prepared(*faults: Fault) -> Callable[[], None]:
-    """Return what a command is prepared with."""
-    return partial(install, faults)
-
-
-def flip(path: Path, offset: int, mask: int = 1) -> None:
-    """Flip bits of the byte at an offset; a negative one counts from the end."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= mask
-    path.write_bytes(data)
-
-
-def cut(path: Path, size: int) -> None:
-    """Cut a file off after so many bytes; a negative number is taken off its end."""
-    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
 
 
 def _is_here(where: At | Call) -> bool:
@@ -244,15 +215,15 @@ def _is_here(where: At | Call) -> bool:
     return is_rank and where.attempt in (None, int(attempt))
 
 
-def _counted(faults: Sequence[Fault]) -> Callable[[], None]:
-    taken = 0
+def _step_counter(faults: Sequence[Fault]) -> Callable[[], None]:
+    num_steps = 0
 
     def count() -> None:
-        nonlocal taken
-        taken += 1
+        nonlocal num_steps
+        num_steps += 1
         for fault in faults:
             assert isinstance(fault.where, At)
-            if fault.where.step == taken and _is_here(fault.where):
+            if fault.where.step == num_steps and _is_here(fault.where):
                 fault.what()
 
     return count
@@ -260,26 +231,28 @@ def _counted(faults: Sequence[Fault]) -> Callable[[], None]:
 
 def _after(count: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def stepped(*args: Any, **keys: Any) -> Any:
+    def counted(*args: Any, **keys: Any) -> Any:
         count()
         return function(*args, **keys)
 
-    return stepped
+    return counted
 
 
 class _Calls:
-    """Counts the calls that some functions make of the file system; lets the n-th one fail."""
+    """Counts the file system calls that some functions make; lets the n-th call fail."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        self._faults, self._thread = faults, 0
-        self._taken, self._began, self._taken_before = 0, 0, 0  # over all; of the functions
+        self._faults = faults
+        self._thread = 0  # the thread whose calls count now; 0: none
+        self._num_calls = 0  # over all calls of the functions
+        self._num_begun, self._calls_before = 0, 0  # calls of the functions; _num_calls at the last
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose calls count."""
+        """Return the function, with its file system calls counted."""
 
         @wraps(function)
         def watched(*args: Any, **keys: Any) -> Any:
-            self._began, self._taken_before = self._began + 1, self._taken
+            self._num_begun, self._calls_before = self._num_begun + 1, self._num_calls
             self._thread = threading.get_ident()
             try:
                 return function(*args, **keys)
@@ -289,16 +262,16 @@ class _Calls:
         return watched
 
     def patch(self) -> None:
-        """Take the place of what Python calls the file system with."""
+        """Replace Python's functions for the file system with counting ones."""
         for name in CALLS:
-            setattr(os, name, self._counting(getattr(os, name)))
+            setattr(os, name, _after(self.count, getattr(os, name)))
         io.open = builtins.open = self._opening(io.open)
 
     def count(self, half: Callable[[], object] = lambda: None) -> None:
-        """Take note of a call; `half` does the half of it."""
+        """Count a call, and let it fail if a fault is here; `half` does half of the call."""
         if threading.get_ident() != self._thread:
             return
-        self._taken, self._thread = self._taken + 1, 0  # what happens here does not count
+        self._num_calls, self._thread = self._num_calls + 1, 0  # a fault's own calls do not count
         try:
             for fault in self._faults:
                 assert isinstance(fault.where, Call)
@@ -311,17 +284,9 @@ class _Calls:
 
     def _is_at(self, where: Call) -> bool:
         if where.within is None:
-            return where.number in (None, self._taken)
-        is_within = where.within == self._began
-        return is_within and where.number in (None, self._taken - self._taken_before)
-
-    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def counting(*args: Any, **keys: Any) -> Any:
-            self.count()
-            return function(*args, **keys)
-
-        return counting
+            return where.number in (None, self._num_calls)
+        is_within = where.within == self._num_begun
+        return is_within and where.number in (None, self._num_calls - self._calls_before)
 
     def _opening(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -353,9 +318,4 @@ class _CountingFile(io.FileIO):
             written = write(view[: len(view) // 2])
 
         self._calls.count(half=write_half)
-        return written + write(view[written:])  # who lives on writes the rest
-
-
-NO_SPACE, INPUT_OUTPUT, READ_ONLY = (
-    partial(fail, number) for number in (errno.ENOSPC, errno.EIO, errno.EROFS)
-)
+        return written + write(view[written:])  # a fault that lets the process live loses nothing

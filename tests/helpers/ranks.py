@@ -1,8 +1,8 @@
-"""Runs a test's function on several ranks, each in its own process.
+"""Run a test's function on several ranks, each in its own process.
 
 The ranks are forked from a server that conftest.py starts and that has imported torch, so a worker
-group costs some tenths of a second. They import the function by name, from the path that pytest
-sets up and they inherit.
+group costs some tenths of a second. They import the function by name from pytest's path, which they
+inherit.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ def run_ranks(
     backend: BackendConfig | None = GLOO,
     timeout_s: float = 300.0,
 ) -> list[Any]:
-    """Return function(env, *args) of every rank, by rank, each run in a real process.
+    """Run function(env, *args) on every rank in a process of its own; return the values by rank.
 
     Args:
         function: defined at the top of a module, as are the types of the args.
@@ -49,7 +49,7 @@ def run_ranks(
         timeout_s: the ranks are killed after this time.
 
     Raises:
-        RankFailedError: a rank raised, died or ran out of time. The others are killed.
+        RankFailedError: a rank raised, ended or ran out of time; the others are killed.
     """
     __tracebackhide__ = True  # the rank's own traceback is what matters
     context = multiprocessing.get_context("forkserver")
@@ -65,7 +65,7 @@ def run_ranks(
                 output = Path(folder) / f"output-{rank}"
                 process = context.Process(target=_run_rank, args=(env, call, sender, output))
                 process.start()
-                sender.close()  # so that a rank which dies is seen as the end of its pipe
+                sender.close()  # so that the pipe ends when the rank does
                 processes.append(process)
                 pipes[receiver] = rank
             return _collect(pipes, processes, time.monotonic() + timeout_s)
@@ -111,12 +111,12 @@ def _run_rank(env: DistEnv, call: bytes, pipe: Connection, output: Path) -> None
     os.dup2(descriptor, 2)
     try:
         function, args, backend, store, environ = pickle.loads(call)
-        os.environ.update(environ)  # the fork server's are those of its start
+        os.environ.update(environ)  # the fork server has those of its own start
         torch.set_num_threads(1)
         with ExitStack() as stack:
             if backend is not None:
                 stack.enter_context(process_group(env, backend=backend, init_method=store))
-                # All are connected then: one that ended sooner would break its peers' connecting.
+                # Wait until all are connected: a rank that ends earlier would break their setup.
                 sum_over_ranks([0.0])
             value = function(env, *args)
         answer = pickle.dumps((time.monotonic_ns(), None, value))

@@ -1,4 +1,4 @@
-"""Real datasets, and a tiny MNIST; not a test."""
+"""Find real datasets, and write a tiny MNIST."""
 
 import struct
 from pathlib import Path
@@ -8,15 +8,15 @@ import pytest
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC
 
 
-def real(path: Path) -> Path:
-    """Return a path below DDP_RUNNER_DATA_ROOT; skip the test if it does not exist."""
+def require(path: Path) -> Path:
+    """Return the path of real data; skip the test if it does not exist."""
     if not path.exists():
         pytest.skip(f"{path} does not exist: the real data are too large, or not ours, to ship")
     return path
 
 
-def idx_folder(data_root: Path) -> Path:
-    """Write a tiny MNIST: 6 train and 3 eval images, labels counting up from 0."""
+def write_tiny_mnist(data_root: Path) -> Path:
+    """Write 6 train and 3 eval images with labels that count up from 0; return their folder."""
     raw = data_root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for prefix, count in (("train", 6), ("t10k", 3)):

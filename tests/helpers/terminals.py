@@ -11,10 +11,9 @@ from typing import TextIO
 
 @contextmanager
 def terminal(*, columns: int = 80, lines: int = 24) -> Iterator[tuple[TextIO, list[str]]]:
-    """Open a terminal of this size and yield it, with a list of what it is sent.
+    """Open a terminal of this size; yield it and the list of the texts that are written to it.
 
-    The list is complete after the block. The block ends when every process that holds the terminal
-    has ended.
+    The list is complete after the block, which ends when no process holds the terminal any more.
     """
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (lines, columns))

@@ -1,4 +1,4 @@
-"""Small corpora for the tests of texts; not a test."""
+"""Write small corpora as CSV files, and load them."""
 
 import csv
 import random
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import CONFIG_DIR
 
 from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
 
@@ -27,10 +27,10 @@ def write_rows(path: Path, rows: Sequence[Sequence[object]], **options: Any) -> 
 
 
 def write_reviews(path: Path, *, num_rows: int = 120, wrong: float = 0.0) -> Path:
-    """Write Chinese reviews of 4 to 30 characters; one character decides the class.
+    """Write Chinese reviews of 4 to 30 characters, of which one decides the class.
 
     Args:
-        path: of the file.
+        path: of the new file.
         num_rows: number of reviews.
         wrong: the fraction of labels that contradict the text.
     """
@@ -44,21 +44,21 @@ def write_reviews(path: Path, *, num_rows: int = 120, wrong: float = 0.0) -> Pat
 
 
 def csv_text(path: Path, /, **keys: Any) -> Any:
-    """Return the source that conf/dataset/csv_text.yaml describes, with other keys."""
+    """Return the source of conf/dataset/csv_text.yaml for a file, with some other keys."""
     settings = yaml.safe_load((CONFIG_DIR / "dataset" / "csv_text.yaml").read_text())
     return make("dataset", settings | {"path": path.name, "tokenizer": None, **keys})
 
 
-def load(path: Path, /, **keys: Any) -> Dataset:
+def load_csv(path: Path, /, **keys: Any) -> Dataset:
     """Return the dataset of a CSV file, without a cache."""
     source = csv_text(path, **keys)
     dataset: Dataset = source.dataset(source.build(path.parent))
     return dataset
 
 
-def refused(path: Path, /, **keys: Any) -> str:
-    """Return the one line that answers an invalid CSV file."""
+def csv_error(path: Path, /, **keys: Any) -> str:
+    """Return the error line of an invalid CSV file."""
     with pytest.raises(UserError) as error:
-        load(path, **keys)
+        load_csv(path, **keys)
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -1,13 +1,13 @@
-"""Commands that start in a tenth of a second: real ones, forked from a server that has torch.
+"""Start real commands in a tenth of a second: fork them from a server that has imported torch.
 
-A helper of the tests and of benchmarks/kill_campaign.py, not a test. A command spends seconds on
-imports: its launcher imports the program, and its fork server torch. Here both are forked from a
-process that has imported everything. All else is real: the command's own process, session,
-arguments, environment, folder, standard streams, signals and exit code.
+benchmarks/kill_campaign.py uses it, too. A command spends seconds on imports: its launcher imports
+the program, and its fork server imports torch. Here both are forked from a process that has
+imported everything. All else is real: the command's own process, session, arguments, environment,
+folder, standard streams, signals and exit code.
 
-The launcher asks multiprocessing for a new interpreter (its fork server, a slot of a sweep). It is
-given a twin of itself that was forked before the program's first line, and so is as fresh as a new
-interpreter. Where no twin is left, a new interpreter starts as ever.
+When the launcher asks multiprocessing for a new interpreter (its fork server, or a slot of a
+sweep), it gets a spare: a process that was forked before the program's first line, and so is as
+fresh as a new interpreter. If no spare is left, a new interpreter starts as usual.
 """
 
 import array
@@ -30,20 +30,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-MODULES = ("ddp_runner", "ddp_runner.compare")  # what can be started so, as `python -m MODULE`
+MODULES = ("ddp_runner", "ddp_runner.compare")  # what can start warm, as `python -m MODULE`
 PRELOAD = ("ddp_runner.launch.preload", "ddp_runner.cli.app", "ddp_runner.compare.__main__", "warm")
 TESTS = str(Path(__file__).parent)
-FIRST_FREE = 200  # descriptors from here on are nobody's
+FIRST_FREE = 200  # no descriptor from here on is in use
 MESSAGE_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-MAIN = process.current_process()  # in the server its own, which is no child of multiprocessing
+MAIN = process.current_process()  # in the server: a process that multiprocessing did not start
 
 
 def start_server(*others: str) -> None:
     """Start the server that commands and ranks are forked from; return at once.
 
     Args:
-        others: modules to import besides what a command needs.
+        others: modules to import in addition to what a command needs.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *others])
     path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
@@ -53,16 +53,16 @@ def start_server(*others: str) -> None:
 
 
 class WarmCommand:
-    """A command that runs, with what a ``subprocess.Popen`` has.
+    """A running command, with the interface of ``subprocess.Popen``.
 
     Args:
         module: one of MODULES.
-        args: the command line after it.
-        folder: where it is started; its ``stdout`` and ``stderr`` go to files of these names there.
+        args: the command line after the module.
+        folder: where it starts; ``stdout`` and ``stderr`` go to files of these names in it.
         environ: all of its variables.
-        twins: how many fresh interpreters it may start without importing anything.
-        prepare: called in the command's process before its first line, and so in effect in its
-            ranks as well; found by its name in a module.
+        spares: how many interpreters it can start without importing anything.
+        prepare: runs in the command's process before its first line, so its ranks inherit what it
+            changes; a function that can be pickled.
     """
 
     def __init__(
@@ -72,30 +72,30 @@ class WarmCommand:
         *,
         folder: Path,
         environ: Mapping[str, str],
-        twins: int = 1,
+        spares: int = 1,
         prepare: Callable[[], None] | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        wanted = (module, list(args), str(folder), dict(environ), twins, prepare)
-        self._process = context.Process(target=_run, args=wanted)
+        call = (module, list(args), str(folder), dict(environ), spares, prepare)
+        self._process = context.Process(target=_run, args=call)
         self._process.start()
         assert self._process.pid is not None
         self.args, self.pid = [module, *args], self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or minus the signal; None while it runs."""
+        """The exit code, or minus the signal number; None while it runs."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """Return the exit code if it has ended."""
+        """Return the exit code; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once it has ended.
+        """Wait for the end and return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not within `timeout` seconds.
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
         """
         self._process.join(timeout)
         code = self.poll()
@@ -105,7 +105,7 @@ class WarmCommand:
         return code
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
@@ -123,10 +123,10 @@ def _run(
     args: list[str],
     folder: str,
     environ: dict[str, str],
-    twins: int,
+    spares: int,
     prepare: Callable[[], None] | None,
 ) -> None:
-    """Become a command: the life of a child of the server."""
+    """Turn a child of the server into a command, and run it."""
     os.setsid()
     os.chdir(folder)
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
@@ -141,18 +141,18 @@ def _run(
     _forget_the_server()
     if prepare is not None:
         prepare()
-    _make_twins(twins)
-    # runpy warns of a module that was imported before; and what `prepare` has changed, the
-    # command is to import.
+    _add_spares(spares)
+    # runpy warns about a module that is imported already, and the command must see the changes of
+    # `prepare`.
     for name in (module, f"{module}.__main__", "ddp_runner.cli.app"):
         if "." in name:
             sys.modules.pop(name, None)
-    sys.argv = ["-m", *args]  # runpy puts the module's path in the first place
-    _live(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+    sys.argv = ["-m", *args]  # runpy replaces the first word by the module's path
+    _run_program(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
 
 
 def _forget_the_server() -> None:
-    """Leave nothing of multiprocessing, pytest or the server's handlers in this process."""
+    """Remove the traces of multiprocessing, pytest and the server's signal handlers."""
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)) and signum not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(signum, signal.SIG_DFL)
@@ -161,8 +161,8 @@ def _forget_the_server() -> None:
     own._current_process, own._parent_process, own._children = MAIN, None, set()
     forkserver._forkserver.__init__()
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
-    tempfile.tempdir = None  # TMPDIR is asked anew
-    sys.modules.pop("ddp_runner.launch.preload", None)  # what it does is done when it is imported
+    tempfile.tempdir = None  # so that TMPDIR is read again
+    sys.modules.pop("ddp_runner.launch.preload", None)  # importing it has effects
     for name in ("__mp_main__", "pytest", "_pytest"):
         sys.modules.pop(name, None)
     sys.path[:] = [
@@ -173,7 +173,7 @@ def _forget_the_server() -> None:
 
 
 def _open_streams() -> None:
-    """Open the standard streams anew, as an interpreter does at its start."""
+    """Open the standard streams, as an interpreter does when it starts."""
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(
@@ -181,8 +181,8 @@ def _open_streams() -> None:
     )
 
 
-def _live(work: Callable[[], object]) -> None:
-    """Run `work` as the whole of a program, and end the process as an interpreter does."""
+def _run_program(work: Callable[[], object]) -> None:
+    """Run `work` as a whole program, and end the process as an interpreter does."""
     code = 1
     try:
         work()
@@ -201,33 +201,35 @@ def _live(work: Callable[[], object]) -> None:
     os._exit(code)
 
 
-def _make_twins(number: int) -> None:
-    """Fork interpreters that wait for their code, and give them to multiprocessing."""
-    twins = [_make_twin() for _ in range(number)]
-    start_anew = util.spawnv_passfds
+def _add_spares(number: int) -> None:
+    """Fork interpreters that wait for their code, and let multiprocessing start these."""
+    spares = [_fork_spare() for _ in range(number)]
+    start_new = util.spawnv_passfds
 
     def spawnv_passfds(path: bytes, args: Sequence[str], passed: Sequence[int]) -> int:
         words = [os.fsdecode(arg) for arg in args]
         code = words[words.index("-c") + 1]
         starts = ("from multiprocessing.forkserver", "from multiprocessing.spawn")
-        if not twins or not code.startswith(starts):
-            return start_anew(path, args, passed)
-        pid, link = twins.pop()
-        handlers = [
-            one for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN
+        if not spares or not code.startswith(starts):
+            return start_new(path, args, passed)
+        pid, link = spares.pop()
+        ignored = [
+            signum
+            for signum in signal.valid_signals()
+            if signal.getsignal(signum) == signal.SIG_IGN
         ]
-        said = {
+        request = {
             "code": code,
             "argv": ["-c", *words[words.index("-c") + 2 :]],
             "folder": str(Path.cwd()),
             "environ": dict(os.environ),
-            "ignored": sorted(map(int, handlers)),
+            "ignored": sorted(map(int, ignored)),
             "cores": sorted(os.sched_getaffinity(0)),
             "passed": list(passed),
         }
         descriptors = array.array("i", [0, 1, 2, *passed])
         link.sendmsg(
-            [json.dumps(said).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+            [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         )
         link.close()
         return pid
@@ -235,13 +237,13 @@ def _make_twins(number: int) -> None:
     util.spawnv_passfds = spawnv_passfds
 
 
-def _make_twin() -> tuple[int, socket.socket]:
+def _fork_spare() -> tuple[int, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid:
         theirs.close()
         return pid, ours
-    _die_with_parent(signal.SIGKILL)  # a later twin holds the other end of the link as well
+    _die_with_parent(signal.SIGKILL)  # a later spare holds the other end of the link, too
     ours.close()
     _wait_for_code(theirs)
     os._exit(0)
@@ -252,7 +254,7 @@ def _die_with_parent(signum: int) -> None:
 
 
 def _wait_for_code(link: socket.socket) -> None:
-    """Wait until the launcher asks for an interpreter, and be it; end if the launcher does."""
+    """Run the code that the launcher sends; end if the launcher ends."""
     size = socket.CMSG_SPACE(16 * array.array("i").itemsize)
     data, ancillary, _, _ = link.recvmsg(MESSAGE_BYTES, size)
     if not data:
@@ -260,23 +262,23 @@ def _wait_for_code(link: socket.socket) -> None:
     received = array.array("i")
     for _, _, content in ancillary:
         received.frombytes(content)
-    said = json.loads(data)
+    request = json.loads(data)
     link.close()
     _die_with_parent(0)
-    # Out of the way first: a number that one is to get may be another's now.
-    aside = [os.dup2(one, FIRST_FREE + place) for place, one in enumerate(received)]
+    # Move them out of the way first: the number that a descriptor must get may be in use now.
+    aside = [os.dup2(number, FIRST_FREE + place) for place, number in enumerate(received)]
     os.closerange(3, FIRST_FREE)
-    for number, descriptor in zip([0, 1, 2, *said["passed"]], aside, strict=True):
+    for number, descriptor in zip([0, 1, 2, *request["passed"]], aside, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     _open_streams()
-    os.chdir(said["folder"])
+    os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(said["environ"])
-    os.sched_setaffinity(0, said["cores"])
-    for signum in said["ignored"]:
+    os.environ.update(request["environ"])
+    os.sched_setaffinity(0, request["cores"])
+    for signum in request["ignored"]:
         signal.signal(signum, signal.SIG_IGN)
-    sys.argv = said["argv"]
-    if said["code"].startswith("from multiprocessing.spawn"):
-        _make_twins(1)  # a slot has a fork server of its own
-    _live(lambda: exec(said["code"], {"__name__": "__main__"}))
+    sys.argv = request["argv"]
+    if request["code"].startswith("from multiprocessing.spawn"):
+        _add_spares(1)  # a slot has its own fork server
+    _run_program(lambda: exec(request["code"], {"__name__": "__main__"}))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import RUNNER, TIME_LIMIT_S
+from commands import RUNNER, TIME_LIMIT_S, wait_for
 from terminals import terminal
 
 from ddp_runner.dist_env import DistEnv
@@ -121,9 +121,19 @@ def test_a_notice_is_printed_if_the_wait_is_long(
 ) -> None:
     """And its thread is gone after the block."""
     monkeypatch.setattr(streams, "PATIENCE_S", patience_s)
+    shown = ""
+
+    def is_shown() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return shown == printed
+
     with notice_if_slow(lambda: "waiting"):
-        time.sleep(0.2)
-    assert capsys.readouterr().out == printed
+        if printed:
+            wait_for(is_shown)
+        else:
+            time.sleep(0.2)
+    assert shown + capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(

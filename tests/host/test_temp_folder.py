@@ -43,23 +43,16 @@ def launcher(base: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.communicate()
 
 
-@pytest.fixture
-def base() -> Iterator[Path]:
-    """A temp folder whose path leaves room for that of a socket."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def test_the_next_start_clears_what_a_killed_launcher_left(base: Path) -> None:
+def test_the_next_start_clears_what_a_killed_launcher_left(short_temp: Path) -> None:
     """With all that lies in it; a living launcher's folder stays, and goes at its own end."""
-    with launcher(base) as (living, held):
-        with launcher(base) as (killed, abandoned):
+    with launcher(short_temp) as (living, held):
+        with launcher(short_temp) as (killed, abandoned):
             killed.kill()
         assert len(list(abandoned.glob("pymp-*/listener"))) == 1
-        with launcher(base) as (other, others):
-            assert set(base.iterdir()) == {held, others}
+        with launcher(short_temp) as (other, others):
+            assert set(short_temp.iterdir()) == {held, others}
     assert [living.returncode, other.returncode] == [0, 0]
-    assert not list(base.iterdir())
+    assert not list(short_temp.iterdir())
 
 
 def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import resolved
+from configs import resolved
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import background, resolved, wait_for
+from commands import background, wait_for
+from configs import resolved
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.numa import binding as numa
 

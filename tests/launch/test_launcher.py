@@ -14,22 +14,24 @@ import psutil
 import pytest
 from commands import (
     TIME_LIMIT_S,
-    Ended,
-    assert_same_state,
+    CommandResult,
     background,
-    ended,
     fork_server,
-    gang,
-    last_step,
-    numbers,
-    record,
-    resolved,
-    run_dirs,
+    rank_processes,
     session_pids,
-    steps,
     wait_for,
+    wait_for_end,
 )
-from injection import together
+from configs import resolved
+from injection import call_all
+from run_folders import (
+    assert_same_state,
+    checkpoint_steps,
+    last_step,
+    record,
+    reproducible_metrics,
+    run_dirs,
+)
 from trainings import LONG, is_training
 
 from ddp_runner import worker
@@ -72,7 +74,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     """SIGKILL, which nobody can handle: workers and fork server end as well."""
     with background(*LONG, folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        assert len(gang(process.pid)) == 2
+        assert len(rank_processes(process.pid)) == 2
         process.kill()
         process.wait()
         wait_for(lambda: is_gone(process.pid))
@@ -90,7 +92,7 @@ def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
             for socket in psutil.Process(pid).net_connections("inet"):
                 if socket.status == psutil.CONN_LISTEN:
                     listening[pid, socket.laddr.port] = socket.laddr.ip
-        assert set(gang(process.pid).values()) >= {
+        assert set(rank_processes(process.pid).values()) >= {
             psutil.Process(pid) for pid, _ in listening if pid != process.pid
         }
         assert listening
@@ -98,19 +100,23 @@ def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
             ip for ip in listening.values() if not ip.startswith("127.") and ip != "::1"
         } == set()
         process.terminate()
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
         wait_for(lambda: is_gone(process.pid))
     assert (end.exit_code, end.stderr) == (143, "")
     fields = record(end.run_dir)
     assert (fields["status"], fields["error"]) == ("preempted", None)
-    assert steps(end.run_dir)[-1] == fields["step"] == numbers(end.run_dir)[-1]["step"]
+    assert (
+        checkpoint_steps(end.run_dir)[-1]
+        == fields["step"]
+        == reproducible_metrics(end.run_dir)[-1]["step"]
+    )
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     """The first waits for the step, here for ever, since a rank is stopped; the second does not."""
     with background(*LONG, "launch.shutdown_timeout_s=3600", folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        gang(process.pid)[1].suspend()
+        rank_processes(process.pid)[1].suspend()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process gets it
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
         assert process.poll() is None
@@ -118,7 +124,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(TIME_LIMIT_S)
         wait_for(lambda: is_gone(process.pid))
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (130, "")
     fields = record(end.run_dir)
     assert (fields["status"], fields["error"]["sentence"]) == (
@@ -137,7 +143,7 @@ def test_a_rank_that_raises_is_named_and_ends_the_group(tmp_path: Path) -> None:
         folder=tmp_path,
         environ={"PYTHONPATH": str(tmp_path)},
     ) as process:
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
         wait_for(lambda: is_gone(process.pid))
     sentence = "rank 1 raised ZeroDivisionError: the third batch is cursed"
     assert end.exit_code == 1
@@ -174,11 +180,11 @@ def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
         restarted, undisturbed, lost = (
             tmp_path / "sweep" / f"launch.max_restarts={number}" for number in (1, 2, 0)
         )
-        wait_for(lambda: steps(restarted) and last_step(restarted) >= 15)
-        gang(process.pid)[1].kill()
+        wait_for(lambda: checkpoint_steps(restarted) and last_step(restarted) >= 15)
+        rank_processes(process.pid)[1].kill()
         wait_for(lambda: last_step(lost) >= 15)
-        gang(process.pid)[0].kill()
-        end = ended(process, tmp_path)
+        rank_processes(process.pid)[0].kill()
+        end = wait_for_end(process, tmp_path)
     assert end.exit_code == 1
     sentence = (
         "rank 0 was killed by SIGKILL, by another process or by the kernel's out-of-memory killer"
@@ -191,13 +197,13 @@ def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
         0,
         sentence,
     )
-    assert steps(lost)[-1] >= 10  # every earlier checkpoint is still there
+    assert checkpoint_steps(lost)[-1] >= 10  # every earlier checkpoint is still there
     assert [record(run)["status"] for run in (restarted, undisturbed)] == ["completed"] * 2
     assert [record(run)["restarts"] for run in (restarted, undisturbed)] == [1, 0]
     log = (restarted / "logs" / "rank-0.log").read_text()
     assert re.search(r"restart 1 of 1: .+", log)
     assert re.search(r"resumed from .*step-000000[1-9]0", log)
-    assert numbers(restarted) == numbers(undisturbed)
+    assert reproducible_metrics(restarted) == reproducible_metrics(undisturbed)
     assert_same_state(restarted, undisturbed)
 
 
@@ -209,17 +215,17 @@ def do_instead(work: Work) -> None:
     worker.work = work
 
 
-def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> Ended:
+def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> CommandResult:
     """Run two ranks that do this, and once again if they fail."""
     with background(
         "model=toy",
         "world_size=2",
         "launch.max_restarts=1",
         folder=folder,
-        twins=2,
-        prepare=partial(together, partial(do_instead, work), *prepare),
+        spares=2,
+        prepare=partial(call_all, partial(do_instead, work), *prepare),
     ) as process:
-        end = ended(process, folder)
+        end = wait_for_end(process, folder)
         wait_for(lambda: is_gone(process.pid))
     return end
 
@@ -360,7 +366,7 @@ def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
     with background(*LONG, folder=tmp_path, fresh=True) as process:
         wait_for(lambda: run_dirs(tmp_path) and is_importing_torch(process.pid))
         process.send_signal(signal.SIGINT)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
         wait_for(lambda: is_gone(process.pid))  # also a server that is importing still
     assert (end.exit_code, end.stderr) == (130, "")
     assert [record(run)["status"] for run in end.run_dirs] in ([], ["preempted"])

@@ -5,25 +5,16 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import (
-    TIME_LIMIT_S,
-    background,
-    ended,
-    record,
-    run_dirs,
-    session_pids,
-    steps,
-    wait_for,
-)
+from commands import TIME_LIMIT_S, background, session_pids, wait_for, wait_for_end
 from ranks import run_ranks
-from trainings import LONG, MOTHER, is_training
+from run_folders import checkpoint_steps, record, run_dirs
+from trainings import CHILD_STARTER, LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import STOP_SIGNALS
@@ -238,31 +229,24 @@ def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
     with background(folder=tmp_path, environ=here, fresh=True) as process:
         wait_for((tmp_path / "importing").exists)
         process.send_signal(signal.SIGINT)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stdout, end.stderr) == (-signal.SIGINT, "", "")
 
 
-@pytest.fixture
-def temp() -> Iterator[Path]:
-    """A temp folder whose path leaves room for that of a socket."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Path) -> None:
+def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, short_temp: Path) -> None:
     """As after `nohup … | head -1 &`, with a cleaner of temporary files, until Slurm's notice.
 
     SIGHUP and Ctrl-C are ignored by whoever started it; nobody reads what it prints; its scratch
     folder goes. It trains on. SIGUSR1 to the whole process group is then one clean stop, and what
     the ranks have started ends with them.
     """
-    (tmp_path / "mother.py").write_text(MOTHER)
+    (tmp_path / "mother.py").write_text(CHILD_STARTER)
     command = (
         "trap '' HUP INT; "
         f"{sys.executable} -m ddp_runner {' '.join(LONG)} model._target_=mother.Mother "
         "allowed_targets=[mother] > >(head -1 > first)"
     )
-    environ = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(temp)}
+    environ = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(short_temp)}
     with background(
         "-c",
         f"{command} & pid=$!; echo $pid > pid; wait $pid",
@@ -277,7 +261,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
         children = [
             psutil.Process(int((tmp_path / f"child-{rank}").read_text())) for rank in (0, 1)
         ]
-        (scratch,) = temp.glob("ddp_runner-*/job-*")
+        (scratch,) = short_temp.glob("ddp_runner-*/job-*")
         for path in scratch.iterdir():
             path.unlink()
         scratch.rmdir()
@@ -288,15 +272,15 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, temp: Pat
         assert len(group) >= 6  # the launcher, its fork server, two ranks and their children
         for one in group - set(children):
             one.send_signal(signal.SIGUSR1)
-        end = ended(shell, tmp_path)
+        end = wait_for_end(shell, tmp_path)
         wait_for(lambda: not session_pids(shell.pid))
         assert not any(one.is_running() for one in children)
     assert (end.exit_code, end.stderr) == (138, "")
     fields = record(run_dir)
     assert (fields["status"], fields["error"]) == ("preempted", None)
-    assert steps(run_dir)[-1] == fields["step"]
+    assert checkpoint_steps(run_dir)[-1] == fields["step"]
     assert "stdout is lost (Broken pipe)" in (run_dir / "logs" / "rank-0.log").read_text()
-    assert not list(temp.glob("ddp_runner-*"))
+    assert not list(short_temp.glob("ddp_runner-*"))
 
 
 def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> None:
@@ -313,9 +297,9 @@ def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> Non
         wait_for(lambda: is_training(process, tmp_path))
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGUSR1)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert end.exit_code == 138
     assert "Traceback" not in end.stderr
     fields = record(end.run_dir)
     assert fields["status"] == "preempted"
-    assert steps(end.run_dir)[-1] == fields["step"]
+    assert checkpoint_steps(end.run_dir)[-1] == fields["step"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands import refusal, resolved
+from configs import config_error, resolved
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.errors import UserError
@@ -129,4 +129,4 @@ def test_the_tutorials_networks_take_images_of_other_sizes(model: str, side: int
 )
 def test_a_model_that_does_not_fit_the_dataset_is_refused(overrides: str, sentence: str) -> None:
     """One line, before anything starts."""
-    assert refusal(*overrides.split()).startswith(sentence)
+    assert config_error(*overrides.split()).startswith(sentence)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import resolved
+from configs import resolved
 from fake_cuda import FakeGpus, fake_gpus
-from trainees import Trace, at
+from train_states import Trace, at
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
@@ -258,7 +258,7 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
         for step in (2, 4):
             save(state, config, tmp_path / "checkpoints", step=step, epoch=1)
         run_dir = RunDir(tmp_path)
-        export_best(at(state, step=4), run_dir, logger=trace, log=trace.said.append)
+        export_best(at(state, step=4), run_dir, logger=trace, log=trace.logged.append)
         devices = {parameter.device.index for parameter in state.module.parameters()}
     assert devices == set(case.devices)
     assert loaded_onto == ["cpu"]

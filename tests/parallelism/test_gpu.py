@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from commands import background, ended, metrics, record, run_command, run_dirs, tensors_in
+from commands import background, run_command, wait_for_end
 from ranks import run_ranks
-from trainees import MNIST_NET, NO_DROPOUT, compose_config, take_steps
+from run_folders import metrics, record, run_dirs, tensors_in
+from train_states import MNIST_NET, NO_DROPOUT, compose_config, take_steps
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
@@ -168,7 +169,7 @@ def test_two_ranks_on_one_gpu_are_refused_by_name(tmp_path: Path) -> None:
             for rank in range(2)
         ]
         for rank, process in enumerate(processes):
-            done = ended(process, tmp_path / str(rank))
+            done = wait_for_end(process, tmp_path / str(rank))
             assert done.exit_code != 0
             assert "ranks 0 and 1 both have GPU" in done.stdout + done.stderr
 
@@ -339,6 +340,6 @@ def test_ranks_that_see_their_own_gpu_alone_train_on_it(tmp_path: Path) -> None:
             for rank, facts in enumerate(own)
         ]
         for rank, process in enumerate(processes):
-            done = ended(process, tmp_path / str(rank))
+            done = wait_for_end(process, tmp_path / str(rank))
             assert done.exit_code == 0, done.stdout + done.stderr
     assert record(tmp_path / "run")["devices"] == ["cuda:0"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trainees import compose_config
+from train_states import compose_config
 
 from ddp_runner.config.schema import mode_needs
 from ddp_runner.dist_env import DistEnv

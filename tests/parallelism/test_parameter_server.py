@@ -12,21 +12,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from commands import (
-    assert_same_state,
-    background,
-    ended,
-    last_step,
-    metrics,
-    numbers,
-    record,
-    refusal,
-    run_command,
-    wait_for,
-)
+from commands import background, run_command, wait_for, wait_for_end
+from configs import config_error
 from ranks import run_ranks
+from run_folders import assert_same_state, last_step, metrics, record, reproducible_metrics
 from torch import Tensor, nn
-from trainees import TOY, build, compose_config, take_steps
+from train_states import TOY, build, compose_config, take_steps
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
@@ -106,7 +97,7 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
     with background(*STOPPABLE, folder=folder) as process:
         wait_for(lambda: last_step(folder) >= 11)
         os.kill(process.pid, signal.SIGINT)
-        end = ended(process, folder)
+        end = wait_for_end(process, folder)
     assert end.exit_code == 130
     assert record(end.run_dir)["step"] < record(undisturbed)["step"]
     resumed = run_command(f"resume={end.run_dir}", folder=folder)
@@ -115,7 +106,7 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
     def told(run_dir: Path) -> list[dict[str, object]]:
         return [
             {key: value for key, value in line.items() if not key.startswith("ps/")}
-            for line in numbers(run_dir)
+            for line in reproducible_metrics(run_dir)
         ]
 
     assert told(resumed.run_dir) == told(undisturbed)
@@ -128,7 +119,7 @@ def test_an_asynchronous_run_outlives_its_trainers(tmp_path: Path) -> None:
         wait_for(lambda: last_step(tmp_path) >= 20)
         for rank in (1, 3):
             kill(pid_of(tmp_path, rank))
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     fields = record(end.run_dir)
     assert (fields["status"], sorted(fields["lost_ranks"])) == ("completed", [1, 3])
@@ -153,7 +144,7 @@ def test_a_run_that_lost_too_much_fails(
         wait_for(lambda: last_step(tmp_path) >= 20)
         for rank in ranks:
             kill(pid_of(tmp_path, rank) or _server(tmp_path))
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert end.exit_code == 1
     assert sentence in end.stderr.splitlines()[0]
     assert record(end.run_dir)["status"] == "failed"
@@ -508,4 +499,4 @@ def test_figures_are_of_the_steps_alone() -> None:
 )
 def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], rule: str) -> None:
     """One line with the rule, before anything starts."""
-    assert rule in refusal("parallelism=ps", *overrides)
+    assert rule in config_error("parallelism=ps", *overrides)

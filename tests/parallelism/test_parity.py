@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from trainees import (
+from train_states import (
     MNIST_NET,
     NO_DROPOUT,
     STEPS_PER_EPOCH,

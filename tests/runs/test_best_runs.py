@@ -1,4 +1,4 @@
-"""Which checkpoints stay, which one is the best, and what a run leaves of it: by real commands."""
+"""Which checkpoints a real run keeps, which is the best, and which weights it exports."""
 
 import os
 import shutil
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Ended, metrics, record, run_command, steps, write_experiment
+from commands import CommandResult, error_line, run_command
+from configs import write_experiment
+from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -15,7 +17,7 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.metric_names import MONITORS
 
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
-# Ten samples too many for the model's 165 parameters: it learns them by heart after two epochs.
+# Few samples for the model's 165 parameters: it overfits after two epochs.
 OVERFIT = (
     *TOY,
     "optimizer=adam",
@@ -26,7 +28,7 @@ OVERFIT = (
     "checkpoint.monitor=eval/loss",
     "checkpoint.mode=min",
 )
-STAY = ("optimizer.lr=1e-30", "train.max_steps=1", "train.num_threads=1")  # weights as they came
+STAY = ("optimizer.lr=1e-30", "train.max_steps=1", "train.num_threads=1")  # keeps the weights
 ROWS = {
     "steps": (
         *TOY,
@@ -64,8 +66,8 @@ STARTS = {
 }
 
 
-def run_sweep(folder: Path, rows: dict[str, tuple[str, ...]]) -> Ended:
-    """Run each row as a job of one sweep; one without overrides is an experiment of conf/."""
+def run_sweep(folder: Path, rows: dict[str, tuple[str, ...]]) -> CommandResult:
+    """Run each row as a job of one sweep; a row without overrides is an experiment of conf/."""
     for name, overrides in rows.items():
         if overrides:
             write_experiment(folder / "conf", name, *overrides)
@@ -80,35 +82,35 @@ def run_sweep(folder: Path, rows: dict[str, tuple[str, ...]]) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Runs that keep checkpoints in one way or another."""
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+    """Runs with different settings for checkpoints."""
     return run_sweep(tmp_path_factory.mktemp("best"), ROWS)
 
 
 @pytest.fixture(scope="module")
-def starts(sweep: Ended) -> Ended:
-    """Runs that start from what one of them left, once it is there."""
+def starts(sweep: CommandResult) -> CommandResult:
+    """Runs that start from the weights of a run in `sweep`."""
     return run_sweep(sweep.folder, STARTS)
 
 
-def run_dir(sweep: Ended, name: str) -> Path:
+def run_dir(sweep: CommandResult, name: str) -> Path:
     """Return the folder of a row."""
     return sweep.folder / "sweep" / f"experiment={name}"
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    """Return what a run exported."""
+    """Return the weights that a run exported."""
     return load_file(folder / "model.safetensors")
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def same(state: dict[str, Any], other: dict[str, Any]) -> bool:
     """Compare weights bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return state.keys() == other.keys() and all(state[key].equal(other[key]) for key in state)
 
 
-def at(folder: Path, step: int) -> dict[str, Any]:
-    """Return the model of a checkpoint."""
-    path = folder / "checkpoints" / f"step-{step:08d}" / "state.pt"
+def saved_weights(folder: Path, step: int) -> dict[str, Any]:
+    """Return the weights in a checkpoint."""
+    path = checkpoint_dir(folder, step) / "state.pt"
     model: dict[str, Any] = torch.load(path, weights_only=True)["model"]
     return model
 
@@ -118,64 +120,65 @@ def evaluations(folder: Path) -> dict[int, float]:
     return {line["step"]: line["eval/loss"] for line in metrics(folder) if "eval/loss" in line}
 
 
-def test_checkpoints_by_steps_keep_the_newest(sweep: Ended) -> None:
-    """Every second step and the last are saved, the newest two stay; the last is exported."""
+def test_checkpoints_by_steps_keep_the_newest(sweep: CommandResult) -> None:
+    """Every second step and the last are saved, the newest two are kept, the last is exported."""
     folder = run_dir(sweep, "steps")
-    assert steps(folder) == [8, 9]
-    assert same(weights(folder), at(folder, 9))
+    assert checkpoint_steps(folder) == [8, 9]
+    assert same(weights(folder), saved_weights(folder, 9))
 
 
-def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(sweep: Ended) -> None:
-    """By the least loss, which is not the last; evaluated once more and exported."""
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(sweep: CommandResult) -> None:
+    """It has the lowest loss, which is not the last; it is evaluated again and exported."""
     folder = run_dir(sweep, "best")
     losses = evaluations(folder)
     best = min(losses, key=lambda step: losses[step])
     assert best < max(losses) == 12
-    assert steps(folder) == [best, 12]
+    assert checkpoint_steps(folder) == [best, 12]
     last = metrics(folder)[-1]
     assert (last["step"], last["best/loss"]) == (12, losses[best])
     assert record(folder)["metrics"]["best/loss"] == losses[best]
-    told = f"best by eval/loss: {losses[best]:.4f} at step {best}, in model.safetensors"
-    assert told in sweep.stdout
-    assert same(weights(folder), at(folder, best))
+    result = f"best by eval/loss: {losses[best]:.4f} at step {best}, in model.safetensors"
+    assert result in sweep.stdout
+    assert same(weights(folder), saved_weights(folder, best))
     with safe_open(folder / "model.safetensors", "pt") as file:
-        told = file.metadata()
-    assert (told["step"], float(told["eval/loss"])) == (str(best), losses[best])
+        metadata = file.metadata()
+    assert (metadata["step"], float(metadata["eval/loss"])) == (str(best), losses[best])
 
 
-def test_a_checkpoint_holds_the_figures_of_its_own_step(sweep: Ended) -> None:
-    """None between two evaluations passes for the best by an older state's loss."""
+def test_a_checkpoint_has_the_metrics_of_its_own_step(sweep: CommandResult) -> None:
+    """So a checkpoint between two evaluations cannot count as the best."""
     folder = run_dir(sweep, "all")
     saved = {
-        step: read_manifest(folder / "checkpoints" / f"step-{step:08d}").metrics
-        for step in steps(folder)
+        step: read_manifest(checkpoint_dir(folder, step)).metrics
+        for step in checkpoint_steps(folder)
     }
     assert list(saved) == list(range(1, 13))
-    found = {step: one["eval/loss"] for step, one in saved.items() if "eval/loss" in one}
-    assert found == evaluations(folder)
-    assert list(found) == [3, 6, 9, 12]
+    evaluated = {step: part["eval/loss"] for step, part in saved.items() if "eval/loss" in part}
+    assert evaluated == evaluations(folder)
+    assert list(evaluated) == [3, 6, 9, 12]
     losses = {line["step"]: line["train/loss"] for line in metrics(folder) if "train/loss" in line}
-    assert {step: one["train/loss"] for step, one in saved.items()} == losses
-    assert same(weights(folder), at(folder, min(found, key=lambda step: found[step] or 0.0)))
+    assert {step: part["train/loss"] for step, part in saved.items()} == losses
+    best = min(evaluated, key=lambda step: evaluated[step] or 0.0)
+    assert same(weights(folder), saved_weights(folder, best))
 
 
-def test_a_run_starts_from_what_another_left(starts: Ended) -> None:
-    """From a run its best checkpoint counts; a split model takes a whole one's weights."""
+def test_a_run_starts_from_what_another_left(starts: CommandResult) -> None:
+    """A run gives its best checkpoint; a split model takes the weights of a whole model."""
     assert (starts.exit_code, starts.stderr) == (0, "")
     best = run_dir(starts, "best")
     assert same(weights(run_dir(starts, "run")), weights(best))
-    assert same(weights(run_dir(starts, "checkpoint")), at(best, 12))
+    assert same(weights(run_dir(starts, "checkpoint")), saved_weights(best, 12))
     assert same(weights(run_dir(starts, "split")), weights(best))
-    assert not same(at(best, 12), weights(best))
+    assert not same(saved_weights(best, 12), weights(best))
 
 
-def test_the_demo_saves_each_fourth_step(sweep: Ended) -> None:
-    """As its YAML says, and keeps three."""
-    assert steps(run_dir(sweep, "checkpoint_demo")) == [12, 16, 20]
+def test_the_demo_saves_every_fourth_step(sweep: CommandResult) -> None:
+    """It keeps three checkpoints, as its YAML says."""
+    assert checkpoint_steps(run_dir(sweep, "checkpoint_demo")) == [12, 16, 20]
 
 
-def test_a_resumed_run_does_not_read_its_weights_again(starts: Ended) -> None:
-    """They are gone, and the run goes on."""
+def test_a_resumed_run_does_not_read_its_weights_again(starts: CommandResult) -> None:
+    """It continues although they are gone."""
     (run_dir(starts, "best") / "model.safetensors").rename(starts.folder / "elsewhere")
     folder = run_dir(starts, "split")
     try:
@@ -186,23 +189,24 @@ def test_a_resumed_run_does_not_read_its_weights_again(starts: Ended) -> None:
     assert record(folder)["step"] == 3
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(sweep: Ended) -> None:
-    """It says that nothing is left to resume from, and what the run has logged stays."""
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(sweep: CommandResult) -> None:
+    """The error says that nothing is left to resume from; the run's files stay as they were."""
     folder = sweep.folder / "damaged"
     shutil.copytree(run_dir(sweep, "steps"), folder)
     for state in folder.glob("checkpoints/*/state.pt"):
         os.truncate(state, 100)
     end = run_command(f"resume={folder}", "train.max_steps=12", folder=sweep.folder)
-    assert end.exit_code == 2
-    assert end.stderr.startswith("error: nothing is left to resume from: every checkpoint in ")
-    assert len(end.stderr.splitlines()) == 1
-    assert record(folder) == record(run_dir(sweep, "steps"))  # what it was, it still is
+    sentence = "nothing is left to resume from: every checkpoint in "
+    assert error_line(end).startswith(sentence)
+    assert record(folder) == record(run_dir(sweep, "steps"))
     assert metrics(folder) == metrics(run_dir(sweep, "steps"))
-    assert steps(folder) == [8, 9]
+    assert checkpoint_steps(folder) == [8, 9]
 
 
-def test_a_metric_that_the_dataset_will_not_have_is_refused_at_once(sweep: Ended) -> None:
-    """Before the first step, not after the last."""
+def test_monitoring_a_metric_without_classes_is_an_error_at_once(
+    sweep: CommandResult,
+) -> None:
+    """The job ends before its first step."""
     assert sweep.exit_code == 2
     fields = record(run_dir(sweep, "regression"))
     assert fields["error"]["sentence"].startswith(
@@ -211,13 +215,13 @@ def test_a_metric_that_the_dataset_will_not_have_is_refused_at_once(sweep: Ended
     assert [line.split()[1] for line in sweep.stdout.splitlines() if line.startswith("experiment=")]
 
 
-def test_the_experiment_by_f1_keeps_three_and_loads_the_best(sweep: Ended) -> None:
-    """Its own numbers say which; every metric that may be monitored is in a checkpoint."""
+def test_the_experiment_by_f1_keeps_three_and_loads_the_best(sweep: CommandResult) -> None:
+    """Its metrics say which is the best; a checkpoint has every metric that can be monitored."""
     folder = run_dir(sweep, "best_by_f1")
     scores = {line["step"]: line["eval/f1"] for line in metrics(folder) if "eval/f1" in line}
     best = max(scores, key=lambda step: scores[step])
     assert scores[best] >= 0.95
-    assert set(steps(folder)) == {*sorted(scores)[-3:], best}
+    assert set(checkpoint_steps(folder)) == {*sorted(scores)[-3:], best}
     assert record(folder)["metrics"]["best/f1"] == scores[best]
-    newest = folder / "checkpoints" / f"step-{max(scores):08d}"
+    newest = checkpoint_dir(folder, max(scores))
     assert set(MONITORS) <= set(read_manifest(newest).metrics)

@@ -1,34 +1,26 @@
-"""Ranks that fail in every way, in the real runs of one command: who is named, what restarts."""
+"""Ranks that fail in every way, in one real sweep: which rank is named, what restarts."""
 
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import (
-    TIME_LIMIT_S,
-    background,
-    ended,
-    fork_server,
-    gang,
-    last_step,
-    record,
-    wait_for,
-    write_experiment,
-)
+from commands import TIME_LIMIT_S, background, fork_server, rank_processes, wait_for, wait_for_end
+from configs import write_experiment
+from run_folders import last_step, record
 
-# Rank 1 fails as it is told while rank 0 waits for it in a collective.
+# Rank 1 fails while rank 0 waits for it in a collective.
 FAULTY = '''
 import os, signal, subprocess, time
 import torch
 from torch import nn
 
 class Faulty(nn.Linear):
-    """Works for two steps; then rank 1 does what is asked, and every rank starts a child before."""
+    """Works for two steps; then rank 1 fails in the chosen way."""
 
     def __init__(self, fault):
         super().__init__(10, 5)
         self.fault, self.calls = fault, 0
-        if fault == "mother":
+        if fault == "parent":
             child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             with open(f"child-{os.environ['RANK']}", "w") as file:
                 file.write(str(child.pid))
@@ -41,18 +33,18 @@ class Faulty(nn.Linear):
             return super().forward(inputs) * float("nan")
         if os.environ["RANK"] == "1":
             match self.fault:
-                case "mother" | "again":
+                case "parent" | "again":
                     os.kill(os.getpid(), signal.SIGKILL)
-                case "stopped":
+                case "suspended":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "wait":
                     time.sleep(600)
         return super().forward(inputs)
 '''
-ANY = None  # every rank fails alike
-ROWS = {  # fault: rank and kind of the failure, the start of its sentence, and the restarts
-    "mother": (1, "signal", "rank 1 was killed by SIGKILL", 0),
-    "stopped": (1, "late", "rank 1 did not reach the collective in which the others waited", 0),
+ANY = None  # all ranks fail alike
+ROWS = {  # by fault: rank and kind of the failure, the beginning of its sentence, the restarts
+    "parent": (1, "signal", "rank 1 was killed by SIGKILL", 0),
+    "suspended": (1, "late", "rank 1 did not reach the collective in which the others waited", 0),
     "not_finite": (ANY, "user", "train/loss became nan", 0),
     "again": (ANY, "user", "three restarts in a row made no progress beyond step 0", 3),
     "wait": (0, "signal", "the process that the ranks are forked from was killed", 0),
@@ -61,10 +53,10 @@ ROWS = {  # fault: rank and kind of the failure, the start of its sentence, and 
 
 @pytest.mark.timeout(900)
 def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) -> None:
-    """A job for each way, in one sweep, whose launcher goes on; what the user caused ends at once.
+    """A sweep has a job for each fault; its launcher survives all of them.
 
-    A failure that would only repeat is not restarted, and restarts without progress stop. A stopped
-    rank is killed by the supervisor; children of ranks end with them.
+    A failure that the user must fix is not restarted, and restarts without progress stop. The
+    supervisor kills a suspended rank. Children of ranks end with them.
     """
     (tmp_path / "faulty.py").write_text(FAULTY)
     for fault, (*_, restarts) in ROWS.items():
@@ -92,9 +84,9 @@ def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) ->
         environ={"PYTHONPATH": str(tmp_path)},
     ) as process:
         wait_for(lambda: process.poll() or last_step(runs["wait"]) >= 1, timeout_s=2 * TIME_LIMIT_S)
-        assert len(gang(process.pid)) == 2
+        assert len(rank_processes(process.pid)) == 2
         fork_server(process.pid).kill()
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert end.exit_code == 2
     for fault, (rank, kind, sentence, restarts) in ROWS.items():
         fields = record(runs[fault])
@@ -102,7 +94,7 @@ def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) ->
         assert (rank in (ANY, error["rank"]), error["kind"]) == (True, kind), (fault, error)
         assert error["sentence"].startswith(sentence), (fault, error)
         assert (fields["status"], fields["restarts"]) == ("failed", restarts), fault
-    assert "no stack could be read" in record(runs["stopped"])["error"]["sentence"]
+    assert "no stack could be read" in record(runs["suspended"])["error"]["sentence"]
     first = "the first of them: rank 1 was killed by SIGKILL"
     assert first in record(runs["again"])["error"]["sentence"]
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("child-*"))

@@ -1,4 +1,4 @@
-"""What a user sees in TensorBoard: its tabs in a real browser, with the numbers of the runs.
+"""TensorBoard's tabs in a real browser show the numbers of the runs.
 
 Needs the driver playwright (in the dev group) and a Chromium on the PATH, for example from
 ``apt-get install chromium``. DDP_RUNNER_SCREENSHOTS names a folder for the screenshots.
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boards import answer, served
-from commands import metrics, record, run_command, run_dirs, wait_for
+from commands import run_command, wait_for
+from run_folders import metrics, record, run_dirs
+from tensorboard_server import get_json, serve_tensorboard
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TIME_LIMIT_MS = 240_000
-# The rows of the HParams tab: each cell's text, which lies outside of the table's own tree.
+# The text of each cell of the HParams tab; it is outside of the table's own tree.
 ROWS = """grid => [...grid.shadowRoot.querySelectorAll("#header tr, #items tr")].map(
     row => [...row.querySelectorAll("slot")].map(
         slot => slot.assignedNodes().map(node => node.innerText).join("").trim()))"""
@@ -25,17 +26,17 @@ ROWS = """grid => [...grid.shadowRoot.querySelectorAll("#header tr, #items tr")]
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    """The path of a browser; without driver or browser the tests are skipped."""
-    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    """The path of a browser; skip the tests without a driver or a browser."""
+    pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev group")
     browsers = [path for name in BROWSERS if (path := shutil.which(name))]
     if not browsers:
-        pytest.skip(f"no {' or '.join(BROWSERS)} here: a browser comes with the system, not by pip")
+        pytest.skip(f"needs {' or '.join(BROWSERS)} on the PATH, which pip cannot install")
     return browsers[0]
 
 
 @pytest.fixture(scope="module")
 def sweep(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep over world sizes, of which the second job was resumed for two steps more."""
+    """A sweep over world sizes, whose second job was resumed for two more steps."""
     folder = tmp_path_factory.mktemp("sweep")
     keys = ("train.max_steps=4", "train.log_every_steps=1", "batch.global_size=20")
     end = run_command("-m", "model=convnet", "world_size=1,2", *keys, folder=folder)
@@ -52,7 +53,7 @@ def page(chromium: str) -> Iterator[Any]:
     """A tab of a headless browser."""
     from playwright.sync_api import sync_playwright
 
-    # A root without a user namespace, as in a container, has no sandbox.
+    # Chromium has no sandbox for root in a container.
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=options)
@@ -67,7 +68,7 @@ def tags(logdir: Path) -> dict[str, set[str]]:
     return {str(run.relative_to(logdir)): set(record(run)["metrics"]) for run in run_dirs(logdir)}
 
 
-def keep_picture(page: Any, name: str, folder: Path) -> None:
+def save_screenshot(page: Any, name: str, folder: Path) -> None:
     """Save what the browser shows."""
     folder = Path(os.environ.get("DDP_RUNNER_SCREENSHOTS", folder))
     page.screenshot(path=folder / f"{name}.png")
@@ -78,33 +79,33 @@ def shown(value: float) -> str:
     return f"{value:.4g}"
 
 
-def test_time_series_shows_each_run_under_what_it_varies(
+def test_time_series_names_each_run_by_its_overrides(
     sweep: Path, page: Any, tmp_path: Path
 ) -> None:
-    """With its last value; the resumed run's is the one that it came to in the end."""
-    with served(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
+    """Each has its last value; for the resumed run that is the value after the resume."""
+    with serve_tensorboard(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
         page.goto(f"{url}/#timeseries")
         card = page.locator("card-view", has_text="accuracy").first
         for run in run_dirs(sweep):
             row = card.locator("tb-data-table-content-row", has_text=run.name)
             row.get_by_text(shown(record(run)["metrics"]["eval/accuracy"])).first.wait_for()
         assert {run.name for run in run_dirs(sweep)} == {"world_size=1", "world_size=2"}
-        keep_picture(page, "time_series", tmp_path)
+        save_screenshot(page, "time_series", tmp_path)
 
 
 def test_images_has_a_confusion_matrix_for_each_evaluation(
     sweep: Path, page: Any, tmp_path: Path
 ) -> None:
-    """A card for each run, whose slider goes over the evaluations; a resume keeps the earlier."""
-    with served(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
+    """Each run has a card with all its evaluations, also those before a resume."""
+    with serve_tensorboard(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
         page.goto(f"{url}/#images")
         cards = page.locator("tf-image-loader", has_text="visuals/confusion_matrix")
         cards.nth(1).locator("img").first.wait_for()
         assert cards.count() == 2
-        keep_picture(page, "images", tmp_path)
+        save_screenshot(page, "images", tmp_path)
         query = "tag=visuals%2Fconfusion_matrix&sample=0"
         for run in run_dirs(sweep):
-            images = answer(f"{url}/data/plugin/images/images?run={run.name}&{query}")
+            images = get_json(f"{url}/data/plugin/images/images?run={run.name}&{query}")
             evaluated = [line["step"] for line in metrics(run) if "eval/loss" in line]
             assert [image["step"] for image in images] == evaluated
     assert evaluated == [4, 6]  # of the resumed run
@@ -114,10 +115,10 @@ def test_images_has_a_confusion_matrix_for_each_evaluation(
 def test_hparams_shows_every_metric_of_every_run(
     sweep: Path, page: Any, tmp_path: Path, what: str
 ) -> None:
-    """A row for each run, a column for each metric, in each cell its last value; no cell blank."""
+    """A row for each run and a column for each metric, with its last value in every cell."""
     runs = run_dirs(sweep) if what == "sweep" else run_dirs(sweep)[1:]
     logdir = sweep if what == "sweep" else runs[0]
-    with served(logdir, folder=tmp_path, wanted=tags(logdir)) as url:
+    with serve_tensorboard(logdir, folder=tmp_path, wanted=tags(logdir)) as url:
         page.set_viewport_size({"width": 3600, "height": 1400})
         page.goto(f"{url}/#hparams")
         boxes = page.locator("tf-hparams-query-pane .metric-checkbox")
@@ -128,7 +129,7 @@ def test_hparams_shows_every_metric_of_every_run(
         grid = page.locator("tf-hparams-table-view vaadin-grid")
         wanted = {name for run in runs for name in record(run)["metrics"]}
         wait_for(lambda: wanted <= set(grid.evaluate(ROWS)[0]) and len(grid.evaluate(ROWS)) > 1)
-        keep_picture(page, f"hparams_{what.replace(' ', '_')}", tmp_path)
+        save_screenshot(page, f"hparams_{what.replace(' ', '_')}", tmp_path)
         header, *lines = grid.evaluate(ROWS)
     rows = [dict(zip(header, line, strict=False)) for line in lines]
     assert [row["Trial ID"] for row in rows] == (
@@ -144,8 +145,8 @@ def test_hparams_shows_every_metric_of_every_run(
 def test_custom_scalars_show_the_same_charts_for_all_runs(
     sweep: Path, page: Any, tmp_path: Path
 ) -> None:
-    """By category; pointed at, a chart tells the values; one shows what a step's time goes into."""
-    with served(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
+    """By category; a chart shows its values under the mouse; one chart shows a step's parts."""
+    with serve_tensorboard(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
         page.goto(f"{url}/#custom_scalars")
         cards = page.locator("tf-custom-scalar-multi-line-chart-card")
         for chart in ("accuracy", "learning rate", "samples per second", "what a step's time"):
@@ -164,5 +165,5 @@ def test_custom_scalars_show_the_same_charts_for_all_runs(
         for run in run_dirs(sweep):
             row = page.locator("tr", has_text=f"eval/accuracy ({run.name})")
             row.get_by_text(shown(record(run)["metrics"]["eval/accuracy"])).first.wait_for()
-        keep_picture(page, "custom_scalars", tmp_path)
+        save_screenshot(page, "custom_scalars", tmp_path)
     assert len(metrics(run_dirs(sweep)[1])) == 8  # six steps, two evaluations

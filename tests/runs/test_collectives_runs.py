@@ -1,29 +1,18 @@
-"""Real commands of ``task=collectives``: what they leave, a wrong result, Ctrl-C."""
+"""Real runs of ``task=collectives``: what they leave, a wrong result, Ctrl-C."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import (
-    Ended,
-    background,
-    ended,
-    last_step,
-    metrics,
-    record,
-    run_command,
-    wait_for,
-    write_experiment,
-)
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from commands import TORCHRUN, CommandResult, background, run_command, wait_for, wait_for_end
+from configs import write_experiment
+from run_folders import last_step, metrics, rank_log, record, scalars, tensorboard_scalars
 
 from ddp_runner.collectives.operations import OPERATIONS
 from ddp_runner.config.schema import OPS
 
-TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2")
 TINY = (
     "task=collectives",
     "collectives.min_bytes=1001",
@@ -32,31 +21,31 @@ TINY = (
     "collectives.warmup_steps=1",
     "collectives.steps=3",
 )
-# The runner, but rank 1 gets nothing of a broadcast.
+# The runner, but rank 1 does not receive broadcasts.
 LOSING_A_BROADCAST = """
 import os, runpy
 from dataclasses import replace
-from ddp_runner.collectives import operations as collective_ops
+from ddp_runner.collectives import operations
 if os.environ["RANK"] == "1":
-    right = collective_ops.OPERATIONS["broadcast"]
+    right = operations.OPERATIONS["broadcast"]
     bind = lambda source, target, op: right.bind(source.clone(), target, op)
-    collective_ops.OPERATIONS["broadcast"] = replace(right, bind=bind)
+    operations.OPERATIONS["broadcast"] = replace(right, bind=bind)
 runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Two world sizes; whatever there is, and what gloo does not have."""
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+    """Two world sizes, each with all operations, and with reductions that gloo does not support."""
     folder = tmp_path_factory.mktemp("sweep")
     write_experiment(folder / "conf", "all", *TINY, "collectives.dtypes=[float32,int32]")
-    refused = ("collectives.dtypes=[int32]", "collectives.reduce_ops=[sum,mean]")
-    write_experiment(folder / "conf", "refused", *TINY, *refused)
+    unsupported = ("collectives.dtypes=[int32]", "collectives.reduce_ops=[sum,mean]")
+    write_experiment(folder / "conf", "unsupported", *TINY, *unsupported)
     return run_command(
         "-m",
         "--config-dir",
         "conf",
-        "experiment=all,refused",
+        "experiment=all,unsupported",
         "world_size=2,3",
         "hydra.sweep.dir=sweep",
         folder=folder,
@@ -64,19 +53,17 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
-    """Return what metrics.jsonl shall tell of a row of run.json."""
+    """Return the metrics of a row of run.json."""
     name = "_".join(filter(None, (row["op"], row["dtype"], row["reduce_op"])))
-    found = {f"collectives/{name}/latency_us_{key}": row["latency_us"][key] for key in
-             ("median", "p95", "min", "max")}  # fmt: skip
+    values = {f"latency_us_{key}": value for key, value in row["latency_us"].items()}
     if row["op"] != "barrier":
-        for key in ("algbw_gb_per_s", "busbw_gb_per_s"):
-            found[f"collectives/{name}/{key}"] = row[key]
-    return found
+        values |= {key: row[key] for key in ("algbw_gb_per_s", "busbw_gb_per_s")}
+    return {f"collectives/{name}/{key}": value for key, value in values.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_run_tells_the_same_numbers_everywhere(sweep: Ended, world_size: int) -> None:
-    """run.json, metrics.jsonl and the event file agree; the figures follow from each other."""
+def test_all_files_of_a_run_have_the_same_numbers(sweep: CommandResult, world_size: int) -> None:
+    """run.json, metrics.jsonl and the event file agree; bandwidths follow from latencies."""
     run_dir = sweep.folder / "sweep" / f"experiment=all,world_size={world_size}"
     fields = record(run_dir)
     assert (fields["status"], fields["error"], fields["task"]) == ("completed", None, "collectives")
@@ -97,53 +84,50 @@ def test_a_run_tells_the_same_numbers_everywhere(sweep: Ended, world_size: int) 
         factor = OPERATIONS[row["op"]].bus_factor(world_size)
         assert row["busbw_gb_per_s"] == pytest.approx(row["algbw_gb_per_s"] * factor)
 
-    told = {(row["bytes"], key): value for row in rows for key, value in numbers_of(row).items()}
-    lines = metrics(run_dir)
-    assert {(line["step"], key): line[key] for line in lines for key in line if "/" in key} == told
+    measured = {
+        (row["bytes"], key): value for row in rows for key, value in numbers_of(row).items()
+    }
+    assert scalars(run_dir) == measured
     assert fields["metrics"] == {
         key: value for row in rows for key, value in numbers_of(row).items()
     }
-    scalars = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    shown = {
-        (event.step, key): event.value
-        for key in scalars.Tags()["scalars"]
-        for event in scalars.Scalars(key)
-    }
-    assert shown == pytest.approx(told, rel=1e-6)
+    assert tensorboard_scalars(run_dir) == pytest.approx(measured, rel=1e-6)
     assert [path.name for path in sorted((run_dir / "logs").iterdir())] == [
         f"rank-{rank}.log" for rank in range(world_size)
     ]
 
 
-def test_what_a_backend_lacks_is_listed(sweep: Ended) -> None:
-    """By default in the table and in run.json; asked for by name it ends the job, in one line."""
+def test_unsupported_operations_are_listed(sweep: CommandResult) -> None:
+    """In the log and in run.json; an operation that the config names ends the job in one line."""
     assert sweep.exit_code == 2
     for world_size in (2, 3):
         run_dir = sweep.folder / "sweep" / f"experiment=all,world_size={world_size}"
-        missing = {(one["op"], one["dtype"], one["reduce_op"]): one["reason"]
-                   for one in record(run_dir)["not_in_backend"]}  # fmt: skip
+        missing = {
+            (row["op"], row["dtype"], row["reduce_op"]): row["reason"]
+            for row in record(run_dir)["not_in_backend"]
+        }
         ops = ("reduce", "all_reduce", "reduce_scatter")
         assert set(missing) == {(op, "int32", "mean") for op in ops}
-        text = (run_dir / "logs" / "rank-0.log").read_text()
+        text = rank_log(run_dir)
         assert text.count(" unsupported by gloo: ") == 3
         assert all(reason in text for reason in missing.values())
-        other = record(run_dir.with_name(f"experiment=refused,world_size={world_size}"))
+        other = record(run_dir.with_name(f"experiment=unsupported,world_size={world_size}"))
         assert (other["status"], other["error"]["kind"]) == ("failed", "user")
         assert other["error"]["sentence"].endswith("write collectives.reduce_ops=[sum]")
 
 
-def test_the_table_of_a_sweep_shows_a_bandwidth(sweep: Ended) -> None:
-    """All-reduce's, of the largest message."""
+def test_the_table_of_a_sweep_shows_a_bandwidth(sweep: CommandResult) -> None:
+    """The bandwidth of the largest all-reduce."""
     name = "collectives/all_reduce_float32_sum/busbw_gb_per_s"
     for world_size in (2, 3):
         job = f"experiment=all,world_size={world_size}"
-        (line,) = [one for one in sweep.stdout.splitlines() if one.startswith(f"{job} ")]
+        (line,) = [line for line in sweep.stdout.splitlines() if line.startswith(f"{job} ")]
         value = record(sweep.folder / "sweep" / job)["metrics"][name]
         assert line.endswith(f"{name} {value:.4f}")
 
 
 def test_a_wrong_result_fails_the_run(tmp_path: Path) -> None:
-    """Under torchrun, with a broadcast that rank 1 does not get: operation, dtype, size, rank."""
+    """Under torchrun, with a broadcast that rank 1 does not receive."""
     script = tmp_path / "losing.py"
     script.write_text(LOSING_A_BROADCAST)
     end = run_command(
@@ -158,15 +142,15 @@ def test_a_wrong_result_fails_the_run(tmp_path: Path) -> None:
     sentence = fields["error"]["sentence"]
     assert "broadcast_float32 of 1004 bytes gave a wrong result: rank 1 holds " in sentence
     steps = {line["step"] for line in metrics(end.run_dir)}
-    assert steps == {1008, 5008}  # all_gather came first, and was right
+    assert steps == {1008, 5008}  # all_gather came first, and was correct
 
 
-def test_ctrl_c_ends_between_two_calls(tmp_path: Path) -> None:
-    """Every rank ends, the status says preempted, and what was measured is kept."""
+def test_ctrl_c_ends_a_run_between_two_calls(tmp_path: Path) -> None:
+    """Every rank ends, the status is preempted, and the measurements are kept."""
     with background(*TINY, "world_size=2", "collectives.steps=2000", folder=tmp_path) as process:
         wait_for(lambda: last_step(tmp_path) > 0)
         os.kill(process.pid, signal.SIGINT)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert end.exit_code == 130
     fields = record(end.run_dir)
     assert fields["status"] == "preempted"

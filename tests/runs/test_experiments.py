@@ -1,15 +1,17 @@
-"""Every system of the tutorials through its own command, shortened; and what the YAMLs promise."""
+"""The experiments of conf/, shortened: each runs, and each YAML says what to expect."""
 
 import json
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from commands import CONFIG_DIR, Ended, background, ended, metrics, record, run_command
+from commands import CommandResult, background, free_port, run_command, wait_for_end
+from run_folders import metrics, rank_log, record
+
+from ddp_runner.config.schema import CONFIG_DIR
 
 EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))
-# Those that need neither files nor another machine, with what their runs must show.
+# Experiments that need no files and no other machine, with the mode that their runs must have.
 OFFLINE = {
     "toy_ddp": "ddp",
     "toy_model_parallel": "ddp_mp",
@@ -22,7 +24,7 @@ OFFLINE = {
     "what_ddp_guarantees": "ddp",
     "slow_rank": "ddp",
 }
-# Covered elsewhere: by files of their own, or below.
+# Experiments with tests of their own, here or in another file.
 OTHERS = {
     "mnist_ddp",
     "parameter_server",
@@ -36,8 +38,8 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """All of them as one sweep, six steps each."""
+def offline(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+    """All offline experiments as one sweep, six steps each."""
     return run_command(
         "-m",
         f"experiment={','.join(OFFLINE)}",
@@ -51,16 +53,16 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.parametrize("name", [name for name in OFFLINE if name != "slow_rank"])
-def test_each_offline_experiment_completes(offline: Ended, name: str) -> None:
-    """It runs under the mode it is about and leaves its results."""
+def test_each_offline_experiment_completes(offline: CommandResult, name: str) -> None:
+    """It runs in its mode and leaves its results."""
     fields = record(offline.folder / "sweep" / f"experiment={name}")
     assert (fields["status"], fields["parallelism"]) == ("completed", OFFLINE[name])
     assert fields["world_size"] == 2
     assert fields.get("metrics") or fields["checks"]
 
 
-def test_a_rank_that_is_late_is_named_with_its_stack(offline: Ended) -> None:
-    """The others time out; the sentence has the late rank, the timeout and where it slept."""
+def test_a_late_rank_is_named_with_its_stack(offline: CommandResult) -> None:
+    """The others time out; the sentence has the late rank, the timeout and where the rank slept."""
     fields = record(offline.folder / "sweep" / "experiment=slow_rank")
     sentence = fields["error"]["sentence"]
     assert (fields["status"], fields["error"]["rank"]) == ("failed", 1)
@@ -72,7 +74,7 @@ def test_a_rank_that_is_late_is_named_with_its_stack(offline: Ended) -> None:
 
 @pytest.mark.real_data
 def test_the_experiments_on_mnist_complete(data_root: Path, tmp_path: Path) -> None:
-    """The tutorial's ConvNet and the parameter server, a few steps of each."""
+    """The tutorial's ConvNet and the parameter server take a few steps each."""
     end = run_command(
         "-m",
         "experiment=mnist_ddp,parameter_server",
@@ -90,13 +92,10 @@ def test_the_experiments_on_mnist_complete(data_root: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_static", [True, False], ids=["static", "c10d"])
 def test_two_nodes_make_one_world(tmp_path: Path, is_static: bool) -> None:
-    """Two launchers, each with two ranks: four ranks, one run folder, one event file."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Two launchers with two ranks each: four ranks, one run folder."""
     command = (
         "experiment=two_nodes",
-        f"launch.rdzv_endpoint=127.0.0.1:{port}",
+        f"launch.rdzv_endpoint=127.0.0.1:{free_port()}",
         "train.max_steps=4",
     )
     folders = [tmp_path / "0", tmp_path / "1"]
@@ -112,17 +111,20 @@ def test_two_nodes_make_one_world(tmp_path: Path, is_static: bool) -> None:
             )
             for node_rank, folder in enumerate(folders)
         ]
-        ends = [ended(process, folder) for process, folder in zip(processes, folders, strict=True)]
+        ends = [
+            wait_for_end(process, folder)
+            for process, folder in zip(processes, folders, strict=True)
+        ]
     assert [end.exit_code for end in ends] == [0, 0]
-    (run_dir,) = [one for end in ends for one in end.run_dirs]
+    (run_dir,) = [run_dir for end in ends for run_dir in end.run_dirs]
     fields = record(run_dir)
     assert (fields["status"], fields["world_size"], fields["num_nodes"]) == ("completed", 4, 2)
-    assert "0 to 3, over all nodes" in (run_dir / "logs" / "rank-0.log").read_text()
+    assert "0 to 3, over all nodes" in rank_log(run_dir)
 
 
 @pytest.mark.slow
 def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
-    """Strong and weak, without -m: what cannot be is skipped, ddp is predicted, parity holds."""
+    """Strong and weak scaling: invalid jobs are skipped, ddp has a prediction, parity holds."""
     end = run_command(
         "experiment=scaling_study",
         "seed=0",
@@ -135,11 +137,11 @@ def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
     assert (end.exit_code, end.stderr) == (0, "")
     assert "parallelism=single,world_size=2,scaling=weak" in end.stdout
     report = tmp_path / "sweep" / "report"
-    found = json.loads((report / "comparison.json").read_text())
-    assert [fit["world_size"] for fit in found["all_reduces"]] == [2]
+    comparison = json.loads((report / "comparison.json").read_text())
+    assert [fit["world_size"] for fit in comparison["all_reduces"]] == [2]
     rows = {
         (row["setting"]["parallelism.name"], row["world_size"], kind): row
-        for row in found["rows"]
+        for row in comparison["rows"]
         for kind in ("strong", "weak")
         if row[kind]
     }
@@ -150,19 +152,19 @@ def test_a_scaling_study_ends_in_its_report(tmp_path: Path) -> None:
         assert 0 < predicted["speedup"] < 2
         assert predicted["parts_ms"]["comm"] > 0
         assert set(predicted["parts_ms"]) == set(predicted["measured_ms"])
-    assert all(one["first_break"] is None for one in found["parity"])
-    assert found["parity"]
+    assert all(verdict["first_break"] is None for verdict in comparison["parity"])
+    assert comparison["parity"]
     assert {path.suffix for path in report.iterdir()} > {".png", ".svg", ".csv", ".md", ".txt"}
 
 
 def test_every_experiment_has_a_test() -> None:
-    """A new one is run for real as soon as its YAML is there."""
+    """A new experiment needs a test as soon as its YAML exists."""
     assert {path.stem for path in EXPERIMENTS} == OFFLINE.keys() | OTHERS
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_an_experiment_opens_with_its_command_and_what_to_expect(path: Path) -> None:
-    """The first comment is the command that runs it; what comes out follows."""
+    """Its first comment is the command that runs it; the expected result follows."""
     head = [line for line in path.read_text().splitlines() if line.startswith("#")][1:]
     assert head[0].startswith("# python -m ddp_runner ")
     assert f"experiment={path.stem}" in head[0]

@@ -1,33 +1,37 @@
-"""Real commands, and what each must leave behind."""
+"""What real commands leave behind."""
 
 import os
 import shutil
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from commands import (
-    CONFIG_DIR,
     TORCHRUN,
-    Ended,
-    assert_same_state,
+    CommandResult,
     background,
-    ended,
-    last_step,
-    metrics,
-    numbers,
-    record,
+    free_port,
     run_command,
-    steps,
     wait_for,
-    write_experiment,
+    wait_for_end,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from configs import write_experiment
+from run_folders import (
+    assert_same_state,
+    checkpoint_dir,
+    checkpoint_steps,
+    last_step,
+    rank_log,
+    record,
+    reproducible_metrics,
+    scalars,
+    tensorboard_scalars,
+)
 from texts import write_reviews
 
+from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.tracking.outputs import claim
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -49,7 +53,7 @@ FIELDS = (
     "metrics",
     "error",
 )
-ODD_NAME = "a b=1,c='d' {é}"  # what a shell, Hydra and a URL each read in their own way
+ODD_NAME = "a b=1,c='d' {é}"  # special characters of the shell, Hydra and URLs
 TOY = ("model=toy", "train.max_steps=6", "train.log_every_steps=2", "train.num_threads=1")
 STOPPABLE = (
     "model=mnist_net",
@@ -60,69 +64,56 @@ STOPPABLE = (
     "train.log_every_steps=1",
     "train.num_threads=1",
 )
-# arguments, what is special about them, number of ranks
+# Overrides and number of ranks.
 TABLE = {
-    "single": (("parallelism=single", *TOY), "one process", 1),
-    "dp": (("parallelism=dp", *TOY), "DataParallel without GPUs", 1),
-    "ddp": (("parallelism=ddp", *TOY), "replicas", 2),
-    "ddp_mp": (("model=toy_mp", "parallelism=ddp_mp", *TOY[1:]), "replicas of two stages", 2),
-    "toy_slow": (("model=toy_slow", "model.delay_s=0.2", *TOY[1:]), "a rank that is late", 2),
-    "ps": (("parallelism=ps", "parallelism.mode=async", *TOY), "a server and a trainer", 2),
-    "toy_mp": (("model=toy_mp", "parallelism=ddp_mp", "world_size=1", *TOY[1:]), "one replica", 1),
-    "convnet": (("model=convnet", "train.max_steps=2"), "BatchNorm under DDP", 2),
-    "convnet_mp": (
-        ("model=convnet_mp", "parallelism=ddp_mp", "train.max_steps=2"),
-        "BatchNorm in two stages",
-        2,
-    ),
-    "mnist_net": (("model=mnist_net", "train.max_steps=2"), "dropout", 2),
-    "mnist_net_mp": (
-        ("model=mnist_net_mp", "parallelism=ddp_mp", "train.max_steps=2"),
-        "dropout in two stages",
-        2,
-    ),
+    "single": (("parallelism=single", *TOY), 1),
+    "dp": (("parallelism=dp", *TOY), 1),
+    "ddp": (("parallelism=ddp", *TOY), 2),
+    "ddp_mp": (("model=toy_mp", "parallelism=ddp_mp", *TOY[1:]), 2),
+    "toy_slow": (("model=toy_slow", "model.delay_s=0.2", *TOY[1:]), 2),
+    "ps": (("parallelism=ps", "parallelism.mode=async", *TOY), 2),
+    "toy_mp": (("model=toy_mp", "parallelism=ddp_mp", "world_size=1", *TOY[1:]), 1),
+    "convnet": (("model=convnet", "train.max_steps=2"), 2),
+    "convnet_mp": (("model=convnet_mp", "parallelism=ddp_mp", "train.max_steps=2"), 2),
+    "mnist_net": (("model=mnist_net", "train.max_steps=2"), 2),
+    "mnist_net_mp": (("model=mnist_net_mp", "parallelism=ddp_mp", "train.max_steps=2"), 2),
     "resnet18": (
         ("model=resnet18", "dataset.augmentation.crop_padding=2", "train.max_steps=2"),
-        "torchvision, augmented",
         2,
     ),
     "mobilenet_v3_small": (
         ("model=mobilenet_v3_small", "dataset=fake_images", "train.max_steps=2"),
-        "an object among the model's keys",
         2,
     ),
     "bert": (
         ("model=bert", "dataset.path=FOLDER/texts.csv", "model.ngrams=3", "train.max_steps=2"),
-        "texts of many lengths",
         2,
     ),
-    "accumulation": (("train.grad_accum_steps=3", *TOY), "skipped syncs", 2),
-    "bf16": (("train.precision=bf16", *TOY), "autocast", 2),
-    "deterministic": (("train.deterministic=true", *TOY), "deterministic operations", 2),
-    "cosine": (("scheduler=cosine", *TOY), "a schedule", 2),
-    "step": (("scheduler=step", *TOY), "a schedule by epochs", 2),
-    "plateau": (("scheduler=plateau", *TOY), "a schedule by a metric", 2),
-    "sgd": (("optimizer=sgd", *TOY), "plain SGD", 2),
-    "momentum": (("optimizer=momentum", *TOY), "SGD with momentum", 2),
-    "adam": (("optimizer=adam", *TOY), "Adam", 2),
-    "adamw": (("optimizer=adamw", *TOY), "AdamW", 2),
-    "strong": (("batch.global_size=40", "world_size=4", *TOY), "a fixed global batch", 4),
-    "tcp": (("launch.init_method=tcp://127.0.0.1:PORT", *TOY), "a rendezvous by port", 2),
-    "file": (("launch.init_method=file://FOLDER/store", *TOY), "a rendezvous by file", 2),
-    "undisturbed": (STOPPABLE, "what the resumed run below must equal", 2),
+    "accumulation": (("train.grad_accum_steps=3", *TOY), 2),
+    "bf16": (("train.precision=bf16", *TOY), 2),
+    "deterministic": (("train.deterministic=true", *TOY), 2),
+    "cosine": (("scheduler=cosine", *TOY), 2),
+    "step": (("scheduler=step", *TOY), 2),
+    "plateau": (("scheduler=plateau", *TOY), 2),
+    "sgd": (("optimizer=sgd", *TOY), 2),
+    "momentum": (("optimizer=momentum", *TOY), 2),
+    "adam": (("optimizer=adam", *TOY), 2),
+    "adamw": (("optimizer=adamw", *TOY), 2),
+    "strong": (("batch.global_size=40", "world_size=4", *TOY), 4),
+    "tcp": (("launch.init_method=tcp://127.0.0.1:PORT", *TOY), 2),
+    "file": (("launch.init_method=file://FOLDER/store", *TOY), 2),
+    "uninterrupted": (STOPPABLE, 2),  # the resumed run below must equal it
 }
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The whole table as one sweep: every row is a config file, since no grid holds them all."""
+def table(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+    """The whole table as one sweep over experiments, because no grid has just these rows."""
     folder = tmp_path_factory.mktemp("table")
     write_reviews(folder / "texts.csv")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for name, (overrides, _, _) in TABLE.items():
-        filled = [one.replace("PORT", port).replace("FOLDER", str(folder)) for one in overrides]
+    port = str(free_port())
+    for name, (overrides, _) in TABLE.items():
+        filled = [key.replace("PORT", port).replace("FOLDER", str(folder)) for key in overrides]
         write_experiment(folder / "conf", name, *filled)
     return run_command(
         "-m",
@@ -135,29 +126,20 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def check_run(run_dir: Path, *, world_size: int) -> dict[str, Any]:
-    """Hold a completed run's folder to what every run leaves; return its run.json."""
+    """Check what every completed run must leave in its folder; return its run.json."""
     fields = record(run_dir)
     assert set(FIELDS) <= set(fields)
     assert (fields["status"], fields["error"]) == ("completed", None)
     assert fields["world_size"] == world_size
     assert 0 < fields["startup_s"] < fields["wall_s"]
     assert fields["started_at"] < fields["finished_at"]
-    assert (run_dir / "checkpoints" / f"step-{fields['step']:08d}" / "manifest.json").exists()
+    assert (checkpoint_dir(run_dir, fields["step"]) / "manifest.json").exists()
 
-    lines = metrics(run_dir)
-    scalars = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     (_,) = run_dir.glob("events.out.tfevents.*")
-    told = {(line["step"], key): line[key] for line in lines for key in line if "/" in key}
-    shown = {
-        (event.step, key): event.value
-        for key in scalars.Tags()["scalars"]
-        for event in scalars.Scalars(key)
-    }
-    assert told
-    assert shown == pytest.approx(told, rel=1e-6)
-    assert fields["metrics"] == {
-        key: value for line in lines for key, value in line.items() if "/" in key
-    }
+    logged = scalars(run_dir)
+    assert logged
+    assert tensorboard_scalars(run_dir) == pytest.approx(logged, rel=1e-6)
+    assert fields["metrics"] == {key: value for (_, key), value in logged.items()}
 
     frozen = (run_dir / ".hydra" / "config.yaml").read_text()
     assert yaml.safe_load(frozen)["world_size"] == world_size  # not auto: resolved
@@ -165,39 +147,38 @@ def check_run(run_dir: Path, *, world_size: int) -> dict[str, Any]:
     logs = {path.name for path in (run_dir / "logs").iterdir()}
     assert logs == {f"rank-{rank}.log" for rank in range(world_size)}
     for rank in range(world_size):
-        text = (run_dir / "logs" / f"rank-{rank}.log").read_text()
+        text = rank_log(run_dir, rank)
         assert all(f" rank {rank} " in line for line in text.splitlines())
-    start = (run_dir / "logs" / "rank-0.log").read_text()
     ranks = f"{world_size} rank{'' if world_size == 1 else 's'} on 1 node"
     for fact in (f", {fields['backend']}, {ranks} (", "local rank ", "torch 2."):
-        assert fact in start
+        assert fact in rank_log(run_dir)
     return fields
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_each_row_leaves_a_whole_run(table: Ended, name: str) -> None:
-    """Exit code 0, and each row's folder holds one run with the numbers told twice."""
-    overrides, _, world_size = TABLE[name]
+def test_each_row_leaves_a_complete_run(table: CommandResult, name: str) -> None:
+    """Exit code 0, and each row's folder has a run whose files agree."""
+    overrides, world_size = TABLE[name]
     assert (table.exit_code, table.stderr) == (0, "")
     fields = check_run(table.folder / "sweep" / f"experiment={name}", world_size=world_size)
-    chosen = dict(one.split("=", 1) for one in overrides)
+    chosen = dict(override.split("=", 1) for override in overrides)
     assert fields["parallelism"] == chosen.get("parallelism", "ddp")
     assert fields["step"] == int(chosen.get("train.max_steps", fields["step"]))
     cores = len(os.sched_getaffinity(0))
-    wanted = chosen.get("train.num_threads", max(1, cores // world_size))
-    assert fields["num_threads"] == int(wanted)
+    num_threads = chosen.get("train.num_threads", max(1, cores // world_size))
+    assert fields["num_threads"] == int(num_threads)
 
 
 def test_every_mode_model_optimizer_and_schedule_has_a_row() -> None:
-    """A new option is run for real as soon as its YAML is there."""
-    chosen = {one for overrides, _, _ in TABLE.values() for one in overrides}
+    """A new option needs a row as soon as its YAML exists."""
+    chosen = {override for overrides, _ in TABLE.values() for override in overrides}
     for group in ("parallelism", "model", "optimizer", "scheduler"):
         options = {f"{group}={path.stem}" for path in (CONFIG_DIR / group).glob("*.yaml")}
         assert options - chosen <= {"scheduler=constant"}
 
 
 def test_the_default_run_learns_the_digits_in_a_folder_of_any_name(tmp_path: Path) -> None:
-    """No argument chooses a model: 0.95 and more of the digits; odd paths and secrets are safe."""
+    """It reaches accuracy 0.95 without an argument; odd paths work and secrets are not written."""
     run_dir, data = tmp_path / ODD_NAME, tmp_path / f"data {ODD_NAME}"
     data.mkdir()
     quoted = str(run_dir).replace("'", "\\'")
@@ -212,8 +193,8 @@ def test_the_default_run_learns_the_digits_in_a_folder_of_any_name(tmp_path: Pat
     frozen = (run_dir / ".hydra" / "config.yaml").read_text()
     assert yaml.safe_load(frozen)["data_root"] == str(data)
     assert yaml.safe_load(frozen)["launch"]["rdzv_id"] == "${oc.env:MY_SECRET}"
-    kept = [path for path in run_dir.rglob("*") if path.is_file()]
-    assert not [path for path in kept if b"hush-hush" in path.read_bytes()]
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hush-hush" in path.read_bytes()]
     (run_dir / ".hydra" / "config.yaml").write_text(frozen.replace("${oc.env:MY_SECRET}", "x"))
     assert check_run(run_dir, world_size=2)["metrics"]["eval/accuracy"] >= 0.95
 
@@ -232,9 +213,9 @@ def test_torchrun_starts_one_run(tmp_path: Path) -> None:
     assert end.run_dir.parent == tmp_path / "outputs" / "toy-random-ddp-ws2"
 
 
-def test_ranks_with_different_configs_refuse_each_other(tmp_path: Path) -> None:
-    """The key, its values and their ranks are named, and nothing is left."""
-    script = tmp_path / "each_its_own.py"
+def test_ranks_with_different_configs_do_not_start(tmp_path: Path) -> None:
+    """The key, its values and their ranks are named, and no folder is left."""
+    script = tmp_path / "own_seed.py"
     script.write_text(
         "import os, runpy, sys\n"
         "sys.argv.append('seed=' + os.environ['RANK'])\n"
@@ -246,31 +227,33 @@ def test_ranks_with_different_configs_refuse_each_other(tmp_path: Path) -> None:
     assert end.run_dirs == []
 
 
-def test_a_run_that_ctrl_c_stopped_goes_on_where_it_stood(table: Ended, tmp_path: Path) -> None:
-    """Stopped in mid-epoch and resumed: every number and the final state equal the undisturbed."""
-    undisturbed = table.folder / "sweep" / "experiment=undisturbed"
+def test_a_run_stopped_by_ctrl_c_continues_where_it_stopped(
+    table: CommandResult, tmp_path: Path
+) -> None:
+    """Stopped in mid-epoch and resumed, it equals the uninterrupted run bit for bit."""
+    uninterrupted = table.folder / "sweep" / "experiment=uninterrupted"
     with background(*STOPPABLE, folder=tmp_path) as process:
         wait_for(lambda: last_step(tmp_path) >= 11)
         os.kill(process.pid, signal.SIGINT)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (130, "")
     stopped = record(end.run_dir)
     assert stopped["status"] == "preempted"
-    assert steps(end.run_dir)[-1] == stopped["step"] < record(undisturbed)["step"]
+    assert checkpoint_steps(end.run_dir)[-1] == stopped["step"] < record(uninterrupted)["step"]
     assert f"resume={end.run_dir}" in end.stdout
 
     run_dir = end.run_dir
     resumed = run_command(f"resume={run_dir}", folder=tmp_path)
     assert (resumed.exit_code, resumed.stderr) == (0, "")
     assert resumed.run_dir == run_dir
-    assert numbers(run_dir) == numbers(undisturbed)
+    assert reproducible_metrics(run_dir) == reproducible_metrics(uninterrupted)
     assert record(run_dir)["status"] == "completed"
-    assert steps(run_dir) == steps(undisturbed)
-    assert_same_state(run_dir, undisturbed)
+    assert checkpoint_steps(run_dir) == checkpoint_steps(uninterrupted)
+    assert_same_state(run_dir, uninterrupted)
 
 
-def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
-    """A name that is taken already gets a number; nobody shares a folder."""
+def test_runs_that_start_in_the_same_second_get_separate_folders(tmp_path: Path) -> None:
+    """A name that is taken gets a number."""
     names = [claim(tmp_path / "2026-01-01_00-00-00").name for _ in range(3)]
     assert names == ["2026-01-01_00-00-00", "2026-01-01_00-00-00-2", "2026-01-01_00-00-00-3"]
     shutil.rmtree(tmp_path / names[1])

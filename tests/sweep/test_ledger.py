@@ -11,19 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import (
-    background,
-    ended,
-    last_step,
-    metrics,
-    record,
-    resolved,
-    run_command,
-    run_dirs,
-    wait_for,
-    write_experiment,
-)
-from sweeps import statuses, table_row, the_sweep
+from commands import background, run_command, wait_for, wait_for_end
+from configs import resolved, write_experiment
+from run_folders import last_step, metrics, record, run_dirs
+from sweeps import only_sweep, statuses, table_row
 
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
@@ -170,7 +161,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
         wait_for(lambda: list(tmp_path.glob(third)))
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    sweep = the_sweep(tmp_path)
+    sweep = only_sweep(tmp_path)
     assert list(statuses(sweep).values()) == [
         "completed",
         "completed",
@@ -186,7 +177,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
 
     end = run_command(*command, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
-    assert the_sweep(tmp_path) == sweep
+    assert only_sweep(tmp_path) == sweep
     assert set(statuses(sweep).values()) == {"completed"}
     assert [path.name for path in run_dirs(sweep)] == [f"seed={seed}" for seed in range(5)]
     assert {path: (path / "run.json").stat().st_mtime_ns for path in done} == done
@@ -227,7 +218,7 @@ def test_fail_fast_and_max_failures_stop_a_sweep(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         end = run_command(*rows, setting, folder=folder)
         assert end.exit_code == 2
-        found = list(statuses(the_sweep(folder)).values())
+        found = list(statuses(only_sweep(folder)).values())
         assert found == ["failed"] * number + ["queued"] * (3 - number)
 
 
@@ -238,7 +229,7 @@ def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
     with background(*command, folder=tmp_path) as process:
         wait_for(lambda: last_step(tmp_path) >= 1)
         write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=5")
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert [record(path)["step"] for path in end.run_dirs] == [300, 300, 300]
 
@@ -249,7 +240,7 @@ def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     with ExitStack() as stack:
         both = [stack.enter_context(background(*command, folder=one)) for one in folders]
-        ends = [ended(process, one) for process, one in zip(both, folders, strict=True)]
+        ends = [wait_for_end(process, one) for process, one in zip(both, folders, strict=True)]
     assert [end.exit_code for end in ends] == [0, 0]
     started = [
         line.split(": ")[1]

@@ -6,20 +6,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import (
-    background,
-    command_line,
-    compose_raw,
-    ended,
-    last_step,
-    record,
-    run_command,
-    wait_for,
-)
+from commands import background, command_line, run_command, wait_for, wait_for_end
+from configs import compose_raw
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
-from slowed import CONVNET, brake
-from sweeps import POLL_S, both_train, needs_two_cores, statuses, table_row, the_sweep
+from run_folders import last_step, record
+from slow_models import CONVNET, slow_models
+from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses, table_row
 
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.hydra_errors import user_error
@@ -79,12 +72,12 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     Started again with parallel jobs, the slot that is left takes those of the one that is killed.
     """
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")
-    slow = brake(tmp_path / "models")
+    slow = slow_models(tmp_path / "models")
     with background(*SEARCH, folder=tmp_path, environ=slow.environ) as process:
         wait_for(lambda: last_step(tmp_path) >= 3, every_s=POLL_S)
         os.kill(process.pid, signal.SIGINT)
-        assert ended(process, tmp_path).exit_code == 130
-    sweep = the_sweep(tmp_path)
+        assert wait_for_end(process, tmp_path).exit_code == 130
+    sweep = only_sweep(tmp_path)
     first, second, third = (
         f"optimizer.lr={rate},seed={seed}" for rate, seed in ((0.1, 1), (0.01, 1), ("1e+30", 3))
     )
@@ -94,9 +87,9 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     with background(*parallel, folder=tmp_path, environ=slow.environ, fresh=True) as process:
         wait_for(lambda: both_train(process, tmp_path), every_s=POLL_S)
         slot(process.pid).kill()
-        slow.let_go()
-        end = ended(process, tmp_path)
-    assert the_sweep(tmp_path) == sweep
+        slow.release()
+        end = wait_for_end(process, tmp_path)
+    assert only_sweep(tmp_path) == sweep
     assert statuses(sweep) == {first: "completed", second: "completed", third: "failed"}
     assert end.exit_code == 2
     assert all(table_row(end.stdout, name) for name in (first, second, third))

@@ -17,21 +17,19 @@ import psutil
 import pytest
 from commands import (
     TIME_LIMIT_S,
-    Ended,
+    CommandResult,
     background,
-    compose_raw,
-    ended,
-    last_step,
-    record,
+    rank_logs,
     run_command,
-    run_dirs,
     session_pids,
-    steps,
     wait_for,
+    wait_for_end,
 )
-from slowed import TOY as SLOWED_TOY
-from slowed import brake
-from sweeps import POLL_S, both_train, needs_two_cores, statuses, the_sweep, workers
+from configs import compose_raw
+from run_folders import checkpoint_steps, last_step, record, run_dirs
+from slow_models import TOY as SLOWED_TOY
+from slow_models import slow_models
+from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses
 
 from ddp_runner.cli.compose import register
 from ddp_runner.config.load import to_config
@@ -155,23 +153,23 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     """Two at a time; pinned as run.json says; each line tells its job; failures count over all."""
     lost = "optimizer.lr=0.1,1e30", "seed=range(5)", "sweep.max_failures=2", "train.max_steps=300"
     seen: dict[Path, set[int]] = {}
-    with background(*PARALLEL, *lost, folder=tmp_path, twins=2) as process:
+    with background(*PARALLEL, *lost, folder=tmp_path, spares=2) as process:
         while process.poll() is None:
-            for run_dir, worker in workers(process.pid):
+            for log, rank in rank_logs(process.pid):
                 with suppress(psutil.Error):
-                    seen[run_dir] = set(worker.cpu_affinity())
+                    seen[log.parent.parent] = set(rank.cpu_affinity())
             time.sleep(POLL_S)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert end.exit_code == 2
     check_places(end, seen)
     check_lines(end)
-    found = list(statuses(the_sweep(tmp_path)).values())
+    found = list(statuses(only_sweep(tmp_path)).values())
     assert found[:5] == ["completed"] * 5
     assert found.count("failed") in (2, 3)  # what another slot had begun came to its end
     assert set(found[5:]) == {"failed", "queued"}
 
 
-def check_places(end: Ended, seen: dict[Path, set[int]]) -> None:
+def check_places(end: CommandResult, seen: dict[Path, set[int]]) -> None:
     """Assert that two runs, never three, went on at a time, on cores that they did not share."""
     done = [record(run_dir) for run_dir in run_dirs(end.folder)]
     assert all(one["parallel_jobs"] is True for one in done)
@@ -196,7 +194,7 @@ def check_places(end: Ended, seen: dict[Path, set[int]]) -> None:
         assert cores == set(record(run_dir)["cores"])
 
 
-def check_lines(end: Ended) -> None:
+def check_lines(end: CommandResult) -> None:
     """Assert that what a job says, and its errors, are marked with its number."""
     live, _, table = end.stdout.partition("\njob  ")
     lines = live.splitlines()
@@ -231,32 +229,32 @@ def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
         "checkpoint.keep=1",
     )
     parallel = (*command, "sweep.parallel_jobs=2")
-    slow = brake(tmp_path / "models")
+    slow = slow_models(tmp_path / "models")
     saved = {"seed=0": 20, "seed=1": 20}
-    with background(*parallel, folder=tmp_path, environ=slow.environ, twins=2) as process:
+    with background(*parallel, folder=tmp_path, environ=slow.environ, spares=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=saved), every_s=POLL_S)
         process.kill()
         process.wait()
         wait_for(lambda: not session_pids(process.pid))
-    sweep = the_sweep(tmp_path)
+    sweep = only_sweep(tmp_path)
     assert list(statuses(sweep).values()) == ["running", "running", "queued"]
     reached = {run_dir.name: last_step(run_dir) for run_dir in run_dirs(sweep)}
 
-    with background(*parallel, folder=tmp_path, environ=slow.environ, twins=2) as process:
+    with background(*parallel, folder=tmp_path, environ=slow.environ, spares=2) as process:
         wait_for(lambda: both_train(process, tmp_path, beyond=reached), every_s=POLL_S)
         os.killpg(process.pid, signal.SIGINT)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
         wait_for(lambda: not session_pids(process.pid))
     assert (end.exit_code, end.stderr) == (130, "")
     assert end.stdout.count("again to end at once") == 1
     assert list(statuses(sweep).values()) == ["preempted", "preempted", "queued"]
     for run_dir in end.run_dirs:
         assert record(run_dir)["status"] == "preempted"
-        assert steps(run_dir)[-1] == record(run_dir)["step"] > 20
+        assert checkpoint_steps(run_dir)[-1] == record(run_dir)["step"] > 20
 
-    slow.let_go()
+    slow.release()
     assert run_command(*command, folder=tmp_path, environ=slow.environ).exit_code == 0
-    assert the_sweep(tmp_path) == sweep
+    assert only_sweep(tmp_path) == sweep
     assert set(statuses(sweep).values()) == {"completed"}
     parallel = [record(run_dir).get("parallel_jobs") for run_dir in run_dirs(sweep)]
     assert parallel == [True, True, None]
@@ -277,7 +275,7 @@ def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(TIME_LIMIT_S)
         wait_for(lambda: not session_pids(process.pid))
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (130, "")
     for run_dir in end.run_dirs:
         fields = record(run_dir)

@@ -6,19 +6,9 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-from commands import (
-    TIME_LIMIT_S,
-    background,
-    ended,
-    last_step,
-    record,
-    run_command,
-    run_dirs,
-    session_pids,
-    steps,
-    wait_for,
-    write_experiment,
-)
+from commands import TIME_LIMIT_S, background, run_command, session_pids, wait_for, wait_for_end
+from configs import write_experiment
+from run_folders import checkpoint_steps, last_step, record, run_dirs
 
 TOY = ("model=toy", "train.max_steps=3", "train.log_every_steps=1")
 
@@ -67,7 +57,7 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
     diverged = sweep / "experiment=diverged"
     assert record(diverged)["error"]["kind"] == "user"
     broken = int(re.findall(r"became .* by step (\d+)", record(diverged)["error"]["sentence"])[0])
-    assert not [step for step in steps(diverged) if step >= broken]  # never saved
+    assert not [step for step in checkpoint_steps(diverged) if step >= broken]  # never saved
 
 
 def test_two_sweeps_in_one_folder_do_not_meet(tmp_path: Path) -> None:
@@ -96,10 +86,10 @@ def test_ctrl_c_stops_the_jobs_that_wait_as_well(tmp_path: Path) -> None:
     ) as process:
         wait_for(lambda: last_step(tmp_path) >= 3)
         os.kill(process.pid, signal.SIGINT)
-        end = ended(process, tmp_path)
+        end = wait_for_end(process, tmp_path)
         wait_for(lambda: not session_pids(process.pid))
     assert end.exit_code == 130
     assert end.run_dir.name == "seed=1"
     assert record(end.run_dir)["status"] == "preempted"
-    assert steps(end.run_dir)[-1] == record(end.run_dir)["step"]
+    assert checkpoint_steps(end.run_dir)[-1] == record(end.run_dir)["step"]
     assert [line for line in end.stdout.splitlines() if line.startswith("seed=1 ")]

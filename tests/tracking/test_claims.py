@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import record, resolved
+from configs import resolved
+from run_folders import record
 
 from ddp_runner.config.schema import Config, work_hash
 from ddp_runner.dist_env import DistEnv

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import LAPTOP, compose_raw, resolved
+from configs import LAPTOP, compose_raw, resolved
 from generated_runs import lines_of, write_run
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import check_sentence, damaged, examples, faulty
+from properties import assert_one_line, damaged, examples, faulty
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -339,7 +339,7 @@ def test_a_frozen_config_resolves_or_is_refused(data: st.DataObject) -> None:
             explained = user_error(error)
             if explained is None:
                 raise
-            check_sentence(str(explained))
+            assert_one_line(str(explained))
 
 
 @given(faulty_yaml(b"dataset: digits\nmodel: toy\noptimizer: sgd\n"))

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import record
 from ranks import run_ranks
-from trainees import TOY, compose_config
+from run_folders import record
+from train_states import TOY, compose_config
 
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs

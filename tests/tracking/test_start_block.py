@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import resolved
+from configs import resolved
 
 from ddp_runner.config.schema import Config, config_hash, work_hash
 from ddp_runner.dist_env import DistEnv

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from boards import answer, served
-from commands import metrics, record, run_command
+from commands import run_command
+from run_folders import metrics, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
+from tensorboard_server import get_json, serve_tensorboard
 
 from ddp_runner.metric_names import METRICS
 from ddp_runner.tracking.run_dir import RunDir
@@ -63,14 +64,14 @@ def log(tracker: Tracker, steps: Iterable[int], *, scale: float = 1.0) -> None:
 
 def curves(url: str, run: str, tag: str) -> list[tuple[int, float]]:
     """Return the points of a curve as TensorBoard draws it."""
-    points = answer(f"{url}/data/plugin/scalars/scalars?run={run}&tag={tag}")
+    points = get_json(f"{url}/data/plugin/scalars/scalars?run={run}&tag={tag}")
     return [(step, value) for _, step, value in points]
 
 
 def session_groups(url: str) -> dict[str, dict[str, Any]]:
     """Return the rows of the HParams tab by their name."""
     question = {"allowedStatuses": STATUSES, "colParams": [], "startIndex": 0, "sliceSize": 9}
-    found = answer(f"{url}/data/plugin/hparams/session_groups", question)["sessionGroups"]
+    found = get_json(f"{url}/data/plugin/hparams/session_groups", question)["sessionGroups"]
     return {group["name"]: group for group in found}
 
 
@@ -104,7 +105,7 @@ def test_the_default_loader_shows_no_point_twice_after_resumes(tmp_path: Path) -
     log(last, [10], scale=100)
     last.close(status="completed")
     wanted = {"run": {"train/loss", "eval/loss"}}
-    with served(tmp_path / "board", folder=tmp_path / "server", wanted=wanted) as url:
+    with serve_tensorboard(tmp_path / "board", folder=tmp_path / "server", wanted=wanted) as url:
         losses = curves(url, "run", "train/loss")
         assert losses == [
             (step, pytest.approx(scale / step))
@@ -130,7 +131,7 @@ def test_hparams_has_a_row_with_values_for_each_run_however_it_ended(tmp_path: P
     resumed.close(status="completed")
     names = ("done", "failed", "stopped", "resumed")
     wanted = {name: {"train/loss", "eval/loss"} for name in names}
-    with served(board, folder=tmp_path / "server", wanted=wanted) as url:
+    with serve_tensorboard(board, folder=tmp_path / "server", wanted=wanted) as url:
         rows = session_groups(url)
     assert {name: [one["status"] for one in row["sessions"]] for name, row in rows.items()} == {
         "done": ["STATUS_SUCCESS"],
@@ -150,9 +151,9 @@ def test_hparams_has_values_where_the_logdir_is_the_run_itself(tmp_path: Path) -
     log(tracker, range(1, 5))
     tracker.close(status="completed")
     wanted = {".": {"train/loss", "eval/loss"}}
-    with served(tmp_path / "run", folder=tmp_path / "server", wanted=wanted) as url:
+    with serve_tensorboard(tmp_path / "run", folder=tmp_path / "server", wanted=wanted) as url:
         (row,) = session_groups(url).values()
-        shown = answer(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
+        shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
     assert len(row["metricValues"]) == 2
     first = {one["name"] for one in shown if one["differs"]}
     names = ("model.name", "dataset.name", "parallelism.name", "world_size", "optimizer.lr")
@@ -192,8 +193,8 @@ def test_a_sweeps_jobs_show_first_what_they_vary(tmp_path: Path) -> None:
     content = plugin_data(tmp_path / "model=toy,seed=0", "hparams")
     assert set(content) == {"_hparams_/experiment", "_hparams_/session_start_info"}
     wanted = {"model=toy,seed=0": ops, "bench": ops}
-    with served(tmp_path, folder=tmp_path / ".server", wanted=wanted) as url:
-        shown = answer(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
+    with serve_tensorboard(tmp_path, folder=tmp_path / ".server", wanted=wanted) as url:
+        shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
     assert [one["name"] for one in shown if one["differs"]] == ["model.name", "seed"]
 
 

@@ -18,21 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import (
-    assert_same_state,
-    background,
-    gang,
-    last_step,
-    numbers,
-    run_command,
-    run_dirs,
-    wait_for,
-)
+from commands import background, rank_processes, run_command, wait_for
 from omegaconf import OmegaConf
 from ranks import run_ranks
+from run_folders import assert_same_state, last_step, reproducible_metrics, run_dirs
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainees import TOLERANCES, Trace, build, compose_config, equal, run_loop, with_setup
+from train_states import TOLERANCES, Trace, build, compose_config, equal, run_loop, with_setup
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
 from ddp_runner.config.schema import CONFIG_DIR, Config
@@ -476,7 +468,7 @@ def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path) -> 
     folder, first, second = tmp_path / "killed", randrange(4, 14), randrange(14, 30)
     with background(*KILLED, "launch.max_restarts=1", folder=folder) as process:
         wait_for(lambda: last_step(folder))
-        ranks = gang(process.pid)  # looked up beforehand: the run does not wait
+        ranks = rank_processes(process.pid)  # looked up beforehand: the run does not wait
         wait_for(lambda: last_step(folder) >= first)
         ranks[1].kill()
         (run_dir,) = run_dirs(folder)
@@ -487,5 +479,5 @@ def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path) -> 
     resumed = run_command(f"resume={run_dir}", folder=folder)
     assert (resumed.exit_code, resumed.stderr) == (0, "")
     assert log.read_text().count("resumed from") == 2
-    assert numbers(run_dir) == numbers(undisturbed), (first, second)
+    assert reproducible_metrics(run_dir) == reproducible_metrics(undisturbed), (first, second)
     assert_same_state(run_dir, undisturbed)

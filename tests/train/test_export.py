@@ -9,7 +9,7 @@ from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from trainees import TOY, Trace, at, build, compose_config, flat_weights
+from train_states import TOY, Trace, at, build, compose_config, flat_weights
 
 from ddp_runner.checkpoint.manifest import STATE
 from ddp_runner.checkpoint.store import save_checkpoint
@@ -51,8 +51,8 @@ def export_from(
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
     state = at(state, epoch=1, step=4, metrics={"eval/loss": LOSSES[4]})
-    export_best(state, RunDir(run_dir), logger=trace, log=trace.said.append)
-    return flat_weights(state.module), trace.said
+    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
+    return flat_weights(state.module), trace.logged
 
 
 def run(folder: Path, *damaged: int, load_best: bool = True) -> tuple[list[Tensor], list[str]]:
@@ -112,5 +112,5 @@ def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     fill(state.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
     state = at(state, epoch=1, step=4)
-    export_best(state, RunDir(run_dir), logger=trace, log=trace.said.append)
-    return trace.said
+    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
+    return trace.logged

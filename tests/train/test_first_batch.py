@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from trainees import MNIST_NET, TOY, build, compose_config
+from train_states import MNIST_NET, TOY, build, compose_config
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv

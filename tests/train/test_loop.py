@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from trainees import (
+from train_states import (
     MNIST_NET,
     NO_DROPOUT,
     STEPS_PER_EPOCH,

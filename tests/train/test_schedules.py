@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.optim import lr_scheduler
-from trainees import TOY, Trace, build, compose_config, run_loop
+from train_states import TOY, Trace, build, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from trainees import (
+from train_states import (
     MNIST_NET,
     NO_DROPOUT,
     STEPS_PER_EPOCH,
@@ -171,7 +171,7 @@ def test_run_resumes_at_another_world_size_and_mode(
     config = config_of(*MNIST_NET, *NO_DROPOUT, *keys, world_size=world_size)
     found = run_ranks(loop, world_size, config, tmp_path)[0]
     expected = uninterrupted(*MNIST_NET, *NO_DROPOUT)[0]
-    assert any("world size differs" in sentence for sentence in found.said)
+    assert any("world size differs" in sentence for sentence in found.logged)
     tolerances = TOLERANCES[torch.float32]
     torch.testing.assert_close(found.losses, expected.losses[MID_EPOCH:], **tolerances)
     torch.testing.assert_close(found.weights, expected.weights, **tolerances)

@@ -1,7 +1,6 @@
-"""Models that take their steps slowly while a file exists; a helper of the tests, not a test.
+"""Models that take slow steps while a file exists.
 
-A test that must meet a run in mid-training waits for it in this way however fast or busy the
-machine is, and then lets it go on at full speed.
+With them a test reaches a run in mid-training on any machine, and then lets it go on at full speed.
 """
 
 from dataclasses import dataclass
@@ -35,24 +34,24 @@ CONVNET = ("model=convnet", "model._target_=slowed_models.Conv", "allowed_target
 
 
 @dataclass(frozen=True)
-class Brake:
-    """Slows the models down until it is let go."""
+class SlowModels:
+    """The models' module in a folder; they are slow until ``release``."""
 
     folder: Path
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables that a command with such a model needs."""
+        """The variables that a command with one of these models needs."""
         return {"PYTHONPATH": str(self.folder), "SLOW_WHILE_THERE": str(self.folder / "slow")}
 
-    def let_go(self) -> None:
-        """Go on at full speed."""
+    def release(self) -> None:
+        """Let the models run at full speed."""
         (self.folder / "slow").unlink()
 
 
-def brake(folder: Path) -> Brake:
-    """Write the models' module into a new folder, and the file that slows them down."""
+def slow_models(folder: Path) -> SlowModels:
+    """Write the models' module and the file that slows them into a new folder."""
     folder.mkdir()
     (folder / "slowed_models.py").write_text(MODULE)
     (folder / "slow").touch()
-    return Brake(folder)
+    return SlowModels(folder)

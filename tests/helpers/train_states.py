@@ -1,4 +1,4 @@
-"""Composes configs, builds the state of a rank, and trains it by steps or by the loop."""
+"""Build the train state of a rank from a command line, and train it by steps or by the loop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,20 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
+from configs import resolved
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.cli.compose import register
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.load import chosen_keys, to_config
-from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import CONFIG_DIR, CheckpointConfig, Config, mode_needs
+from ddp_runner.config.schema import CheckpointConfig, Config, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.files import json_safe
-from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.train.build import build_setup, build_state
@@ -29,8 +25,7 @@ from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import Position, TrainState
 
-MACHINE = Hardware(num_gpus=0, num_cores=4)  # so that the tests resolve alike on every machine
-# 27 samples in batches of 8: an epoch has three full batches and a last one of three samples.
+# 27 samples in batches of 8: an epoch has three full batches, and a last one of three samples.
 SMALL = ("dataset.num_samples=27", "batch.global_size=8", "optimizer.lr=0.05")
 TOY = ("model=toy", *SMALL)
 MNIST_NET = ("model=mnist_net", "dataset=fake_images", "optimizer.momentum=0.9", *SMALL)
@@ -46,13 +41,13 @@ TOLERANCES = {
 
 @dataclass
 class Trace:
-    """What a rank's run produced; also the logger that records it."""
+    """What a rank's training produced; also the logger that records it."""
 
     losses: list[float] = field(default_factory=list)  # of each step, over the global batch
     lines: list[dict[str, float]] = field(default_factory=list)  # as logged, with their step
-    said: list[str] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
     saved_steps: list[int] = field(default_factory=list)
-    saved: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step, no perf/
+    saved: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, without perf/
     weights: Tensor = field(default_factory=lambda: torch.zeros(0))  # flat
     position: Position = field(default_factory=Position)
     status: str = ""
@@ -61,7 +56,7 @@ class Trace:
     def log(
         self, metrics: Mapping[str, float], *, step: int, epoch: int, confusion: object = None
     ) -> None:
-        """Record a line as in metrics.jsonl: NaN, which never compares equal, becomes None."""
+        """Record a line as metrics.jsonl has it: NaN becomes None, which compares equal."""
         self.lines.append({"step": step, **json_safe(metrics)})
 
     def first_loss(self, loss: float) -> None:
@@ -73,11 +68,7 @@ class Trace:
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:
     """Return the resolved config of a command line, on a machine with four cores."""
-    register()
-    keys = [f"world_size={world_size}", "backend.device=cpu", *overrides]
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        raw = compose("config", keys)
-    return resolve(to_config(raw), hardware=MACHINE, chosen=chosen_keys(keys))[0]
+    return resolved(f"world_size={world_size}", "backend.device=cpu", *overrides)[0]
 
 
 def build(env: DistEnv, config: Config) -> TrainState:
@@ -120,15 +111,15 @@ def with_setup(state: TrainState, **changes: Any) -> TrainState:
     return replace(state, setup=replace(state.setup, **changes))
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Return whether two states are equal, tensors bit for bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+def equal(tree: Any, other: Any) -> bool:
+    """Return whether two nested states are equal, tensors bit for bit."""
+    if isinstance(tree, Tensor):
+        return torch.equal(tree, other)
+    if isinstance(tree, dict):
+        return tree.keys() == other.keys() and all(equal(tree[key], other[key]) for key in tree)
+    if isinstance(tree, list | tuple):
+        return len(tree) == len(other) and all(map(equal, tree, other))
+    return bool(tree == other)
 
 
 def end_at(state: TrainState, step: int) -> None:
@@ -145,7 +136,7 @@ def take_steps(
     state, trace = state or build(env, config), Trace()
     batches = state.setup.batches
     end_at(state, num_steps)
-    if take_role(state, ended=set, log=trace.said.append) is None:
+    if take_role(state, ended=set, log=trace.logged.append) is None:
         while len(trace.losses) < num_steps:
             for batch in batches.epoch(len(trace.losses) // batches.steps_per_epoch):
                 trace.losses.append(global_loss(state, train_step(state, batch)))
@@ -165,22 +156,22 @@ def run_loop(
     stop_after: int | None = None,
     state: TrainState | None = None,
 ) -> Trace:
-    """Run the training loop, resuming from the newest checkpoint if there is one. Collective.
+    """Run the training loop from the newest checkpoint, if any. Collective: every rank must call.
 
     Args:
         env: this rank's place.
         config: resolved.
         max_steps: the last step; None for the config's.
-        folder: of the checkpoints; None only counts them.
+        folder: of the checkpoints; None saves none, but records their steps.
         stop_after: the step after which the last rank asks to stop.
-        state: already built; None builds it.
+        state: the state to train; None builds it.
 
     Returns:
-        The trace, with the loop's error if it raised.
+        The trace; it has the error if the loop raised ValueError.
     """
     state, trace = state or build(env, config), Trace()
     if folder is not None:
-        restore(state, config, folder, log=trace.said.append)
+        restore(state, config, folder, log=trace.logged.append)
     position = state.position
 
     def save() -> None:
@@ -194,7 +185,7 @@ def run_loop(
                 step=position.step,
                 metrics=metrics,
                 config=CheckpointConfig(keep=config.checkpoint.keep),
-                log=trace.said.append,
+                log=trace.logged.append,
             )
 
     def stop_requested() -> bool:
@@ -203,7 +194,7 @@ def run_loop(
 
     if max_steps is not None:
         end_at(state, max_steps)
-    served = take_role(state, ended=set, log=trace.said.append)
+    served = take_role(state, ended=set, log=trace.logged.append)
     if served is not None:
         trace.status, trace.weights = served, flat_weights(state.module)
         return trace

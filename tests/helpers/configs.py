@@ -1,0 +1,74 @@
+"""Compose, resolve and write configs, in the test's own process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from ddp_runner.cli.compose import register, validate_files
+from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.resume import with_resumed
+from ddp_runner.config.load import chosen_keys, to_config
+from ddp_runner.config.resolve import resolve
+from ddp_runner.config.schema import CONFIG_DIR, Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.hardware import Hardware
+
+LAPTOP = Hardware(num_gpus=0, num_cores=4)  # so that tests resolve alike on every machine
+
+
+def compose_raw(*overrides: str, folders: Sequence[Path] = ()) -> Any:
+    """Return what Hydra composes from a command line, with `folders` as its --config-dir."""
+    search = (
+        [f"hydra.searchpath=[{','.join(path.as_uri() for path in folders)}]"] if folders else []
+    )
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return compose("config", [*overrides, *search])
+
+
+def resolved(
+    *overrides: str,
+    hardware: Hardware = LAPTOP,
+    env: DistEnv | None = None,
+    folders: Sequence[Path] = (),
+) -> tuple[Config, list[str]]:
+    """Return the resolved config of a command line, and its warnings."""
+    register()
+    raw = compose_raw(*overrides, folders=folders)
+    return resolve(
+        to_config(with_resumed(raw, overrides)),
+        hardware=hardware,
+        chosen=chosen_keys(overrides),
+        env=env,
+    )
+
+
+def config_error(*overrides: str, hardware: Hardware = LAPTOP, env: DistEnv | None = None) -> str:
+    """Return the error line of an invalid command line."""
+    try:
+        config, _ = resolved(*overrides, hardware=hardware, env=env)
+        validate_files(config, env=env)
+    except Exception as error:
+        answer = user_error(error)
+        if answer is None:
+            raise
+        assert "\n" not in str(answer)
+        return str(answer)
+    raise AssertionError(f"{overrides} is valid")
+
+
+def write_experiment(folder: Path, name: str, *overrides: str) -> None:
+    """Write experiment/NAME.yaml into a config folder, for a sweep over experiments."""
+    choices, keys = [], []
+    for override in overrides:
+        group, _, option = override.partition("=")
+        if (CONFIG_DIR / group).is_dir():
+            choices.append({f"override /{group}": option})
+        else:
+            keys.append(override)
+    content = OmegaConf.merge({"defaults": choices}, OmegaConf.from_dotlist(keys))
+    path = folder / "experiment" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# @package _global_\n{OmegaConf.to_yaml(content)}")
