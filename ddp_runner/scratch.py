@@ -17,6 +17,7 @@ from pathlib import Path
 from ddp_runner.errors import UserError
 from ddp_runner.files import FileIn, replace_file
 
+READY = "ready"
 SAVING = "saving"
 SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdown_timeout_s
 SAVING_POLL_S = 0.05
@@ -50,7 +51,7 @@ class Scratch:
     path: Path
 
     stop = FileIn("stop")  # exists once the ranks should finish the step, save and end
-    ready = FileIn("ready")  # exists once the training loop has begun
+    ready = FileIn(READY)  # exists once the training loop has begun
     saving = FileIn(SAVING)  # exists while a checkpoint is being written
 
     def make(self) -> None:
@@ -60,7 +61,7 @@ class Scratch:
     def begin_attempt(self, attempt: int) -> None:
         """Remove what ranks left under this number, which stays when a machine joins or leaves."""
         self.make()
-        for pattern in (f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", "ready", SAVING):
+        for pattern in (f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", READY, SAVING):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 
@@ -159,6 +160,6 @@ class Scratch:
             return time.time() - self.saving.stat().st_mtime < FRESH_S
         return False
 
-    def is_saving(self) -> bool:
-        """Return whether there is a saving mark, here or below in a parallel job's folder."""
-        return any(SAVING in files for _, _, files in os.walk(self.path))
+    def has(self, name: str) -> bool:
+        """Return whether a file of this name exists, here or below in a parallel job's folder."""
+        return any(name in files for _, _, files in os.walk(self.path))

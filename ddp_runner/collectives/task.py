@@ -15,8 +15,8 @@ from ddp_runner.tracking.start_block import fact_lines, gpu_names, ranks_on_node
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
 TABLE_HEAD = (
-    f"{'operation':<22} {'dtype':<8} {'bytes':>13} {'median us':>12} {'p95':>12} {'min':>12} "
-    f"{'max':>12} {'algbw GB/s':>11} {'busbw GB/s':>11}"
+    f"{'operation':<19} {'dtype':<8} {'bytes':>11} {'median us':>9} {'p95 us':>9} "
+    f"{'alg GB/s':>8} {'bus GB/s':>8}"
 )
 
 
@@ -137,16 +137,15 @@ def _start_block(session: Session) -> str:
 
 def _title(variant: Variant | Measurement) -> str:
     name = " ".join(filter(None, (variant.op, variant.reduce_op)))
-    return f"{name:<22} {variant.dtype or '-':<8}"
+    return f"{name:<19} {variant.dtype or '-':<8}"
 
 
 def _table_line(measured: Measurement) -> str:
-    # In the order of TABLE_HEAD: median, p95, min, max.
-    latencies = " ".join(f"{value:>12,.1f}" for value in measured.latency_us.values())
-    line = f"{_title(measured)} {measured.bytes:>13,} {latencies}"
+    latencies = " ".join(f"{measured.latency_us[name]:>9,.0f}" for name in ("median", "p95"))
+    line = f"{_title(measured)} {measured.bytes:>11,} {latencies}"
     if measured.algbw_gb_per_s is None:
         return line
-    return f"{line} {measured.algbw_gb_per_s:>11.4f} {measured.busbw_gb_per_s:>11.4f}"
+    return f"{line} {measured.algbw_gb_per_s:>8.4f} {measured.busbw_gb_per_s:>8.4f}"
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:

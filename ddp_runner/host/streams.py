@@ -7,6 +7,7 @@ import io
 import os
 import select
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +39,25 @@ def shortened(text: str, width: int) -> str:
         return text
     end = max(0, width - 1) // 2
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return the text with lines longer than `width` broken between words; 0: as it is.
+
+    The rest of a broken line is indented as far as the text behind the line's label.
+    """
+    lines = []
+    for line in text.splitlines():
+        if not 0 < width < len(line):
+            lines.append(line)
+            continue
+        label, gap, rest = line.lstrip().partition("  ")
+        has_label = gap and " " not in label
+        indent = " " * (len(line) - len(rest.lstrip() if has_label else line.lstrip()[2:]))
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines)
 
 
 def print_line(text: str, *, stream: TextIO) -> None:

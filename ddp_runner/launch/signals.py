@@ -16,7 +16,7 @@ from types import FrameType
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import handled_signals, kill_descendants
 from ddp_runner.job import Status
-from ddp_runner.scratch import SAVING_FACTOR, Scratch
+from ddp_runner.scratch import READY, SAVING, SAVING_FACTOR, Scratch
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 # timeout(1) signals its child and then the whole process group, systemd sends SIGHUP right after
@@ -81,7 +81,7 @@ class StopSignals:
                     break
             except Empty:
                 now = time.monotonic()
-                if self._scratch.is_saving():
+                if self._scratch.has(SAVING):
                     saving_at = now
                 if now >= min(last_deadline, saving_at + self._timeout_s):
                     break
@@ -91,11 +91,9 @@ class StopSignals:
     def _request_stop(self, signum: int) -> None:
         self._scratch.make()
         self._scratch.stop.touch()
-        print(
-            f"\n{signal.Signals(signum).name}: finishing the step and saving a checkpoint; "
-            "again to end at once",
-            flush=True,
-        )
+        is_training = self._scratch.has(READY)
+        what = "finishing the step and saving a checkpoint" if is_training else "stopping"
+        print(f"\n{signal.Signals(signum).name}: {what}; again to end at once", flush=True)
 
     def _end_at_once(self) -> None:
         record = threading.Thread(target=self._mark_ended, daemon=True)

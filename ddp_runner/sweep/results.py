@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_runner.compare.run import is_finite
 from ddp_runner.errors import UserError, nearest, printable
-from ddp_runner.host.streams import shortened
+from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Status
 from ddp_runner.metric_names import HEADLINES
 from ddp_runner.sweep.ledger import Entry, Ledger
@@ -57,7 +57,8 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
         padded = [cell.ljust(size) for cell, size in zip(cells, widths, strict=True)]
         line = "  ".join(padded).rstrip()
         lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
-    failures = [f"{one.folder}: {one.sentence}" for one in entries if one.sentence is not None]
+    sentences = [f"{one.folder}: {one.sentence}" for one in entries if one.sentence is not None]
+    failures = [wrapped(sentence, width) for sentence in sentences]
     tail = f"tensorboard --logdir {shlex.quote(str(shown_path(folder)))}"
     return "\n".join(map(printable, ["", *lines, *failures, tail]))
 

@@ -16,7 +16,7 @@ from terminals import terminal
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host import streams
-from ddp_runner.host.streams import notice_if_slow, shortened
+from ddp_runner.host.streams import notice_if_slow, shortened, wrapped
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -142,3 +142,19 @@ def test_a_notice_is_printed_if_the_wait_is_long(
 def test_a_shortened_text_keeps_both_its_ends(width: int, text: str) -> None:
     """What differs between the jobs of a sweep is often at the end of their names."""
     assert shortened("seed=1234", width) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("ok      each sample counts once", ["ok      each sample", "        counts once"]),
+        ("  scale: of the whole loss", ["  scale: of the", "    whole loss"]),
+        ("warning: too many ranks", ["warning: too many", "  ranks"]),
+        ("/a/path/that/nobody/can/break", ["/a/path/that/nobody/can/break"]),
+        ("short\n\nlines", ["short", "", "lines"]),
+    ],
+)
+def test_long_lines_break_between_words(text: str, broken: list[str]) -> None:
+    """The rest lines up with what follows the label; without a terminal nothing changes."""
+    assert wrapped(text, 20).split("\n") == broken
+    assert wrapped(text, 0) == text

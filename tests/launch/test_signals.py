@@ -77,7 +77,7 @@ def launcher(
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
 def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> None:
     """Twice at once, as timeout(1) sends it, is one request."""
-    process = launcher(tmp_path, "pass", "time.sleep(0.1)")
+    process = launcher(tmp_path, "scratch.begin_loop()", "time.sleep(0.1)")
     for _ in range(2):
         process.send_signal(signal.Signals[name])
     out, _ = process.communicate(timeout=TIME_LIMIT_S)
@@ -104,7 +104,7 @@ def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
         process.send_signal(signum)
     out, _ = process.communicate(timeout=TIME_LIMIT_S)
     assert out.strip().endswith("the end of the block 15")
-    assert out.count("finishing the step") == 1
+    assert out.count("SIGTERM: stopping; again to end at once") == 1  # no training has begun
 
 
 def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Path) -> None:

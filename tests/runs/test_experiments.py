@@ -37,6 +37,24 @@ OTHERS = {
 }
 
 
+def test_the_resnet_trains_on_pictures_of_cifars_size(tmp_path: Path) -> None:
+    """CIFAR-10 itself has to be downloaded."""
+    end = run_command(
+        "experiment=resnet18_cifar10",
+        "dataset=fake_images",
+        "batch.global_size=32",
+        "train.max_steps=2",
+        "scheduler.warmup_steps=1",
+        "optimizer.lr=0.01",
+        "hydra.run.dir=run",
+        folder=tmp_path,
+    )
+    assert end.exit_code == 0, end.stderr
+    fields = record(tmp_path / "run")
+    assert (fields["status"], fields["step"]) == ("completed", 2)
+    assert fields["metrics"]["train/loss"] < 10
+
+
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     """All offline experiments as one sweep, six steps each."""

@@ -6,6 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from commands import RUNNER, TIME_LIMIT_S, run_command
 from terminals import terminal
 
@@ -80,6 +81,20 @@ def test_long_names_of_jobs_fit_a_terminal_and_are_whole_in_a_file(tmp_path: Pat
     end = run_command(*command, "hydra.sweep.dir=sweep", folder=tmp_path)
     assert all(f"\n{name}  completed  " in end.stdout for name in names)
     assert "…" not in end.stdout
+
+
+@pytest.mark.parametrize("task", ["check", "collectives"])
+def test_the_lines_of_a_task_fit_a_terminal(tmp_path: Path, task: str) -> None:
+    """Sentences break between words; a table has no line that the terminal would break."""
+    size = "collectives.max_bytes=1024"
+    exit_code, text = on_a_terminal(f"task={task}", "model=toy", size, folder=tmp_path)
+    assert exit_code == 0, text
+    lines = left_on_screen(text)
+    folder = "outputs/" if task == "check" else "no such line"  # a path is never broken
+    assert [line for line in lines if len(line) >= 80 and folder not in line] == []
+    assert any(
+        line.startswith("ok      " if task == "check" else "all_reduce sum") for line in lines
+    )
 
 
 def test_a_sweep_writes_its_header_once_to_a_file(tmp_path: Path) -> None:

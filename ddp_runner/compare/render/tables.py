@@ -15,6 +15,7 @@ from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, label, title_of
 from ddp_runner.errors import counted, listed, printable
 from ddp_runner.files import json_safe
+from ddp_runner.host.streams import wrapped
 
 WIDTH = 120  # characters, without a terminal
 MAX_LINES = 20  # in lists for people
@@ -32,10 +33,11 @@ def as_text(comparison: Comparison) -> str:
     """
     shown = [column for column in columns(comparison) if column.is_brief]
     lines = [_headline(comparison)]
-    lines += _blocks(comparison, shown, width=get_terminal_size(fallback=(WIDTH, 0)).columns)
+    width = get_terminal_size(fallback=(0, 0)).columns  # 0: no terminal
+    lines += _blocks(comparison, shown, width=width or WIDTH)
     for title, sentences in _sections(comparison, shown):
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
-    return "\n".join(map(printable, lines))
+    return wrapped("\n".join(map(printable, lines)), width)
 
 
 def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> Iterator[str]:
