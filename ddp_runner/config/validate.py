@@ -210,7 +210,7 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
 
 def _validate_mode(config: Config) -> None:
     mode, name, model = config.parallelism, config.parallelism.get("name"), config.model.get("name")
-    needs, ranks, stages = mode_needs(mode), config.world_size, config.model.get("num_stages", 1)
+    needs, ranks, stages = mode_needs(mode), config.world_size, config.model.get("num_stages") or 1
     if needs.max_ranks is not None and ranks > needs.max_ranks:
         raise UserError(
             f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}; "

@@ -202,7 +202,12 @@ def test_a_failed_or_late_rank_is_named_and_ends_the_run(
 KILLS: dict[str, tuple[tuple[Fault, ...], int, str]] = {
     "a rank": ((Fault(KILL, At(1, MIDDLE)),), 1, "failed"),
     "the launcher": (
-        (Fault(partial(send_launcher, signal.SIGKILL), At(0, MIDDLE)),),
+        (
+            Fault(partial(send_launcher, signal.SIGKILL), At(0, MIDDLE)),
+            Fault(
+                partial(time.sleep, 600), At(0, MIDDLE)
+            ),  # the few steps left would be done first
+        ),
         -signal.SIGKILL,
         "running",  # nothing is left to correct it
     ),
