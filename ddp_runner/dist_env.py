@@ -63,7 +63,7 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
 
 
 def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
-    """Refuse ranks that do not know where to meet; under backend=mpi they know it already.
+    """Reject ranks that do not know where to meet; under backend=mpi they know it already.
 
     Raises:
         UserError: neither the launcher nor the config gives an address.

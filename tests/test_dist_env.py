@@ -73,7 +73,7 @@ def test_only_a_step_of_several_tasks_makes_workers(changed: dict[str, str]) -> 
     assert dist_env({**SLURM, "SLURM_NTASKS": "4", **changed}) is None
 
 
-def test_machines_with_different_numbers_of_tasks_are_refused() -> None:
+def test_machines_with_different_numbers_of_tasks_are_rejected() -> None:
     """The sentence says what srun did, and its option that mends it."""
     uneven = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NUM_TASKS": "3"}
     with pytest.raises(UserError, match=r"started 2, 1 tasks.*--ntasks-per-node=N"):
@@ -96,7 +96,7 @@ def test_mpich_and_intel_mpi_start_workers() -> None:
     assert dist_env({**MPICH, "PMI_SIZE": "1"}) is None
 
 
-def test_ranks_that_know_no_address_are_told_by_their_launchers_name() -> None:
+def test_ranks_that_know_no_address_are_reported_by_their_launchers_name() -> None:
     """The way out is the launcher's; MPI's own backend needs no address."""
     env = read(OPEN_MPI)
     with pytest.raises(

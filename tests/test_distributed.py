@@ -57,7 +57,7 @@ def agreement(env: DistEnv, facts: list[dict[str, object]]) -> str:
 
 
 def test_disagreement_names_key_values_and_ranks() -> None:
-    """All ranks alike are told which key differs, from a value to a key that one rank lacks."""
+    """Every rank gets the key that differs, from a value to a key that one rank lacks."""
     same = {"train.epochs": 3, "versions": {"torch": "2.15"}}
     assert run_ranks(agreement, 3, [same] * 3) == ["agreed"] * 3
     for other, parts in (
@@ -82,8 +82,8 @@ def test_a_rank_whose_git_is_slow_agrees_with_any_revision() -> None:
     """Only revisions that are known can differ; the first rank may be the one that knows none."""
     assert run_ranks(optional_agreement, 3, ["a", None, "a"]) == ["agreed"] * 3
     assert run_ranks(optional_agreement, 2, [None, None]) == ["agreed"] * 2
-    for refusal in run_ranks(optional_agreement, 3, [None, "a", "b"]):
-        assert "git_revision is a on rank 1 and b on rank 2" in refusal
+    for error_message in run_ranks(optional_agreement, 3, [None, "a", "b"]):
+        assert "git_revision is a on rank 1 and b on rank 2" in error_message
 
 
 def from_first(env: DistEnv, fails: bool) -> str:
@@ -100,7 +100,7 @@ def from_first(env: DistEnv, fails: bool) -> str:
         return f"refused: {error}"
 
 
-def test_what_rank_zero_cannot_do_every_rank_is_told() -> None:
+def test_what_rank_zero_cannot_do_every_rank_is_reported() -> None:
     """All ranks get the value, or all raise the same sentence; none is left waiting."""
     assert run_ranks(from_first, 3, False) == ["from 0"] * 3
     assert run_ranks(from_first, 3, True) == ["refused: no folder"] * 3
@@ -150,8 +150,10 @@ def own_devices(env: DistEnv, gpus: list[str], backend: str) -> str:
 
 def test_ranks_that_share_a_gpu_are_named_under_nccl() -> None:
     """It would end in an error of NCCL's own; gloo lets them share."""
-    for told in run_ranks(own_devices, 3, ["a", "b", "a"], "nccl"):
-        assert told.startswith("ranks 0 and 2 both have GPU a, which backend=nccl does not support")
+    for answer in run_ranks(own_devices, 3, ["a", "b", "a"], "nccl"):
+        assert answer.startswith(
+            "ranks 0 and 2 both have GPU a, which backend=nccl does not support"
+        )
     assert run_ranks(own_devices, 3, ["a", "b", "c"], "nccl") == ["agreed"] * 3
     assert run_ranks(own_devices, 3, ["a", "b", "a"], "gloo") == ["agreed"] * 3
 
@@ -237,7 +239,7 @@ def test_group_is_destroyed_on_success_only(tmp_path: Any, fails: bool) -> None:
 
 
 def group_without_address(env: DistEnv) -> str:
-    """Open a group as a worker whose launcher said nothing about an address."""
+    """Open a group as a worker whose launcher gave no address."""
     try:
         with process_group(replace(env, init_method=None), backend=GLOO):
             return "opened"
@@ -281,7 +283,7 @@ def meet(env: DistEnv, port: int) -> float:
 
 
 def test_ranks_meet_again_at_the_port_of_a_group_that_was_killed() -> None:
-    """Its connections linger in the kernel; each rank waits for as long as it was told to."""
+    """Its connections linger in the kernel; each rank waits for its timeout."""
     with socket.socket() as listener, socket.socket() as peer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as that group had it
         listener.bind((HOST, 0))

@@ -34,8 +34,8 @@ def load_plain_data(file: Path, *, named: str, fix: str) -> Any:
         ) from error
 
 
-def refuse_sharded(state: Any, name: str = "the state") -> None:
-    """Refuse tensors of which this rank holds only a part.
+def reject_sharded(state: Any, name: str = "the state") -> None:
+    """Reject tensors of which this rank holds only a part.
 
     One rank would save its part as if it were whole, and the other ranks' parts would be lost.
 
@@ -44,10 +44,10 @@ def refuse_sharded(state: Any, name: str = "the state") -> None:
     """
     if isinstance(state, Mapping):
         for key, value in state.items():
-            refuse_sharded(value, f"{name}[{key!r}]")
+            reject_sharded(value, f"{name}[{key!r}]")
     elif isinstance(state, list | tuple):
         for index, value in enumerate(state):
-            refuse_sharded(value, f"{name}[{index}]")
+            reject_sharded(value, f"{name}[{index}]")
     # DTensor, ShardedTensor, … by their module: importing the classes takes time.
     elif isinstance(state, torch.Tensor) and any(
         base.__module__.startswith("torch.distributed") for base in type(state).__mro__

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest, verify
-from ddp_runner.checkpoint.plain_data import load_plain_data, refuse_sharded
+from ddp_runner.checkpoint.plain_data import load_plain_data, reject_sharded
 from ddp_runner.config.schema import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import replace_file
@@ -49,7 +49,7 @@ def save_checkpoint(
             state holds a part of a tensor that other ranks hold parts of.
         TypeError: the state holds an object that a weights-only load would refuse.
     """
-    refuse_sharded(state)
+    reject_sharded(state)
     final = folder / f"step-{step:08d}"
     temp = folder / (TEMP_PREFIX + final.name)
     try:

@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 
 
 def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:
-    """Refuse what Hydra has no option for, often a key, and options that do not fit a run."""
+    """Reject what Hydra has no option for, often a key, and options that do not fit a run."""
     if parsed.experimental_rerun is not None:
         raise UserError(
             "--experimental-rerun reads a pickled config, which a run never leaves; write "

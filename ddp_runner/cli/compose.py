@@ -141,7 +141,7 @@ def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
 
 
 def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
-    """Refuse a resolved config that names a missing file, folder or package.
+    """Reject a resolved config that names a missing file, folder or package.
 
     `env` holds this rank's facts if the ranks run already.
 

@@ -113,7 +113,7 @@ def asked_folder(composed: DictConfig, job: Job) -> Path | None:
 
 
 def _frozen(run_dir: Path) -> DictConfig:
-    """Return a run's frozen config; refuse one that is missing or damaged."""
+    """Return a run's frozen config; reject one that is missing or damaged."""
     path = RunDir(run_dir).config
     if not path.exists():
         raise UserError(

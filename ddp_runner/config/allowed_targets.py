@@ -34,7 +34,7 @@ TORCH_LOSS_NAMES = (
 
 
 def validate_targets(config: Config) -> None:
-    """Refuse a config that names something it may not: importing it could run any code.
+    """Reject a config that names something it may not: importing it could run any code.
 
     Raises:
         UserError: a name is not allowed or does not exist, or a text would be resolved again.
@@ -57,7 +57,7 @@ def validate_targets(config: Config) -> None:
 
 
 def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
-    """Refuse a dotted name that a config may not use.
+    """Reject a dotted name that a config may not use.
 
     The key ``model.loss`` may name only loss functions. In the packages of `allowed`, those of the
     user's own that this command gives, any name is accepted.

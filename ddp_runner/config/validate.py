@@ -16,7 +16,7 @@ OFFLINE = "ddp_runner.data.sources.offline."
 
 
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
-    """Refuse keys that do not fit each other, on however many ranks.
+    """Reject keys that do not fit each other, on however many ranks.
 
     `chosen` holds the keys given on the command line.
 
@@ -45,7 +45,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
 
 
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
-    """Refuse keys that do not fit the ranks, whose number and backend are filled in.
+    """Reject keys that do not fit the ranks, whose number and backend are filled in.
 
     `env` holds this rank's facts if the ranks run already.
 
@@ -67,7 +67,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
 
 
 def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
-    """Refuse a dataset with fewer samples than ranks.
+    """Reject a dataset with fewer samples than ranks.
 
     Raises:
         UserError: some ranks would have no sample.
@@ -80,7 +80,7 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
 
 
 def validate_scheduler(config: RunConfig) -> None:
-    """Refuse a metric that no evaluation gives, and a warm-up longer than the run.
+    """Reject a metric that no evaluation gives, and a warm-up longer than the run.
 
     The config has its batch filled in.
 
@@ -143,7 +143,7 @@ def _validate_evaluations(config: Config, group: str, monitor: str) -> None:
 
 
 def _validate_model(config: Config) -> None:
-    """Refuse a model with other channels, fewer classes or other tokens than the dataset.
+    """Reject a model with other channels, fewer classes or other tokens than the dataset.
 
     The model's keys follow the dataset's, so they differ only if the user sets one of them.
     """
@@ -186,7 +186,7 @@ def _validate_servers(config: Config) -> None:
 
 
 def _validate_init_method(config: Config, env: DistEnv | None) -> None:
-    """Refuse an address that not all machines, or not all restarts, could use."""
+    """Reject an address that not all machines, or not all restarts, could use."""
     asked, launch = config.launch.init_method, config.launch
     if asked is None:
         return

@@ -66,7 +66,7 @@ LISTS = {"ops": OPS, "dtypes": DTYPES, "reduce_ops": REDUCE_OPS}  # of collectiv
 
 
 def validate_values(config: Config) -> None:
-    """Refuse a value that no run can use, whatever the other keys are.
+    """Reject a value that no run can use, whatever the other keys are.
 
     Raises:
         UserError: a value is infinite, of another kind, out of its range, or an unknown word.
@@ -113,7 +113,7 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
 
 
 def _validate_kind(key: str, value: Any, default: Any) -> None:
-    """Refuse a value of another kind than the default in its YAML; a group's keys one by one."""
+    """Reject a value of another kind than the default in its YAML; a group's keys one by one."""
     if isinstance(default, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{key} ({value}) is a group of keys; write {key}.KEY=VALUE")
@@ -161,7 +161,7 @@ def _validate_list(key: str, names: Sequence[str] | None, known: Sequence[str]) 
 
 
 def _validate_memory(config: Config) -> None:
-    """Refuse a generated dataset that is larger than this machine's memory."""
+    """Reject a generated dataset that is larger than this machine's memory."""
     dataset = config.dataset
     sizes = [dataset.get(key) for key in ("channels", "height", "width")]
     if all(isinstance(size, int) for size in sizes):

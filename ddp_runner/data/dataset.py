@@ -151,7 +151,7 @@ def splits(tensors: Mapping[str, Tensor]) -> tuple[Split, Split]:
 
 
 def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
-    """Return what a ``build`` returned; refuse anything but a mapping with the four tensors.
+    """Return what a ``build`` returned; reject anything but a mapping with the four tensors.
 
     Raises:
         UserError: a key is missing, or its value is not a tensor.
@@ -176,7 +176,7 @@ def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
 
 
 def validate_dataset(name: str, dataset: object) -> None:
-    """Refuse splits that cannot be trained on, and classes out of range.
+    """Reject splits that cannot be trained on, and classes out of range.
 
     Raises:
         UserError: the message has the split and what is wrong with it.

@@ -29,7 +29,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
     begin_session,
-    is_refused_resume,
+    is_rejected_resume,
     read_run_record,
     replace_run_record,
     write_run_record,
@@ -59,7 +59,7 @@ def launch(job: Job) -> Outcome:
     except SystemExit:  # a signal came before StopSignals handled them
         mark_ended(run_dir)
         raise
-    if outcome.exit_code == EXIT_USER_ERROR and is_refused_resume(run_dir, before):
+    if outcome.exit_code == EXIT_USER_ERROR and is_rejected_resume(run_dir, before):
         replace_run_record(run_dir, before)
     return outcome
 

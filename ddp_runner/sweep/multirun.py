@@ -70,7 +70,7 @@ class Sweep:
         self._slots: Slots | None = None
 
     def __call__(self, composed: DictConfig) -> None:
-        """Refuse a launcher that runs one job at a time: it would bypass the ledger."""
+        """Reject a launcher that runs one job at a time: it would bypass the ledger."""
         raise UserError("a sweep needs hydra/launcher=ddp_runner; leave hydra/launcher out")
 
     def run(self, run_hydra: Callable[["Sweep"], None]) -> int:

@@ -167,7 +167,7 @@ def begin_session(
     _write_sessions(run_dir, sessions, **fields)
 
 
-def is_refused_resume(run_dir: os.PathLike[str], before: Mapping[str, Any]) -> bool:
+def is_rejected_resume(run_dir: os.PathLike[str], before: Mapping[str, Any]) -> bool:
     """Return whether a run that had begun, by its run.json before, now did not reach a step."""
     sessions = _sessions(read_run_record(run_dir))
     return before.get("startup_s") is not None and sessions[-1]["startup_s"] is None

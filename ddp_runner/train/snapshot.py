@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_runner.checkpoint.plain_data import refuse_sharded
+from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
@@ -33,7 +33,7 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
             a state is never saved.
     """
     tensors = {"model": state.module.state_dict(), "optimizer": state.optimizer.state_dict()}
-    refuse_sharded(tensors)
+    reject_sharded(tensors)
     for name, parameter in state.module.named_parameters():  # equal on all ranks, so all raise
         if not torch.isfinite(parameter).all():
             raise UserError(

@@ -160,7 +160,7 @@ def test_a_broken_promise_is_named(name: str, checked: dict[str, list[Finding]])
     assert detail in first.detail
 
 
-def test_the_sum_is_told_from_the_mean(checked: dict[str, list[Finding]]) -> None:
+def test_the_sum_is_reported_from_the_mean(checked: dict[str, list[Finding]]) -> None:
     """Of the two distances one is rounding: the mean's of a good model, the sum's of a bad one."""
     for name, near, far in (("toy", "mean", "sum"), ("sum", "sum", "mean")):
         (found,) = [one for one in checked[name] if one.name.startswith("gradients are the mean")]
@@ -262,7 +262,7 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
     assert failed[0] == "parameters stay equal"
 
 
-def test_a_mode_whose_ranks_differ_is_refused() -> None:
+def test_a_mode_whose_ranks_differ_is_rejected() -> None:
     """A server computes no gradients."""
-    told = "task=check compares equal ranks, not parallelism=ps; write ddp"
-    assert config_error("task=check", "parallelism=ps") == told
+    message = "task=check compares equal ranks, not parallelism=ps; write ddp"
+    assert config_error("task=check", "parallelism=ps") == message

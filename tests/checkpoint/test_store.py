@@ -438,7 +438,7 @@ def test_the_best_that_is_whole_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04 cut short", b"\x80\x02}."])
-def test_a_forged_state_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_forged_state_is_rejected(tmp_path: Path, content: bytes) -> None:
     """Its checksum is right, but its bytes are not a state: one line with the folder."""
     path = save(tmp_path, 600)
     replace_state(path, content)
@@ -457,7 +457,7 @@ class Hostile:
         return os.mkdir, (str(self.target),)
 
 
-def test_a_hostile_checkpoint_is_refused_and_its_code_does_not_run(tmp_path: Path) -> None:
+def test_a_hostile_checkpoint_is_rejected_and_its_code_does_not_run(tmp_path: Path) -> None:
     """Its checksum is right, because the attacker also wrote the manifest."""
     path, proof = save(tmp_path, 600), tmp_path / "the code ran"
     torch.save({"model": Hostile(proof)}, path / STATE)
@@ -492,7 +492,7 @@ class Part(torch.Tensor):
     __module__ = "torch.distributed.tensor"
 
 
-def test_a_sharded_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_sharded_state_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     """Otherwise one rank's part would be saved as the whole."""
     with pytest.raises(UserError, match=r"^the state\['parts'\]\[1\]\[0\] is a Part, "):
         save(tmp_path, 600, parts=[1.0, (torch.zeros(2).as_subclass(Part),)])

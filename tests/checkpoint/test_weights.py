@@ -118,7 +118,7 @@ def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_weights_of_another_model_are_refused_with_what_differs(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_rejected_with_what_differs(tmp_path: Path) -> None:
     """One line has the first missing or unexpected keys, or the shapes that differ."""
     content = dict(toy().state_dict())
     cases: dict[str, dict[str, Tensor]] = {
@@ -149,7 +149,7 @@ class Hostile:
         return os.mkdir, (str(self.target),)
 
 
-def test_a_hostile_file_is_refused_and_its_code_does_not_run(tmp_path: Path) -> None:
+def test_a_hostile_file_is_rejected_and_its_code_does_not_run(tmp_path: Path) -> None:
     """The message names the call; a whole pickled model is an error, too."""
     proof, path = tmp_path / "the code ran", tmp_path / "a.pt"
     with pytest.raises(

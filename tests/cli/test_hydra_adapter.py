@@ -26,7 +26,7 @@ def test_the_parser_has_every_option_that_is_read() -> None:
         assert getattr(parsed, name) is None
 
 
-def test_the_grid_is_told_from_other_sweepers() -> None:
+def test_the_grid_is_reported_from_other_sweepers() -> None:
     """By the class that the composed config names."""
     assert is_grid(compose(parse([])).hydra.sweeper)
     assert not is_grid(OmegaConf.create({"_target_": "hydra_plugins.other.Sweeper"}))

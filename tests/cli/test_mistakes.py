@@ -178,9 +178,9 @@ def test_each_part_of_the_config_can_be_shown_resolved(
 def test_what_cannot_be_explained_keeps_its_first_line() -> None:
     """No hint is worth an exception: the keys that are looked through may be broken themselves."""
     broken = ["--config-dir=/no/such", "((", "x.y=3"]
-    with pytest.raises(ConfigCompositionException) as refused:
+    with pytest.raises(ConfigCompositionException) as rejected:
         compose_raw("train.epoch=3")
-    assert str(user_error(refused.value, broken)) == UNKNOWN
+    assert str(user_error(rejected.value, broken)) == UNKNOWN
     assert user_error(ZeroDivisionError("ours")) is None
     assert str(user_error(OSError(28, "No space left on device"))).startswith("No space left on")
     for number, part in {28: "TMPDIR", 24: "ulimit -n", 2: "the current folder is gone"}.items():
@@ -227,8 +227,8 @@ def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None
             config, _ = resolve(OmegaConf.to_object(raw), hardware=machine)
             validate_files(replace(config, data_root=str(tmp_path)))
         except Exception as error:
-            told, reason = user_error(error), repr(error)
+            message, reason = user_error(error), repr(error)
             num_refused += 1
-            if told is None or len(str(told).splitlines()) != 1:
+            if message is None or len(str(message).splitlines()) != 1:
                 pytest.fail(f"{what}: {reason}")
     assert num_refused > 500

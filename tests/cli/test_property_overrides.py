@@ -177,7 +177,7 @@ class Watch:
     events: list[str] = field(default_factory=list)
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note what an audit event tells: see the table of them in Python's documentation."""
+        """Note the facts of an audit event: see the table of them in Python's documentation."""
         if self.folder is None:
             return
         if event == "import" and str(args[0]).partition(".")[0] == FOREIGN:
@@ -271,11 +271,11 @@ def undone() -> Iterator[Path]:
 
 
 def answer(line: list[str]) -> tuple[Any, str, list[str]]:
-    """Give a command line to the entry; return exit code, what it said, and what it did outside."""
-    said = io.StringIO()
+    """Give a command line to the entry; return exit code, its output, and what it did outside."""
+    logged = io.StringIO()
     with (
         undone() as here,
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stderr(logged),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         sys.argv = ["ddp_runner", *line]
@@ -284,7 +284,7 @@ def answer(line: list[str]) -> tuple[Any, str, list[str]]:
         try:
             ddp_runner.cli.app.main()
         except SystemExit as end:
-            return end.code, said.getvalue(), WATCH.events
+            return end.code, logged.getvalue(), WATCH.events
         finally:
             WATCH.folder = None
             sys.path.remove(str(here))
@@ -293,16 +293,16 @@ def answer(line: list[str]) -> tuple[Any, str, list[str]]:
 
 def check(line: list[str]) -> None:
     """Fail unless a command line ends with 0, or with 2 and one plain line, or one for each job."""
-    code, said, events = answer(line)
-    sentences = said.splitlines()
-    assert code in EXIT_CODES, said
+    code, logged, events = answer(line)
+    sentences = logged.splitlines()
+    assert code in EXIT_CODES, logged
     if code == 2:
-        assert len(sentences) == 1 or {"-m", "--multirun"} & set(line), said
+        assert len(sentences) == 1 or {"-m", "--multirun"} & set(line), logged
         for sentence in sentences:
             assert sentence.startswith("error: ")
             assert_one_line(sentence)
     else:
-        assert "Traceback" not in said
+        assert "Traceback" not in logged
     if not any("hydra" in one for one in line):  # whose keys name folders, and classes to make
         assert events == []
 
@@ -310,7 +310,7 @@ def check(line: list[str]) -> None:
 @pytest.mark.usefixtures("no_workers")
 @given(command_lines())
 @examples(40)
-def test_a_command_line_is_planned_or_refused_in_one_line(line: list[str]) -> None:
+def test_a_command_line_is_planned_or_rejected_in_one_line(line: list[str]) -> None:
     """Nothing is written outside of the folder, nothing foreign is imported."""
     check(line)
 
@@ -339,7 +339,7 @@ nested = st.recursive(
 
 @given(st.data(), st.booleans())
 @examples(100)
-def test_any_value_of_any_key_resolves_or_is_refused_in_one_line(
+def test_any_value_of_any_key_resolves_or_is_rejected_in_one_line(
     data: st.DataObject, has_gpus: bool
 ) -> None:
     """Also of types that a command line cannot write, as a YAML of the user's own can."""
@@ -354,7 +354,7 @@ def test_any_value_of_any_key_resolves_or_is_refused_in_one_line(
         config, _ = resolve(to_config(changed), hardware=machine)
         validate_files(replace(config, data_root=str(Path("nowhere"))))
     except Exception as error:
-        told = user_error(error)
-        if told is None:
+        message = user_error(error)
+        if message is None:
             raise
-        assert_one_line(str(told))
+        assert_one_line(str(message))

@@ -109,7 +109,7 @@ def test_where_ranks_met_is_not_taken_over(run: Path) -> None:
 
 
 @pytest.mark.parametrize("group", ["model", "dataset", "parallelism", "optimizer", "scheduler"])
-def test_a_frozen_config_that_was_cut_off_is_refused(run: Path, group: str) -> None:
+def test_a_frozen_config_that_was_cut_off_is_rejected(run: Path, group: str) -> None:
     """Filled up with defaults, it would be another run's."""
     path = run / ".hydra" / "config.yaml"
     text = path.read_text()
@@ -134,7 +134,7 @@ def test_a_frozen_config_that_was_cut_off_is_refused(run: Path, group: str) -> N
          "launch.max_restarts=1", "serves one start"),
     ],
 )  # fmt: skip
-def test_a_rendezvous_that_cannot_be_is_refused(overrides: str, sentence: str) -> None:
+def test_a_rendezvous_that_cannot_be_is_rejected(overrides: str, sentence: str) -> None:
     """Before any rank waits for one that never comes."""
     assert sentence in config_error(*overrides.split())
 
@@ -154,7 +154,7 @@ def test_each_attempt_meets_at_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_torchrun_has_a_rendezvous_of_its_own() -> None:
-    """What the config says is not used, and that is said."""
+    """The config's value is not used, and a warning says so."""
     env = DistEnv(0, 0, 2, 2, launcher="torchrun")
     config, warnings = resolved("launch.init_method=tcp://h:1", env=env)
     job = Job(config=config, started_at=0, code={})
@@ -181,7 +181,7 @@ def test_a_run_folder_of_the_users_is_taken_as_it_is_written(tmp_path: Path) -> 
     assert "name two folders; leave hydra.run.dir out" in both.stderr
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+def test_a_rejected_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     """Its own config, its run.json and its checkpoints: the next resume without the key works."""
     run = tmp_path / "run"
     short = ("model=toy", "world_size=1", "train.max_steps=7", "checkpoint.every_steps=1")
@@ -192,9 +192,9 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     }
     saved = checkpoint_steps(run)
     for key in ("optimizer=adam", "dataset.seed=5", "scheduler=cosine", "dataset.num_samples=100"):
-        refused = run_command(f"resume={run}", "train.max_steps=12", key, folder=tmp_path)
-        assert refused.exit_code == 2
-        (line,) = refused.stderr.splitlines()
+        rejected = run_command(f"resume={run}", "train.max_steps=12", key, folder=tmp_path)
+        assert rejected.exit_code == 2
+        (line,) = rejected.stderr.splitlines()
         assert line.startswith("error: ")
         assert {path: path.read_bytes() for path in kept} == kept
         assert checkpoint_steps(run) == saved

@@ -126,9 +126,9 @@ def test_a_hostile_config_runs_nothing(
     config = as_loaded(tmp_path)
     env = DistEnv(0, 0, 1, 1)
     job = Job(config=config, started_at=time.time(), code={})
-    with pytest.raises(UserError) as refused, open_session(job, env):
+    with pytest.raises(UserError) as rejected, open_session(job, env):
         pass
-    assert str(refused.value) == sentence
+    assert str(rejected.value) == sentence
 
     with suppress(UserError):
         find(config.model["loss"], key="model.loss")
@@ -139,7 +139,7 @@ def test_a_hostile_config_runs_nothing(
     assert not mark.exists()
 
 
-def test_yaml_tags_are_refused(tmp_path: Path) -> None:
+def test_yaml_tags_are_rejected(tmp_path: Path) -> None:
     """What PyYAML would build of a tag is not built; the one line names the file."""
     mark = hostile_run(tmp_path, {})
     path = tmp_path / ".hydra" / "config.yaml"
@@ -165,10 +165,10 @@ NO_PARTS = (
 @pytest.mark.parametrize("name", NO_PARTS)
 def test_a_rank_judges_what_the_object_is(name: str) -> None:
     """Of torch a class counts by what it is derived from, and nothing else does."""
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as rejected:
         find(name, key="model._target_")
-    assert str(refused.value).startswith(f"model._target_ ({name}) ")
-    assert "\n" not in str(refused.value)
+    assert str(rejected.value).startswith(f"model._target_ ({name}) ")
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_part_of_ours_is_what_its_module_has_defined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,19 +208,19 @@ FOREIGN = (
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("key", ["model._target_", "model.loss"])
-def test_a_name_outside_the_parts_is_refused_as_text(key: str, name: str) -> None:
+def test_a_name_outside_the_parts_is_rejected_as_text(key: str, name: str) -> None:
     """Before anything is imported: neither other modules nor what a part's module imports."""
     group, _, last = key.partition(".")
-    with pytest.raises(UserError, match=r"name|not a part of ddp_runner") as refused:
+    with pytest.raises(UserError, match=r"name|not a part of ddp_runner") as rejected:
         validate_targets(Config(**{group: {last: name}}))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_name_is_shown_as_it_is_and_on_one_line() -> None:
     """It neither forges a line of its own nor steers the terminal."""
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as rejected:
         find("os.\x1b[2Jpath\nerror: \u4e2d", key="model._target_")
-    assert "(os.\\x1b[2Jpath\\nerror: \u4e2d) is not a dotted name" in str(refused.value)
+    assert "(os.\\x1b[2Jpath\\nerror: \u4e2d) is not a dotted name" in str(rejected.value)
 
 
 def test_the_parts_that_may_be_named_are_parts() -> None:
@@ -263,9 +263,9 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
         ("os.sep", "cannot be called"),
         ("no_such_package.Model", "cannot be imported (ModuleNotFoundError: No module named"),
     ):
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError) as rejected:
             find(name, key="model._target_", allowed=["os", "no_such_package"])
-        assert reason in str(refused.value)
+        assert reason in str(rejected.value)
     with pytest.raises(UserError, match="is not a dotted name"):  # nobody's part is named so
         find("os.environ.__class__", key="model._target_", allowed=["os"])
     with pytest.raises(UserError, match="is a class; name a function"):
@@ -318,9 +318,9 @@ def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}))
     settings = {"_target_": "ddp_runner.models.bert.Bert", "num_classes": 2, "vocab_size": 2}
     sizes = {"max_length": 4, "pretrained": str(tmp_path)}
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as rejected:
         make("model", settings | sizes)
-    assert "cannot be built" in str(refused.value)
+    assert "cannot be built" in str(rejected.value)
     assert not mark.exists()
 
 
@@ -332,7 +332,7 @@ def one_line(end: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "logged"),
     [
         (HOSTILE["the hub"], "(torch.hub.load) is not a part"),
         (
@@ -342,16 +342,16 @@ def one_line(end: Any) -> str:
     ],
     ids=["by the name", "by the object"],
 )
-def test_the_command_refuses_a_hostile_config(
-    changes: dict[str, Any], said: str, tmp_path: Path
+def test_the_command_rejects_a_hostile_config(
+    changes: dict[str, Any], logged: str, tmp_path: Path
 ) -> None:
-    """Where the name tells nothing before torch is imported, a rank judges the object."""
+    """Where the name is not enough before torch is imported, a rank checks the object."""
     mark = hostile_run(tmp_path, changes)
-    assert said in one_line(run_command(f"resume={tmp_path}", folder=tmp_path / "here"))
+    assert logged in one_line(run_command(f"resume={tmp_path}", folder=tmp_path / "here"))
     assert not mark.exists()
 
 
-def test_the_command_refuses_a_hostile_checkpoint(tmp_path: Path) -> None:
+def test_the_command_rejects_a_hostile_checkpoint(tmp_path: Path) -> None:
     """One with a right checksum, whose pickle would run code."""
     mark = hostile_run(tmp_path, {})
     state = tmp_path / "checkpoints" / "step-00000001" / "state.pt"

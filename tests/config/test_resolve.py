@@ -34,14 +34,14 @@ NOT_NEGATIVE = (
 
 
 @pytest.mark.parametrize("key", POSITIVE)
-def test_zero_is_refused_where_it_makes_no_sense(key: str) -> None:
+def test_zero_is_rejected_where_it_makes_no_sense(key: str) -> None:
     """Zero epochs, ranks, samples or seconds: key, value and rule."""
     value = "0.0" if key.endswith(("_s", "norm")) else "0"
     assert config_error(f"{key}=0") == f"{key} ({value}) must be greater than 0"
 
 
 @pytest.mark.parametrize("key", NOT_NEGATIVE)
-def test_negative_numbers_are_refused(key: str) -> None:
+def test_negative_numbers_are_rejected(key: str) -> None:
     """Where zero is a choice, less than zero is none."""
     assert config_error(f"{key}=-1") == f"{key} (-1) must be 0 or greater"
 
@@ -241,7 +241,7 @@ def test_ranks_backend_and_device_follow_the_hardware(
         ("backend=nccl backend.device=cpu", 4, "backend.device=cpu needs gloo"),
     ],
 )  # fmt: skip
-def test_more_ranks_than_gpus_is_refused(overrides: str, gpus: int, sentence: str) -> None:
+def test_more_ranks_than_gpus_is_rejected(overrides: str, gpus: int, sentence: str) -> None:
     """What is there, and a world size that works."""
     machine = Hardware(num_gpus=gpus, num_cores=8)
     assert sentence in config_error(*overrides.split(), hardware=machine)
@@ -306,13 +306,13 @@ def test_gpus_that_lie_idle_are_said(overrides: str, gpus: int, warning: str) ->
 
 
 def about_gpus(warnings: list[str]) -> list[str]:
-    """Return the warnings that tell of a GPU."""
+    """Return the warnings about a GPU."""
     return [one for one in warnings if "GPU" in one]
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_a_sweep_over_world_sizes_says_which_jobs_leave_the_gpus(gpus: int) -> None:
-    """One and two ranks compute on two GPUs, four do not; without GPUs nothing is said."""
+    """One and two ranks compute on two GPUs, four do not; without GPUs there is no warning."""
     machine = Hardware(num_gpus=gpus, num_cores=4)
     warned = [bool(resolved(f"world_size={size}", hardware=machine)[1]) for size in (1, 2, 4)]
     assert warned == [False, False, gpus > 0]
@@ -357,7 +357,7 @@ def test_a_rank_that_is_shown_its_own_gpus_uses_them(
     assert (config.backend.name, config.backend.device, bool(warnings)) == expected
 
 
-def test_one_gpu_for_all_ranks_is_told_from_one_for_each() -> None:
+def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
     """The warning names the key for the case that cannot be seen from here."""
     machine = Hardware(num_gpus=1, num_cores=8)
     (warning,) = resolved(hardware=machine, env=LAUNCHED)[1]
@@ -366,7 +366,7 @@ def test_one_gpu_for_all_ranks_is_told_from_one_for_each() -> None:
     assert "need 4 GPUs" in config_error("backend=nccl", "world_size=4", hardware=machine)
 
 
-def test_gpus_that_torch_cannot_use_are_said_or_refused() -> None:
+def test_gpus_that_torch_cannot_use_are_reported_or_rejected() -> None:
     """The default runs on the CPU and says why; whoever asks for CUDA gets the reason."""
     machine = Hardware(num_gpus=0, num_cores=4, unusable="torch was built without CUDA; buy one")
     config, warnings = resolved(hardware=machine)
@@ -422,7 +422,7 @@ def test_one_batch_size_follows_from_the_other() -> None:
 
 
 @pytest.mark.parametrize("overrides", ["model=toy", "dataset=fake_images"])
-def test_a_made_up_dataset_beyond_the_memory_is_refused(overrides: str) -> None:
+def test_a_made_up_dataset_beyond_the_memory_is_rejected(overrides: str) -> None:
     """At once and with both sizes, before anything is made."""
-    refused = config_error(*overrides.split(), f"dataset.num_samples={10**15}")
-    assert re.search(r"of \d+ samples takes \d+ GiB and this machine has \d+; write a s", refused)
+    rejected = config_error(*overrides.split(), f"dataset.num_samples={10**15}")
+    assert re.search(r"of \d+ samples takes \d+ GiB and this machine has \d+; write a s", rejected)

@@ -104,20 +104,20 @@ def test_a_sentence_shows_the_variable_in_place_of_its_value() -> None:
     """In every word of an error and of its causes; short values and parts of words stay."""
     raw = OmegaConf.create({"name": "${oc.env:MY_SECRET}", "seed": "${oc.env:MY_NUMBER}"})
     secrets = find_secrets(raw)
-    told = f"a ({SECRET}) and {SECRET}s, 7 times"
+    message = f"a ({SECRET}) and {SECRET}s, 7 times"
     hidden = f"a (${{oc.env:MY_SECRET}}) and {SECRET}s, 7 times"
-    assert secrets.hide(told) == hidden
-    for error, attribute in ((SystemExit(told), "code"), (KeyboardInterrupt(told), "args")):
+    assert secrets.hide(message) == hidden
+    for error, attribute in ((SystemExit(message), "code"), (KeyboardInterrupt(message), "args")):
         with pytest.raises(type(error)) as left, secrets.hidden_in_errors():
             raise error
         assert (str(left.value), hidden in str(getattr(error, attribute))) == (hidden, True)
     with pytest.raises(ValueError, match=r"oc\.env:MY_SECRET"), secrets.hidden_in_errors():
         raise ValueError({"token": SECRET})
     missing = FileNotFoundError(2, "No such file", f"/no/{SECRET}")
-    with pytest.raises(UserError) as refused, secrets.hidden_in_errors():
-        raise UserError(told) from missing
-    assert str(refused.value) == hidden
-    assert "/no/${oc.env:MY_SECRET}" in str(refused.value.__cause__)
+    with pytest.raises(UserError) as rejected, secrets.hidden_in_errors():
+        raise UserError(message) from missing
+    assert str(rejected.value) == hidden
+    assert "/no/${oc.env:MY_SECRET}" in str(rejected.value.__cause__)
 
 
 def test_of_two_values_the_longer_one_is_hidden_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def planned(run_dir: Path, *overrides: str) -> Job:
 
 
 def whole_run(env: DistEnv, job: Job) -> str:
-    """Run as a worker does; return how it ended, or what it said."""
+    """Run as a worker does; return how it ended, or its error."""
     env = replace(env, launcher="environment")  # so that the ranks meet where the config says
     try:
         return str(work(job, env)["status"])
@@ -231,8 +231,8 @@ def test_a_failing_run_does_not_tell_a_secret(tmp_path: Path) -> None:
     """What somebody else's code says of it is written with the variable's name."""
     run_dir = tmp_path / "run"
     job = planned(run_dir, store(tmp_path), "+dataset.fails=true")
-    said = run_ranks(whole_run, 2, job, backend=None)
-    assert said == ["the store refuses ${oc.env:MY_SECRET}"] * 2
+    logged = run_ranks(whole_run, 2, job, backend=None)
+    assert logged == ["the store refuses ${oc.env:MY_SECRET}"] * 2
     assert record(run_dir)["error"]["sentence"] == "the store refuses ${oc.env:MY_SECRET}"
     assert "the store refuses ${oc.env:MY_SECRET}" in (run_dir / "logs/rank-1.log").read_text()
     assert files_with(SECRET, run_dir) == []
@@ -243,7 +243,7 @@ def with_other_secret(env: DistEnv, job: Job, other: Job) -> str:
     return whole_run(env, other if env.rank else job)
 
 
-def test_ranks_with_different_secrets_refuse_each_other_without_telling_them(
+def test_ranks_with_different_secrets_reject_each_other_without_telling_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That they differ is found by a hash."""

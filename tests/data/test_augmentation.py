@@ -128,7 +128,7 @@ def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:
     assert len(logged) == 1
 
 
-def test_a_negative_padding_is_refused() -> None:
+def test_a_negative_padding_is_rejected() -> None:
     """The line has the key of the nested object."""
     sentence = "dataset.augmentation.crop_padding (-1) must be 0 or greater"
     assert sentence in config_error("dataset.augmentation.crop_padding=-1")

@@ -128,7 +128,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("where", ["whole", "data", "labels", "unused"])
-def test_a_batch_that_runs_code_is_refused(where: str, tmp_path: Path) -> None:
+def test_a_batch_that_runs_code_is_rejected(where: str, tmp_path: Path) -> None:
     """The code does not run, wherever it is, and the message names it."""
     path, trace = cifar_folder(tmp_path) / "data_batch_3", tmp_path / "trace"
     content: Any = {b"data": images_of(0).flatten(1).numpy(), b"labels": [1, 2, 3, 4]}
@@ -200,7 +200,7 @@ def test_missing_files_without_network_say_what_to_do(
     assert "\n" not in message
 
 
-def test_what_the_files_cannot_be_is_refused() -> None:
+def test_what_the_files_cannot_be_is_rejected() -> None:
     """Three channels and the two known folders are all that is valid."""
     with pytest.raises(UserError, match=r"dataset\.channels \(1\) must be 3"):
         Cifar("c", "cifar-10-batches-py", (0.5,), (0.5,), num_classes=10, channels=1)

@@ -25,7 +25,7 @@ FAULTS: dict[str, tuple[list[tuple[object, ...]], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -> None:
+def test_a_faulty_csv_is_rejected_by_line_and_column(name: str, tmp_path: Path) -> None:
     """The line has the file, the position and the fault."""
     rows, options, sentence = FAULTS[name]
     path = write_rows(tmp_path / "x.csv", rows, **options)
@@ -47,7 +47,7 @@ def test_a_faulty_csv_is_refused_by_line_and_column(name: str, tmp_path: Path) -
         (b'label,review\n1,"' + b"a" * 200_000, "line 2: unexpected end of data; close its quotes"),
     ],
 )
-def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
+def test_a_csv_of_other_bytes_is_rejected(content: bytes, sentence: str, tmp_path: Path) -> None:
     """An empty file, unclosed quotes, UTF-16, a NUL byte."""
     path = tmp_path / "x.csv"
     path.write_bytes(content)
@@ -67,7 +67,7 @@ def test_a_csv_of_other_bytes_is_refused(content: bytes, sentence: str, tmp_path
         ({"tokenizer": "nowhere"}, "dataset.tokenizer (nowhere): there is neither"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(
+def test_keys_that_do_not_fit_are_rejected(
     keys: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     """The line has the key, its value and a valid one."""
@@ -93,7 +93,7 @@ def test_a_text_may_be_long(tmp_path: Path) -> None:
     assert csv.field_size_limit() == limit
 
 
-def test_a_file_that_is_refused_leaves_the_limit_as_well(tmp_path: Path) -> None:
+def test_a_file_that_is_rejected_leaves_the_limit_as_well(tmp_path: Path) -> None:
     """The limit is restored while the error is still referenced."""
     limit = csv.field_size_limit()
     held = []
@@ -128,7 +128,7 @@ def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
         ("idna", b"\xff", "not idna; save the file as utf-8"),
     ],
 )
-def test_an_encoding_of_another_purpose_is_refused(
+def test_an_encoding_of_another_purpose_is_rejected(
     encoding: str, content: bytes, sentence: str, tmp_path: Path
 ) -> None:
     """Its result is not text, or it gives no position of an error."""

@@ -292,7 +292,7 @@ def test_fake_images_can_be_learnt() -> None:
     assert (nearest == data["eval_targets"]).float().mean() > 0.9
 
 
-def test_size_below_one_is_refused(tmp_path: Path) -> None:
+def test_size_below_one_is_rejected(tmp_path: Path) -> None:
     """The message names the key and the value."""
     source = FakeImages("f", 0, 1, 1, 8, 8, 2, seed=0)
     with pytest.raises(UserError, match=r"dataset\.num_samples \(0\)"):
@@ -464,10 +464,10 @@ def test_a_cache_that_only_others_may_write_to_serves(
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     (folder / "verified.json").unlink()
 
-    def refuse(self: object, *args: object, **kwargs: object) -> None:
+    def reject(self: object, *args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("filelock.FileLock.acquire", refuse)  # root may write
+    monkeypatch.setattr("filelock.FileLock.acquire", reject)  # root may write
     data = load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert data.train.targets.tolist() == list(range(1000))
     flip_a_byte(folder)

@@ -210,7 +210,7 @@ def test_each_fault_is_named(
         ({"folder": "birds"}, r"birds must hold train/CLASS/"),
     ],
 )
-def test_keys_that_cannot_be_are_refused(
+def test_keys_that_cannot_be_are_rejected(
     keys: dict[str, object], message: str, root: Path, tmp_path: Path
 ) -> None:
     """The line has key, value and rule; a dataset larger than memory is found before decoding."""

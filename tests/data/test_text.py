@@ -51,7 +51,7 @@ def kept(dataset: Dataset, run_dir: Path) -> Path:
     return run_dir / "tokenizer"
 
 
-def test_a_resumed_run_refuses_another_vocabulary(tmp_path: Path) -> None:
+def test_a_resumed_run_rejects_another_vocabulary(tmp_path: Path) -> None:
     """Other tokens would give the checkpoint's embeddings new meanings."""
     dataset = load_csv(write_reviews(tmp_path / "x.csv"))
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_without_the_extra_one_line_says_how_to_install_it(
     assert 'write pip install "ddp-runner[text]"' in csv_error(write_reviews(tmp_path / "x.csv"))
 
 
-def test_a_tokenizer_without_padding_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_padding_is_rejected(tmp_path: Path) -> None:
     """A tokenizer needs a token to pad with."""
     (tmp_path / "vocab.txt").write_text("\n".join(("[UNK]", "[CLS]", "[SEP]", GOOD, BAD)))
     answer = csv_error(write_reviews(tmp_path / "x.csv"), tokenizer=str(tmp_path))

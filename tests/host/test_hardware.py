@@ -176,7 +176,7 @@ def test_a_gpu_that_torch_cannot_open_is_one_sentence(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
-def test_bf16_is_refused_where_it_would_be_emulated(
+def test_bf16_is_rejected_where_it_would_be_emulated(
     monkeypatch: pytest.MonkeyPatch, is_supported: bool
 ) -> None:
     """A T4 or V100 has none, and is slower with it than without."""

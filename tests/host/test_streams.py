@@ -48,13 +48,13 @@ open("told", "w").write("\\n".join(told))
 def test_what_cannot_be_written_is_dropped(
     tmp_path: Path, redirection: str, lost: list[str]
 ) -> None:
-    """Exit code 0, no traceback, told once for each stream."""
+    """Exit code 0, no traceback, one line for each stream."""
     (tmp_path / "chatty.py").write_text(CHATTY)
     command = f"set -o pipefail; {sys.executable} chatty.py {redirection}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = (tmp_path / "told").read_text().splitlines()
-    assert [one[: len(start)] for one, start in zip(told, lost, strict=True)] == lost
+    message = (tmp_path / "told").read_text().splitlines()
+    assert [one[: len(start)] for one, start in zip(message, lost, strict=True)] == lost
     assert b"Traceback" not in done.stderr
     assert (tmp_path / "first").read_text() == ""
 
@@ -73,7 +73,7 @@ def test_what_a_killed_process_has_printed_is_shown(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"last words\n")
 
 
-def test_a_log_on_a_full_disk_is_told_of_once(
+def test_a_log_on_a_full_disk_is_reported_of_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In place of logging's own traceback for each line."""

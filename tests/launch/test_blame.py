@@ -1,4 +1,4 @@
-"""Who failed first: told from hand-made files and exit codes, as ranks leave them."""
+"""Who failed first, from hand-made files and exit codes, as ranks leave them."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def test_a_rank_that_died_without_a_word_comes_before_its_peers_complaints(
 def test_an_error_of_its_own_comes_before_the_loss_of_a_peer(
     tmp_path: Path, config: Config, error: BaseException
 ) -> None:
-    """Also where the peers failed earlier, since what they lost is told later."""
+    """Also where the peers failed earlier, since what they lost is reported later."""
     fail(tmp_path, 0, CLOSED)
     fail(tmp_path, 2, error)
     failure = blamed(tmp_path, config, {0: 1})
@@ -107,14 +107,16 @@ def test_a_rank_that_stood_still_is_late(
     assert failure.sentence == f'rank 2 {LATE}; it was at File "sleeps.py", line 7, in forward'
 
 
-def test_of_two_errors_of_their_own_the_earlier_one_is_told(tmp_path: Path, config: Config) -> None:
+def test_of_two_errors_of_their_own_the_earlier_one_is_reported(
+    tmp_path: Path, config: Config
+) -> None:
     """Not that of the lower rank."""
     fail(tmp_path, 2, ZeroDivisionError("first"))
     fail(tmp_path, 0, ZeroDivisionError("second"))
     assert blamed(tmp_path, config, {0: 1, 2: 1}).sentence.endswith("first")
 
 
-def test_what_an_earlier_attempt_failed_of_is_not_told_again(
+def test_what_an_earlier_attempt_failed_of_is_not_reported_again(
     tmp_path: Path, config: Config
 ) -> None:
     """Its files lie beside those of this one, and are older."""
@@ -145,7 +147,7 @@ def test_a_rank_ends_whether_or_not_its_scratch_folder_is_there(tmp_path: Path) 
     Scratch(tmp_path / "file").record_stack(rank=1, attempt=0)
 
 
-def test_of_several_late_ranks_the_lowest_is_told_with_the_innermost_line(
+def test_of_several_late_ranks_the_lowest_is_reported_with_the_innermost_line(
     tmp_path: Path, config: Config
 ) -> None:
     """By its number, not by the name of its file."""
@@ -162,7 +164,7 @@ def test_of_several_late_ranks_the_lowest_is_told_with_the_innermost_line(
 
 
 def test_a_stopped_rank_is_late_without_a_stack(tmp_path: Path, config: Config) -> None:
-    """It could take no signal, and so said nothing at all."""
+    """It could take no signal, and so printed nothing at all."""
     fail(tmp_path, 0, TIMED_OUT)
     fail(tmp_path, 2, CLOSED)
     failure = blamed(tmp_path, config, {0: 1})
@@ -225,13 +227,13 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     tmp_path: Path, config: Config, steps: tuple[int, ...], first: int
 ) -> None:
     """A worker group that gets further each time goes on, however often it is restarted."""
-    said: list[str] = []
+    logged: list[str] = []
     job = Job(config=config, started_at=0.0, code={}, scratch=Scratch(tmp_path))
     mode = Single("single")
 
     def start(attempt: int) -> None:
         env = DistEnv(0, 0, 1, 1, restart_count=attempt)
-        session = Session(job, env, mode, (), RunDir(tmp_path), said.append)
+        session = Session(job, env, mode, (), RunDir(tmp_path), logged.append)
         note_restart(session, step=steps[attempt])
 
     last = len(steps) - 1
@@ -239,8 +241,8 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
         start(attempt)
         failure = Failure(rank=0, kind="crash", sentence=f"cause {attempt}")
         Scratch(tmp_path).record_cause(failure, attempt=attempt)
-    told = rf"no progress beyond step {steps[-1]}, .* of them: cause {first};"
-    with pytest.raises(UserError, match=told):
+    message = rf"no progress beyond step {steps[-1]}, .* of them: cause {first};"
+    with pytest.raises(UserError, match=message):
         start(last)
     allowed = config.launch.max_restarts
-    assert said == [f"restart {one} of {allowed}: cause {one - 1}" for one in range(1, last + 1)]
+    assert logged == [f"restart {one} of {allowed}: cause {one - 1}" for one in range(1, last + 1)]

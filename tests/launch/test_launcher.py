@@ -61,12 +61,12 @@ class Faulty(nn.Linear):
 
 
 def is_gone(launcher_pid: int) -> bool:
-    """Tell whether no process of a command lives any more."""
+    """Return whether no process of a command lives any more."""
     return not session_pids(launcher_pid)
 
 
 def is_importing_torch(launcher_pid: int) -> bool:
-    """Tell whether a launcher has come to what takes it the longest."""
+    """Return whether a launcher has reached its longest phase."""
     return any("libtorch" in one.path for one in psutil.Process(launcher_pid).memory_maps())
 
 
@@ -238,7 +238,7 @@ def rank_and_attempt() -> tuple[int, int]:
 
 
 def leave_behind(job: Job) -> dict[str, Any]:
-    """Fail twice: rank 1 first, after the end of rank 0; then rank 0, which tells what it finds."""
+    """Fail twice: rank 1 first, after the end of rank 0; then rank 0, which reports it."""
     rank, attempt = rank_and_attempt()
     assert job.scratch is not None
     if (rank, attempt) == (1, 0):
@@ -362,7 +362,7 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
 
 
 def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
-    """Before the first step exists: the exit code tells, no traceback, no run that seems to run."""
+    """Before the first step: an exit code, no traceback, no run that seems to run."""
     with background(*LONG, folder=tmp_path, fresh=True) as process:
         wait_for(lambda: run_dirs(tmp_path) and is_importing_torch(process.pid))
         process.send_signal(signal.SIGINT)

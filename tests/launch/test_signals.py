@@ -86,7 +86,7 @@ def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> No
     assert process.returncode == 0
 
 
-def test_what_comes_with_a_signal_is_one_request_and_the_first_is_told(tmp_path: Path) -> None:
+def test_what_comes_with_a_signal_is_one_request_and_the_first_is_reported(tmp_path: Path) -> None:
     """As systemd sends SIGHUP right after SIGTERM: the exit code is that of SIGTERM."""
     hang_up = "module.ONE_REQUEST_S = 3600; os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.1)"
     process = launcher(tmp_path, "pass", hang_up)

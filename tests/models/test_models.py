@@ -202,7 +202,7 @@ def test_losses_are_torchs_mean_times_the_samples() -> None:
         torch.testing.assert_close(parts, total)
 
 
-def test_mse_refuses_shapes_that_torch_would_broadcast() -> None:
+def test_mse_rejects_shapes_that_torch_would_broadcast() -> None:
     """Outputs (6, 1) against targets (6,) are an error, not a 6x6 comparison."""
     with pytest.raises(UserError, match=r"\(6, 1\) and \(6,\)"):
         losses.mse(torch.zeros(6, 1), torch.zeros(6))
@@ -269,7 +269,7 @@ def test_step_changes_at_epoch_ends() -> None:
         (schedules.step, {"every_epochs": 0, "gamma": 0.5}, r"every_epochs \(0\)"),
     ],
 )
-def test_impossible_schedules_are_refused(
+def test_impossible_schedules_are_rejected(
     build: Callable[..., LambdaLR], fields: dict[str, float], message: str
 ) -> None:
     """The message has the key and its value."""

@@ -87,7 +87,7 @@ def test_small_images_stay_larger(architecture: str, body: str, sides: list[int]
         ({"options": {"colour": 1}}, "unexpected keyword argument 'colour'"),
     ],
 )
-def test_what_does_not_work_is_refused_in_one_line(keys: dict[str, object], sentence: str) -> None:
+def test_what_does_not_work_is_rejected_in_one_line(keys: dict[str, object], sentence: str) -> None:
     """The line has the architecture and the fix."""
     settings = resolved("model=resnet18")[0].model
     settings = {key: settings[key] for key in ("_target_", "architecture", "small_images")}
@@ -127,6 +127,6 @@ def test_the_tutorials_networks_take_images_of_other_sizes(model: str, side: int
         ("dataset=random", "model.num_classes comes from dataset.num_classes, which this dataset"),
     ],
 )
-def test_a_model_that_does_not_fit_the_dataset_is_refused(overrides: str, sentence: str) -> None:
+def test_a_model_that_does_not_fit_the_dataset_is_rejected(overrides: str, sentence: str) -> None:
     """One line, before anything starts."""
     assert config_error(*overrides.split()).startswith(sentence)

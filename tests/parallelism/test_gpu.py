@@ -150,7 +150,7 @@ def test_the_best_model_is_loaded_and_evaluated_at_the_end(tmp_path: Path) -> No
 
 
 @gpu
-def test_two_ranks_on_one_gpu_are_refused_by_name(tmp_path: Path) -> None:
+def test_two_ranks_on_one_gpu_are_rejected_by_name(tmp_path: Path) -> None:
     """NCCL would fail with an internal error; each rank says which two have the same GPU."""
     environ = {
         **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0"},

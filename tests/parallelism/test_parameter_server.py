@@ -103,13 +103,13 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
     resumed = run_command(f"resume={end.run_dir}", folder=folder)
     assert (resumed.exit_code, resumed.stderr) == (0, "")
 
-    def told(run_dir: Path) -> list[dict[str, object]]:
+    def deterministic_metrics(run_dir: Path) -> list[dict[str, object]]:
         return [
             {key: value for key, value in line.items() if not key.startswith("ps/")}
             for line in reproducible_metrics(run_dir)
         ]
 
-    assert told(resumed.run_dir) == told(undisturbed)
+    assert deterministic_metrics(resumed.run_dir) == deterministic_metrics(undisturbed)
     assert_same_state(resumed.run_dir, undisturbed)
 
 
@@ -345,8 +345,8 @@ def silent_server(env: DistEnv) -> str:
 
 def test_a_server_that_stands_still_is_noticed() -> None:
     """Its signs of life come from its process: a stopped one sends none."""
-    _, told = run_ranks(silent_server, 2)
-    assert "imed out" in told
+    _, sentence = run_ranks(silent_server, 2)
+    assert "imed out" in sentence
 
 
 def drawn_numbers(env: DistEnv) -> list[float]:
@@ -497,6 +497,6 @@ def test_figures_are_of_the_steps_alone() -> None:
         (("world_size=4", "batch.global_size=100"), "not divisible by trainers (3); use 99 or 102"),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], rule: str) -> None:
+def test_what_does_not_fit_is_rejected(overrides: tuple[str, ...], rule: str) -> None:
     """One line with the rule, before anything starts."""
     assert rule in config_error("parallelism=ps", *overrides)

@@ -151,7 +151,7 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
         {"sentence": "\ud800"},
     ],
 )
-def test_a_ledger_with_an_odd_job_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_ledger_with_an_odd_job_is_rejected(changed: dict[str, Any], tmp_path: Path) -> None:
     """A job's folder is below the sweep's, whoever wrote the ledger."""
     ledger = Ledger(tmp_path)
     ledger.queue({"a": "a"}, invalid=())

@@ -13,10 +13,10 @@ from sweeps import only_sweep, statuses, table_row
 TOY = ("train.max_steps=3", "train.num_threads=1", "backend=gloo")
 
 
-def test_a_grid_leaves_out_what_the_rules_refuse_and_reports(tmp_path: Path) -> None:
-    """Skipped jobs are named with their sentence; one calibration a gang; all are compared.
+def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> None:
+    """Skipped jobs are listed with a reason; one calibration for each world size; all are compared.
 
-    What a job says of its evaluation is the same for any number of ranks.
+    A job's evaluation is the same for any number of ranks.
     """
     end = run_command(
         *("-m", "model=glob(toy*)", "seed=range(1,3)", "world_size=1,2", "scaling=strong", *TOY),
@@ -63,7 +63,7 @@ def test_a_grid_leaves_out_what_the_rules_refuse_and_reports(tmp_path: Path) -> 
     assert end.stdout.index("tensorboard --logdir outputs/sweep") < end.stdout.index("8 runs")
 
 
-def test_refused_alone_is_an_error_still(tmp_path: Path) -> None:
+def test_rejected_alone_is_an_error_still(tmp_path: Path) -> None:
     """A grid of which nothing is left has no exit code of its jobs; without a run no report."""
     end = run_command(
         *("-m", "model=toy_mp", "seed=1,2", "sweep.skip_invalid=true", "sweep.report=true"),

@@ -172,8 +172,8 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     done = {path: (path / "run.json").stat().st_mtime_ns for path in run_dirs(sweep)[:2]}
 
     program = (sys.executable, "-m", "ddp_runner.sweep")
-    told = run_command(str(sweep), folder=tmp_path / "elsewhere", program=program)
-    assert table_row(told.stdout, "seed=2")[1] == "preempted"
+    message = run_command(str(sweep), folder=tmp_path / "elsewhere", program=program)
+    assert table_row(message.stdout, "seed=2")[1] == "preempted"
 
     end = run_command(*command, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
@@ -191,7 +191,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 
 def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
-    """Started again, a failed job is told of; with sweep.retry=failed it runs, and may complete."""
+    """Started again, a failed job is reported; with sweep.retry=failed it runs again."""
     rows = ("-m", "optimizer.lr=0.1,1e30", *TOY, "train.max_steps=9", "hydra.sweep.dir=sweep")
     first = run_command(*rows, folder=tmp_path)
     sweep = tmp_path / "sweep"

@@ -32,7 +32,7 @@ SEARCH = (
 )
 
 
-def test_a_search_without_a_metric_or_without_the_plugin_is_refused() -> None:
+def test_a_search_without_a_metric_or_without_the_plugin_is_rejected() -> None:
     """In one line that says what to write, or to install."""
     register()
     config = to_config(compose_raw())

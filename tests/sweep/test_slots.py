@@ -97,13 +97,15 @@ def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: 
     """In one line for the whole sweep."""
     register()
     config = to_config(compose_raw(*overrides.split()))
-    refusal = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
-    with refusal:
+    error_message = (
+        pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
+    )
+    with error_message:
         validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
 
 
 def print_in_jobs(pipe: Connection, streams: Sequence[int], num_jobs: int) -> None:
-    """Print as a slot does: lines of each job, some without an end, then announce the next job."""
+    """Print as a slot does: lines of each job, some without an end, then name the next job."""
     numbers = random.Random(0)
     for job in range(num_jobs):
         pipe.send(job)
@@ -150,7 +152,7 @@ def test_each_line_of_a_slot_belongs_to_the_job_that_printed_it() -> None:
 
 @needs_two_cores
 def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
-    """Two at a time; pinned as run.json says; each line tells its job; failures count over all."""
+    """Two at a time; pinned as run.json says; each line names its job; failures count over all."""
     lost = "optimizer.lr=0.1,1e30", "seed=range(5)", "sweep.max_failures=2", "train.max_steps=300"
     seen: dict[Path, set[int]] = {}
     with background(*PARALLEL, *lost, folder=tmp_path, spares=2) as process:

@@ -37,8 +37,8 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
     (sweep,) = (tmp_path / "outputs").iterdir()
     folders = {f"experiment={name}" for name in rows}
     # Nothing of these is there but a line in the ledger.
-    refused = {"experiment=refused", "experiment=too_small"}
-    assert {path.name for path in sweep.iterdir() if path.is_dir()} == folders - refused
+    rejected = {"experiment=refused", "experiment=too_small"}
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == folders - rejected
     status = {path.name: record(path)["status"] for path in run_dirs(sweep)}
     for folder in folders:
         name = folder.removeprefix("experiment=")
@@ -52,8 +52,10 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
         "crashed": "RuntimeError",
         "diverged": "smaller optimizer.lr",
     }.items():
-        (told,) = [one for one in end.stdout.splitlines() if one.startswith(f"experiment={name}:")]
-        assert reason in told
+        (message,) = [
+            one for one in end.stdout.splitlines() if one.startswith(f"experiment={name}:")
+        ]
+        assert reason in message
     diverged = sweep / "experiment=diverged"
     assert record(diverged)["error"]["kind"] == "user"
     broken = int(re.findall(r"became .* by step (\d+)", record(diverged)["error"]["sentence"])[0])
@@ -79,7 +81,7 @@ def test_two_sweeps_in_one_folder_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_the_jobs_that_wait_as_well(tmp_path: Path) -> None:
-    """The job that runs is saved; those after it never start; the table tells of the first."""
+    """The job that runs is saved; those after it never start; the table has the first."""
     with background(
         *("-m", "seed=1,2,3", "model=toy", "train.epochs=10000", "train.log_every_steps=1"),
         folder=tmp_path,

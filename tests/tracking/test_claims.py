@@ -120,7 +120,7 @@ def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) ->
     )
 
 
-def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
+def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
     tmp_path: Path, stack: ExitStack
 ) -> None:
     """As our own launcher does; a restart of the launch that made it goes on."""
@@ -135,7 +135,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
 
 
 def test_two_launches_never_hold_one_folder(tmp_path: Path, stack: ExitStack) -> None:
-    """The second is told who has it."""
+    """The second learns who has it."""
     planned = job("resume=auto", run_dir=tmp_path / "mine")
     claim_run(planned, marks=OURS, stack=stack)
     with pytest.raises(UserError, match=r"mine is in use by process \d+"):

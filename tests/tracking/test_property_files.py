@@ -51,7 +51,7 @@ def folder() -> Iterator[Path]:
 
 
 @contextmanager
-def refused_in_one_line(*named: Path) -> Iterator[list[str]]:
+def rejected_in_one_line(*named: Path) -> Iterator[list[str]]:
     """Take a UserError for an answer, if it is one line that names one of the files or folders."""
     sentences: list[str] = []
     try:
@@ -116,33 +116,33 @@ def checkpoints(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 @given(checkpoints())
 @examples(300)
-def test_a_checkpoint_is_loaded_as_it_was_or_refused(files: tuple[bytes, bytes]) -> None:
+def test_a_checkpoint_is_loaded_as_it_was_or_rejected(files: tuple[bytes, bytes]) -> None:
     """Neither another state nor another step or metric ever comes of it."""
     with folder() as here:
         whole = write_checkpoint(here / "step-00000600", *checkpoint())
         path = write_checkpoint(here / "step-00000700", *files)
         known = read_manifest(whole)
-        with refused_in_one_line(path):
+        with rejected_in_one_line(path):
             found = read_manifest(path)
             assert (found.step, found.metrics) == (known.step, known.metrics)
-        with refused_in_one_line(path) as refusals:
+        with rejected_in_one_line(path) as errors_of:
             assert equal(load_checkpoint(path), STATE_SAVED)
-        said: list[str] = []
-        latest = latest_checkpoint(here, log=said.append)
-        assert latest == (whole if refusals else path)
-        assert all(sentence.isprintable() for sentence in said)
+        logged: list[str] = []
+        latest = latest_checkpoint(here, log=logged.append)
+        assert latest == (whole if errors_of else path)
+        assert all(sentence.isprintable() for sentence in logged)
 
 
 @given(st.one_of(damaged(checkpoint()[0]), st.binary(max_size=200)))
 @examples(100)
-def test_a_state_with_the_right_checksum_is_plain_data_or_refused(state: bytes) -> None:
+def test_a_state_with_the_right_checksum_is_plain_data_or_rejected(state: bytes) -> None:
     """Whoever wrote it wrote the manifest, too."""
     sha256 = hashlib.sha256(state).hexdigest()
     files = {STATE: {"size": len(state), "sha256": sha256}}
     manifest = {"format_version": 1, "step": 1, "metrics": {}, "files": files}
     with folder() as here:
         path = write_checkpoint(here / "step-00000001", state, json.dumps(manifest).encode())
-        with refused_in_one_line(path):
+        with rejected_in_one_line(path):
             assert isinstance(load_checkpoint(path), dict)
 
 
@@ -159,15 +159,15 @@ RECORD = {
 
 @given(faulty(json.dumps(RECORD).encode(), is_json=True))
 @examples(200)
-def test_a_record_is_a_mapping_or_refused(content: bytes) -> None:
+def test_a_record_is_a_mapping_or_rejected(content: bytes) -> None:
     """Nobody goes on with a run whose record is damaged, and a table of a sweep shows the rest."""
     with folder() as here:
         run = here / "job"
         run.mkdir()
         (run / "run.json").write_bytes(content)
-        with refused_in_one_line(run / "run.json"):
+        with rejected_in_one_line(run / "run.json"):
             assert isinstance(read_run_record(run), dict)
-        with refused_in_one_line(run / "run.json"):
+        with rejected_in_one_line(run / "run.json"):
             write_run_record(run, status="running")
             assert read_run_record(run)["status"] == "running"
         (run / "run.json").write_bytes(content)
@@ -193,14 +193,14 @@ def ledger_bytes() -> bytes:
 
 @given(faulty(ledger_bytes(), is_json=True))
 @examples(300)
-def test_a_ledger_holds_entries_or_is_refused(content: bytes) -> None:
+def test_a_ledger_holds_entries_or_is_rejected(content: bytes) -> None:
     """Of the right types, each with a folder below the sweep's; and it can be gone on with."""
     with folder() as here:
         sweep = here / "sweep"
         sweep.mkdir()
         path, ledger = sweep / LEDGER, Ledger(sweep)
         path.write_bytes(content)
-        with refused_in_one_line(path) as refusals:
+        with rejected_in_one_line(path) as errors_of:
             for job_id, entry in ledger.read().items():
                 assert job_id == entry.job_id
                 assert isinstance(job_id, str)
@@ -210,12 +210,12 @@ def test_a_ledger_holds_entries_or_is_refused(content: bytes) -> None:
                 assert all(isinstance(one, str | None) for one in (entry.kind, entry.sentence))
             assert all(isinstance(one, str) for one in ledger.command())
         assert unfinished_sweep(here, command=COMMAND, retry_failed=True) in (sweep, None)
-        with refused_in_one_line(path) as again:
+        with rejected_in_one_line(path) as again:
             assert all(line.isprintable() for line in sweep_table(sweep).splitlines())
             assert ledger.queue({"new": "new"}, invalid=())["new"].status == "queued"
             ledger.note("new", status="completed")
             ledger.begin(command=COMMAND, retry_failed=True)
-        assert bool(again) == bool(refusals)
+        assert bool(again) == bool(errors_of)
 
 
 @cache
@@ -319,7 +319,7 @@ def frozen() -> tuple[bytes, Any]:
 
 @given(st.data())
 @examples(150)
-def test_a_frozen_config_resolves_or_is_refused(data: st.DataObject) -> None:
+def test_a_frozen_config_resolves_or_is_rejected(data: st.DataObject) -> None:
     """What is damaged names the file; what breaks a rule names the key."""
     content, composed = frozen()
     with folder() as here:
@@ -328,9 +328,9 @@ def test_a_frozen_config_resolves_or_is_refused(data: st.DataObject) -> None:
         path.write_bytes(data.draw(faulty_yaml(content)))
         raw = composed.copy()
         raw.resume = str(here)
-        with refused_in_one_line(path) as refusals:
+        with rejected_in_one_line(path) as errors_of:
             raw = with_resumed(raw, ())
-        if refusals:
+        if errors_of:
             return
         try:
             config, _ = resolve(to_config(raw), hardware=LAPTOP)
@@ -362,7 +362,7 @@ GZIPPED = gzip.compress(IMAGES, mtime=0)
 
 @given(st.one_of(faulty(IMAGES), faulty(LABELS), faulty(GZIPPED)), st.booleans(), st.booleans())
 @examples(300)
-def test_an_idx_file_is_bytes_of_its_sizes_or_refused(
+def test_an_idx_file_is_bytes_of_its_sizes_or_rejected(
     content: bytes, is_gzipped: bool, is_labels: bool
 ) -> None:
     """Gzipped or not, of labels or of images; what gzip's checksum covers is as it was."""
@@ -370,7 +370,7 @@ def test_an_idx_file_is_bytes_of_its_sizes_or_refused(
     with folder() as here:
         path = here / ("file.gz" if is_gzipped else "file")
         path.write_bytes(content)
-        with refused_in_one_line(path):
+        with rejected_in_one_line(path):
             tensor = read_idx(path, magic=magic, published={})
             assert tensor.dtype == torch.uint8
             assert tensor.ndim == magic & 0xFF
@@ -401,7 +401,7 @@ ENCODINGS = (
 
 @st.composite
 def csv_files(draw: st.DrawFn) -> tuple[bytes, str]:
-    """A CSV file that is not as it was, and how it is said to be encoded."""
+    """A CSV file that is not as it was, and the encoding that its options name."""
     encoding = draw(st.sampled_from(ENCODINGS))
     written = draw(st.sampled_from(["utf-8", "utf-16", "gb18030", "utf-7"]))
     content = draw(st.one_of(st.just(TEXTS), st.text(max_size=40))).encode(written, "replace")
@@ -410,7 +410,7 @@ def csv_files(draw: st.DrawFn) -> tuple[bytes, str]:
 
 @given(csv_files(), st.sampled_from([",", ";", "\t", " ", "1", '"', "好", "a"]))
 @examples(300)
-def test_a_csv_file_gives_texts_and_classes_or_is_refused(
+def test_a_csv_file_gives_texts_and_classes_or_is_rejected(
     file: tuple[bytes, str], delimiter: str
 ) -> None:
     """Each text has characters that can be written again, and each class is one."""
@@ -418,7 +418,7 @@ def test_a_csv_file_gives_texts_and_classes_or_is_refused(
     with folder() as here:
         path = here / "file.csv"
         path.write_bytes(content)
-        with refused_in_one_line(path):
+        with rejected_in_one_line(path):
             rows = read_rows(
                 path,
                 text="review",

@@ -1,4 +1,4 @@
-"""Run folders of any name, as the user is told of them."""
+"""Run folders of any name, as messages show them."""
 
 import resource
 import shlex
@@ -89,9 +89,9 @@ def test_a_frozen_config_is_replaced_whole_or_not_at_all(file: str, tmp_path: Pa
     before = {path.name: path.read_bytes() for path in (tmp_path / ".hydra").iterdir()}
     assert b"seed: 1" in before["config.yaml"]
     long = ["x" * 500] if file == "overrides.yaml" else []
-    with largest_file(200), pytest.raises(UserError, match="cannot be written") as refused:
+    with largest_file(200), pytest.raises(UserError, match="cannot be written") as rejected:
         RunDir(tmp_path).freeze(Config(seed=2), overrides=long, choices={})
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
     assert (tmp_path / ".hydra" / "config.yaml").read_bytes() == before["config.yaml"]
     if file == "overrides.yaml":
         assert (tmp_path / ".hydra" / file).read_bytes() == before[file]

@@ -23,11 +23,11 @@ CONFIG = "model:\n  name: convnet\n"
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl; NaN and Infinity, which are not JSON, fail the test."""
 
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         pytest.fail(f"{constant} is not JSON")
 
     text = (run_dir / METRICS_FILE).read_text()
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    return [json.loads(line, parse_constant=reject) for line in text.splitlines()]
 
 
 def read_events(run_dir: Path) -> EventAccumulator:

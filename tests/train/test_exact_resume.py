@@ -163,7 +163,7 @@ class Watched(GlobalBatches):
     held_until: Path | None = None  # no batch is taken before it exists
 
     def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
-        """Note the batch's number and each sample's weight; samples are told by their bytes."""
+        """Note the batch's number and each sample's weight; its bytes identify a sample."""
         batch = super().step(epoch, index, order=order)
         found, numbers = Counter[int](), sample_numbers(self.split)
         for micro in batch.micro_batches:
@@ -400,10 +400,10 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
     tolerances = TOLERANCES[torch.float32]
     for (source, step), first in ranks[0].items():
         where = f"{source} to {target} at step {step}: "
-        told = partial("{} {}".format, where)
+        text = partial("{} {}".format, where)
         losses = sources[source][0].trace.losses[:step] + first.trace.losses
-        torch.testing.assert_close(losses, whole.trace.losses, **tolerances, msg=told)
-        torch.testing.assert_close(first.trace.weights, whole.trace.weights, **tolerances, msg=told)
+        torch.testing.assert_close(losses, whole.trace.losses, **tolerances, msg=text)
+        torch.testing.assert_close(first.trace.weights, whole.trace.weights, **tolerances, msg=text)
         assert first.trace.position == whole.trace.position, where
         before = [Life(one.trace, one.drawn[:step]) for one in sources[source]]
         found = samples_by_batch(*before, *(rank[source, step] for rank in ranks))
@@ -414,7 +414,7 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
 
 
 def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> None:
-    """With a rate of next to nothing a loss tells its batch, in whatever order they come."""
+    """With a rate near zero, each loss identifies its batch, in any order."""
     still = ("optimizer.lr=1e-30", "dataset.augmentation=null")
     sources = left_by(["single", "ddp"], tmp_path, *still)
     config = config_of("asynchronous", *SHARED, *still)

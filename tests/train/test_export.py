@@ -56,7 +56,7 @@ def export_from(
 
 
 def run(folder: Path, *damaged: int, load_best: bool = True) -> tuple[list[Tensor], list[str]]:
-    """Return the weights of two ranks after the delivery, and what the first one said."""
+    """Return the weights of two ranks after the export, and what the first one logged."""
     config = compose_config(
         *TOY,
         "checkpoint.monitor=eval/loss",
@@ -80,30 +80,30 @@ def exported(folder: Path) -> tuple[float, str]:
 
 
 def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) -> None:
-    """It is said; every rank gets the model from the first, which alone reads it."""
-    weights, said = run(tmp_path, 2)
+    """It is logged; every rank gets the model from the first, which alone reads it."""
+    weights, logged_lines = run(tmp_path, 2)
     assert exported(tmp_path) == (1.0, "1")
     assert all((one == 1.0).all() for one in weights)
-    assert f"step-{2:08d} is damaged" in said[0]
-    assert said[-1] == "best by eval/loss: 0.2000 at step 1, in model.safetensors"
+    assert f"step-{2:08d} is damaged" in logged_lines[0]
+    assert logged_lines[-1] == "best by eval/loss: 0.2000 at step 1, in model.safetensors"
 
 
 def test_where_no_better_one_is_whole_the_last_model_is_exported(tmp_path: Path) -> None:
     """From memory: its own checkpoint may be damaged as well."""
-    _, said = run(tmp_path, 1, 2, 3, 4, load_best=False)
+    _, logged_lines = run(tmp_path, 1, 2, 3, 4, load_best=False)
     assert exported(tmp_path) == (4.0, "4")
-    assert len(said) == 4
-    assert "0.4000 at step 4" in said[-1]
+    assert len(logged_lines) == 4
+    assert "0.4000 at step 4" in logged_lines[-1]
 
 
 def test_a_finished_training_never_fails_for_a_manifest(tmp_path: Path) -> None:
     """Without any manifest the last model is the best that is known."""
     folder = tmp_path / "checkpoints"
     config = compose_config(*TOY, "checkpoint.monitor=eval/loss", "checkpoint.mode=min")
-    (said,) = run_ranks(without_manifests, 1, config, tmp_path)
+    (logged_lines,) = run_ranks(without_manifests, 1, config, tmp_path)
     assert not list(folder.glob("*/manifest.json"))
     assert exported(tmp_path) == (3.0, "4")
-    assert said[0].startswith("no valid checkpoint has a finite eval/loss")
+    assert logged_lines[0].startswith("no valid checkpoint has a finite eval/loss")
 
 
 def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:

@@ -98,7 +98,7 @@ INVALID: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ["scheduler=constant (torch.nn.Identity) builds an object of type Identity, not Scheduler"],
     ),
 }
-# Each is taken, and said to be a sum or neither.
+# Each is accepted, and reported as a sum or as neither.
 TAKEN: dict[str, tuple[tuple[str, ...], str]] = {
     "ours": (CONVNET, "sum"),
     "dropout": (MNIST_NET, "sum"),
@@ -189,8 +189,8 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
         return str(error)
 
 
-def test_all_ranks_of_a_run_refuse_alike(tmp_path: Path) -> None:
-    """Before the first step; the log has the traceback of the error that the sentence tells of."""
+def test_all_ranks_of_a_run_reject_alike(tmp_path: Path) -> None:
+    """Before the first step; the log has the traceback behind the sentence."""
     config = compose_config(*of("Cursed"), world_size=2)
     first, second = run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240)
     assert first == second
@@ -205,9 +205,9 @@ def test_all_ranks_of_a_run_refuse_alike(tmp_path: Path) -> None:
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
     """In place of the numbers that DDP gives, and with the whole key that helps."""
     config = compose_config(*of("Idle"), world_size=2)
-    for told in run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240):
-        assert told.startswith("the loss does not depend on idle.weight, idle.bias, ")
-        assert "write parallelism.find_unused_parameters=true" in told
+    for message in run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240):
+        assert message.startswith("the loss does not depend on idle.weight, idle.bias, ")
+        assert "write parallelism.find_unused_parameters=true" in message
     config = compose_config(*of("Idle"), "parallelism.find_unused_parameters=true", world_size=2)
     assert (
         run_ranks(whole_run, 2, config, tmp_path / "b", backend=None, timeout_s=240)
@@ -224,10 +224,10 @@ def test_a_batch_larger_than_the_training_set_and_a_diverged_loss_are_said(
     assert run_ranks(whole_run, 1, config, tmp_path / "run", backend=None, timeout_s=240) == [
         "completed"
     ]
-    told = capfd.readouterr().out
+    message = capfd.readouterr().out
     size = "batch.global_size (1000) is larger than the training set: 1 step an epoch of 200 "
-    assert f"warning: {size}samples" in told
-    assert "warning: the run diverged: train/loss began at 1." in told
+    assert f"warning: {size}samples" in message
+    assert "warning: the run diverged: train/loss began at 1." in message
     assert json.loads((tmp_path / "run" / "run.json").read_text())["warnings"] == [f"{size}samples"]
     calm = compose_config("model=toy", "train.max_steps=2")
     assert run_ranks(whole_run, 1, calm, tmp_path / "calm", backend=None, timeout_s=240) == [

@@ -320,7 +320,7 @@ def test_logged_rate_is_the_one_the_step_was_taken_with() -> None:
 
 
 def first_losses(env: DistEnv, config: Config) -> tuple[list[float], list[float]]:
-    """Return what a run of two epochs said that it began with, and each step's loss."""
+    """Return the first loss that a run of two epochs logged, and each step's loss."""
     with patch.object(Trace, "first_loss", autospec=True) as began:
         trace = run_loop(env, config, max_steps=2 * STEPS_PER_EPOCH)
     return [call.args[1] for call in began.call_args_list], trace.losses

@@ -88,11 +88,11 @@ def test_our_schedules_follow_their_formula(
     assert rates == pytest.approx(factors)
 
 
-def refusal(env: DistEnv, config: Config) -> str:
+def error_message(env: DistEnv, config: Config) -> str:
     """Return the sentence with which a config is refused as its objects are built."""
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as rejected:
         build(env, config)
-    return str(refused.value)
+    return str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def refusal(env: DistEnv, config: Config) -> str:
 )  # fmt: skip
 def test_a_key_that_does_not_fit_is_named(overrides: str, sentence: str) -> None:
     """One line with the key, what takes it, and the nearest keyword that there is."""
-    (told,) = run_ranks(refusal, 1, compose_config(*TOY, *overrides.split()))
-    assert sentence in told
-    assert len(told.splitlines()) == 1
+    (message,) = run_ranks(error_message, 1, compose_config(*TOY, *overrides.split()))
+    assert sentence in message
+    assert len(message.splitlines()) == 1
 
 
 def loop(env: DistEnv, config: Config, folder: Path, stop_after: int | None = None) -> Trace:

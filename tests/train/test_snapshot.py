@@ -76,7 +76,7 @@ def figures(*traces: Trace) -> list[dict[str, float]]:
 
 def told_by_checkpoints(*traces: Trace) -> dict[int, dict[str, float]]:
     """Return the metrics of the checkpoints that were saved last for their step."""
-    return {step: told for trace in traces for step, told in trace.saved.items()}
+    return {step: message for trace in traces for step, message in trace.saved.items()}
 
 
 @pytest.mark.parametrize("stop_at", [MID_EPOCH, EPOCH_END])
@@ -192,7 +192,7 @@ def attempts(
     return answers
 
 
-def test_foreign_checkpoint_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_foreign_checkpoint_is_rejected_with_what_differs(tmp_path: Path) -> None:
     """One line has the key that differs, with the checkpoint's value and the run's."""
     single = (*TOY, "parallelism=single")
     foreign = {
@@ -359,14 +359,14 @@ def of_the_old_order(env: DistEnv, config: Config, folder: Path, step_in_epoch: 
         return str(error)
 
 
-@pytest.mark.parametrize(("step_in_epoch", "told"), [(2, "amid epoch 2"), (0, "resumed at 4")])
+@pytest.mark.parametrize(("step_in_epoch", "message"), [(2, "amid epoch 2"), (0, "resumed at 4")])
 def test_an_epoch_of_another_order_cannot_be_finished(
-    tmp_path: Path, step_in_epoch: int, told: str
+    tmp_path: Path, step_in_epoch: int, message: str
 ) -> None:
     """Some samples would come twice and others never; between epochs nothing is lost."""
     config = compose_config(*TOY)
     (answer,) = run_ranks(of_the_old_order, 1, config, tmp_path, step_in_epoch)
-    assert told in answer
+    assert message in answer
     assert len(answer.splitlines()) == 1
 
 
@@ -381,7 +381,7 @@ def misfit(env: DistEnv, config: Config, folder: Path) -> str:
     return str(error.value)
 
 
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_rejected(tmp_path: Path) -> None:
     """As when a model's code changed since: the answer names the parameter."""
     (answer,) = run_ranks(misfit, 1, config_of(*TOY, world_size=1), tmp_path)
     assert "does not fit" in answer
@@ -409,7 +409,7 @@ def save_whatever(folder: Path, content: Any, *, step: int = 1) -> None:
     )
 
 
-def refusal_of(state: TrainState, config: Config, folder: Path) -> str:
+def error_of(state: TrainState, config: Config, folder: Path) -> str:
     """Return the sentence with which the folder's checkpoint is refused. Collective."""
     with pytest.raises(UserError) as error:
         restore(state, config, folder, log=lambda _: None)
@@ -446,36 +446,36 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def refusals(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
+def errors_of(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     """Return the sentence for each forged state, by its name."""
     state = build(env, config)
     content = snapshot(at(state, **STANDS), config)
     answers = {}
     for number, (name, forge) in enumerate(FORGED.items()):
         save_whatever(folder / str(number), forge(dict(content)))
-        answers[name] = refusal_of(state, config, folder / str(number))
+        answers[name] = error_of(state, config, folder / str(number))
     save_whatever(folder / "whole", content)
     assert restore(state, config, folder / "whole", log=print) == 1
     return answers
 
 
-def test_a_forged_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_forged_checkpoint_is_rejected_in_one_sentence(tmp_path: Path) -> None:
     """Its checksums are right, and what it holds is not what a run saves."""
-    (answers,) = run_ranks(refusals, 1, config_of(*TOY, world_size=1), tmp_path)
+    (answers,) = run_ranks(errors_of, 1, config_of(*TOY, world_size=1), tmp_path)
     assert list(answers) == list(FORGED)
     assert all(str(tmp_path) in answer for answer in answers.values())
 
 
 def all_damaged(env: DistEnv, config: Config, folder: Path) -> tuple[str, list[str]]:
     """Return how a rank answers to a folder where nothing is whole, and what it says of none."""
-    said: list[str] = []
+    logged_lines: list[str] = []
     asked = replace(config, resume="a run")
-    assert restore(build(env, asked), asked, folder / "none", log=said.append) is None
-    return refusal_of(build(env, config), config, folder), said
+    assert restore(build(env, asked), asked, folder / "none", log=logged_lines.append) is None
+    return error_of(build(env, config), config, folder), logged_lines
 
 
-def test_where_nothing_is_whole_every_rank_refuses(tmp_path: Path) -> None:
-    """Rank 0 looks, and all end with its sentence; without any checkpoint the run begins, said."""
+def test_where_nothing_is_whole_every_rank_rejects(tmp_path: Path) -> None:
+    """Rank 0 looks, and all end with its sentence; without any checkpoint the run begins."""
     for step in (1, 2):
         save_whatever(tmp_path, {}, step=step)
         os.truncate(tmp_path / f"step-{step:08d}" / "state.pt", 7)
@@ -527,7 +527,7 @@ def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     answers = {}
     for name, dataset in others.items():
         other = with_setup(state, dataset=dataset)
-        answers[name] = refusal_of(other, config, folder / "new")
+        answers[name] = error_of(other, config, folder / "new")
         assert restore(other, config, folder / "old", log=print) == 1
     drawn = with_setup(state, dataset=replace(data, digest=None))
     assert restore(drawn, config, folder / "new", log=print) == 1
@@ -535,7 +535,7 @@ def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
 
 
 def test_a_run_goes_on_with_the_data_that_it_began_with_only(tmp_path: Path) -> None:
-    """The numbers of samples then and now are told; checkpoints from before that know none load."""
+    """The message has both numbers of samples; older checkpoints, which have none, load."""
     (answers,) = run_ranks(other_data, 1, config_of(*TOY, world_size=1), tmp_path)
     assert "27 training samples then, 20 now; put" in answers["train"]
     assert "40 evaluation samples then, 5 now; put" in answers["eval"]

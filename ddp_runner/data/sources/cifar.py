@@ -113,7 +113,7 @@ class _Inert:
 
 
 class _BatchReader(pickle.Unpickler):
-    """Reads pickled mappings, lists, numbers, texts and numpy arrays; refuses everything else."""
+    """Reads pickled mappings, lists, numbers, texts and numpy arrays; rejects everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):

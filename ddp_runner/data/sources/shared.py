@@ -47,7 +47,7 @@ def image_dataset(source: _ImageSource, tensors: Mapping[str, Tensor]) -> Datase
 
 
 def require_at_least(source: Source, **least: int) -> None:
-    """Refuse fields of a source that are too small.
+    """Reject fields of a source that are too small.
 
     Raises:
         UserError: a field is below its smallest value.
@@ -80,7 +80,7 @@ def shuffled_split(
 
 
 def validate_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
-    """Refuse labels (num_samples,) that are not classes.
+    """Reject labels (num_samples,) that are not classes.
 
     Raises:
         UserError: a label is out of range; the message has the first one.
