@@ -107,9 +107,7 @@ def test_a_rank_that_stood_still_is_late(
     assert failure.sentence == f'rank 2 {LATE}; it was at File "sleeps.py", line 7, in forward'
 
 
-def test_of_two_errors_of_their_own_the_earlier_one_is_reported(
-    tmp_path: Path, config: Config
-) -> None:
+def test_of_two_errors_of_their_own_the_earlier_is_reported(tmp_path: Path, config: Config) -> None:
     """Not that of the lower rank."""
     fail(tmp_path, 2, ZeroDivisionError("first"))
     fail(tmp_path, 0, ZeroDivisionError("second"))
