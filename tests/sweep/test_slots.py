@@ -98,7 +98,7 @@ def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: 
     register()
     config = to_config(compose_raw(*overrides.split()))
     expected = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
-    with error_message:
+    with expected:
         validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
 
 
