@@ -33,7 +33,7 @@ POSITIVE = (
     "train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank",
     "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
     "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
-    "sweep.parallel_jobs", "optimizer.lr", "dataset.num_samples",
+    "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
     "parallelism.needs.max_ranks",
 )  # fmt: skip

@@ -5,6 +5,7 @@ What cannot be written is dropped, and the run goes on.
 
 import io
 import os
+import re
 import select
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
 PATIENCE_S = 2.0
+MOST_LETTERS = 24  # of a key in a shortened name
 ERASE_LINE = "\r\x1b[2K"  # of a terminal: the next text takes the place of what is there
 
 
@@ -34,7 +36,14 @@ def line_width(stream: TextIO) -> int:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return the text in so many columns, its middle replaced by an ellipsis if it is longer."""
+    """Return the text in so many columns.
+
+    In a job's name, keys lose their groups and last letters first: values tell jobs apart. If that
+    is not enough, an ellipsis replaces the middle.
+    """
+    for num_letters in range(MOST_LETTERS, 1, -1):
+        if len(text) > width:
+            text = re.sub(rf"[\w.]*?(\w{{1,{num_letters}}})\w*=", r"\1=", text)
     if len(text) <= width:
         return text
     end = max(0, width - 1) // 2

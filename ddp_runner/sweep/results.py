@@ -17,7 +17,7 @@ from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
-MIN_NAME = 12  # columns of a job's name
+MIN_NAME = 24  # columns of a job's name
 
 
 def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str | None:
@@ -43,24 +43,27 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
 def sweep_table(folder: Path, *, width: int = 0) -> str:
     """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
 
-    In `width` columns, unless it is 0, names become shorter in their middle; then lines end early.
+    In `width` columns, unless it is 0, names are shortened; if that is not enough, lines end early.
     """
     entries = Ledger(folder).read().values()
     rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = width or sys.maxsize
     excess = max(0, sum(widths) + 2 * (len(widths) - 1) - width)
-    widths[0] = max(min(MIN_NAME, widths[0]), widths[0] - excess)
-    lines = []
-    for row in rows:
-        cells = [shortened(row[0], widths[0]), *row[1:]]
-        padded = [cell.ljust(size) for cell, size in zip(cells, widths, strict=True)]
-        line = "  ".join(padded).rstrip()
+    names = [shortened(name, max(MIN_NAME, widths[0] - excess)) for name, *_ in rows]
+    widths[0] = max(map(len, names))
+    lines = [""]
+    for name, (_, *cells) in zip(names, rows, strict=True):
+        padded = [cell.ljust(size) for cell, size in zip((name, *cells), widths, strict=True)]
+        line = printable("  ".join(padded).rstrip())
         lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
-    sentences = [f"{one.folder}: {one.sentence}" for one in entries if one.sentence is not None]
-    failures = [wrapped(sentence, width) for sentence in sentences]
+    lines += [
+        wrapped(printable(f"{entry.folder}: {entry.sentence}"), width)
+        for entry in entries
+        if entry.sentence is not None
+    ]
     tail = f"tensorboard --logdir {shlex.quote(str(shown_path(folder)))}"
-    return "\n".join(map(printable, ["", *lines, *failures, tail]))
+    return "\n".join([*lines, printable(tail)])
 
 
 def _row(folder: Path, entry: Entry) -> tuple[str, ...]:

@@ -100,9 +100,7 @@ class LiveLine:
             room = width - len(epoch) - len(rest)
         line = Text()
         if self._title:
-            line.append(_brief(self._title, room - 2), style="bold")
-            line.truncate(max(MIN_TITLE, room - 2), overflow="ellipsis")
-            line.append("  ")
+            line.append(f"{_fitted(self._title, room - 2)}  ", style="bold")
             room -= len(line)
         line.append(epoch)
         left = self._time_left()
@@ -163,8 +161,7 @@ def end_summary(
     if title:
         rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
         if width := line_width(sys.stdout):
-            room = width - 2 - len(rest)
-            title = shortened(_brief(title, room), max(MIN_TITLE, room))
+            title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]
     else:
         lines = [took]
@@ -183,9 +180,11 @@ def end_summary(
     return "\n".join(lines)
 
 
-def _brief(title: str, room: int) -> str:
-    """Return a job's title, with fewer words before its name if it is longer than the room."""
-    return title if len(title) <= room else re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title)
+def _fitted(title: str, room: int) -> str:
+    """Return a job's title, shortened to the room or, if there is almost none, to MIN_TITLE."""
+    if len(title) <= room:
+        return title
+    return shortened(re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title), max(MIN_TITLE, room))
 
 
 def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> list[str]:

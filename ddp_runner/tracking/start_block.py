@@ -22,9 +22,13 @@ def starting_lines(job: Job) -> str:
     config = job.config
     nodes = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     device = "GPU" if config.backend.device == "cuda" else "CPU"
-    run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n" if job.run_dir else ""
+    folder = ""
+    if job.run_dir:
+        # A sweep prints its header once, so it names the folder of all its jobs.
+        name, path = ("sweep", job.run_dir.parent) if job.title else ("run", job.run_dir)
+        folder = fact_lines({name: str(shown_path(path))}) + "\n"
     return (
-        f"{run}starting {counted(config.world_size, 'rank')}{nodes}, {config.backend.name} on "
+        f"{folder}starting {counted(config.world_size, 'rank')}{nodes}, {config.backend.name} on "
         f"{device}; importing torch …"
     )
 

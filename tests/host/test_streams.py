@@ -137,11 +137,19 @@ def test_a_notice_is_printed_if_the_wait_is_long(
 
 
 @pytest.mark.parametrize(
-    ("width", "text"), [(9, "seed=1234"), (8, "seed…234"), (7, "see…234"), (1, "…")]
+    ("width", "text"),
+    [
+        (35, "1/8 optimizer.lr=0.1,data.seed=1234"),
+        (29, "1/8 lr=0.1,seed=1234"),
+        (19, "1/8 lr=0.1,see=1234"),
+        (18, "1/8 lr=0.1,se=1234"),
+        (10, "1/8 l…1234"),
+        (1, "…"),
+    ],
 )
-def test_a_shortened_text_keeps_both_its_ends(width: int, text: str) -> None:
-    """What differs between the jobs of a sweep is often at the end of their names."""
-    assert shortened("seed=1234", width) == text
+def test_a_shortened_name_keeps_its_values(width: int, text: str) -> None:
+    """The keys of all jobs of a sweep are the same, and what differs is often at the end."""
+    assert shortened("1/8 optimizer.lr=0.1,data.seed=1234", width) == text
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,18 @@ def test_a_table_without_a_terminal_is_whole(sweep: Path) -> None:
 @pytest.mark.parametrize(
     ("width", "job", "end"),
     [
-        (150, NAMES[0][:23], "0.2000"),
-        (79, "model=…", "eval/accuracy 0.9700…"),
-        (40, "model=…", "…"),
+        (150, "model=convnet,lr=0.123456,", "0.2000"),
+        (79, "mo=convnet,l…", "  eval/acc…"),
+        (40, "mo=convnet,l…", "…"),
     ],
 )
 def test_a_table_fits_its_terminal(sweep: Path, width: int, job: str, end: str) -> None:
-    """First the names of jobs become shorter, in their middle; then the lines end early."""
+    """First the names of jobs become shorter; then the lines end early."""
     _, title, first, second, _ = sweep_table(sweep, width=width).split("\n")
     assert all(len(line) <= width for line in (title, first, second))
     assert title.startswith("job  ")
     assert first.startswith(job)
     assert first.endswith(end)
     assert second.startswith(job)
-    assert "d=1  completed  1.50 s  " in first
+    assert "=1  completed  1.50 s  " in first
     assert "d=2  queued     -  " in second

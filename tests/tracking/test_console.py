@@ -66,12 +66,12 @@ def test_a_line_too_long_for_its_terminal_is_cut_at_its_end() -> None:
     assert all(len(frame) < 40 for frame in drawn(columns=40))
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_sweeps_job_has_its_title_in_the_line_and_leaves_none(columns: int) -> None:
+@pytest.mark.parametrize(("columns", "start"), [(80, "wo=2,"), (120, "world_size=2,")])
+def test_a_sweeps_job_has_its_title_in_the_line_and_leaves_none(columns: int, start: str) -> None:
     """Its result takes the place of the line."""
     *_, last, nothing = drawn(columns=columns, title=TITLE)
     assert len(last) < columns
-    assert last.startswith("12/60 world_size=2,")
+    assert last.startswith(f"12/60 {start}")
     assert "epoch 5/10" in last
     assert "step 300/600  loss 0.1234" in last
     assert last.endswith("samples/s") or last.endswith("left")

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from shutil import get_terminal_size
@@ -15,7 +16,7 @@ from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, label, title_of
 from ddp_runner.errors import counted, listed, printable
 from ddp_runner.files import json_safe
-from ddp_runner.host.streams import wrapped
+from ddp_runner.host.streams import line_width, wrapped
 
 WIDTH = 120  # characters, without a terminal
 MAX_LINES = 20  # in lists for people
@@ -33,11 +34,12 @@ def as_text(comparison: Comparison) -> str:
     """
     shown = [column for column in columns(comparison) if column.is_brief]
     lines = [_headline(comparison)]
-    width = get_terminal_size(fallback=(0, 0)).columns  # 0: no terminal
-    lines += _blocks(comparison, shown, width=width or WIDTH)
+    terminal = line_width(sys.stdout)
+    width = terminal or get_terminal_size(fallback=(WIDTH, 0)).columns  # a user may set COLUMNS
+    lines += _blocks(comparison, shown, width=width)
     for title, sentences in _sections(comparison, shown):
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
-    return wrapped("\n".join(map(printable, lines)), width)
+    return wrapped("\n".join(map(printable, lines)), terminal)
 
 
 def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> Iterator[str]:
