@@ -5,7 +5,7 @@ the jobs that wait. Hydra finds this module by itself: it looks for plug-ins in 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -21,8 +21,8 @@ from ddp_runner.config.load import as_written
 class BatchTask(Protocol):
     """A task function that runs all jobs of a batch by itself."""
 
-    def run_batch(self, composed: Sequence[DictConfig]) -> Sequence[float | str | None]:
-        """Run the jobs, given each one's config with its hydra node; return their objectives."""
+    def run_batch(self, composing: Iterable[DictConfig]) -> Sequence[float | str | None]:
+        """Run the jobs, composed with their hydra node one by one; return their objectives."""
 
 
 class SweepLauncher(Launcher):
@@ -39,17 +39,21 @@ class SweepLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Compose every job, run them, and return how each ended."""
         setup_globals()
-        jobs = []
-        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-            job = self._context.config_loader.load_sweep_config(self._config, list(overrides))
-            with open_dict(job):
-                job.hydra.job.id = job.hydra.job.num = number
-            jobs.append(job)
+        jobs = list[DictConfig]()
+
+        def composing() -> Iterator[DictConfig]:
+            for number, overrides in enumerate(job_overrides, start=initial_job_idx):
+                job = self._context.config_loader.load_sweep_config(self._config, list(overrides))
+                with open_dict(job):
+                    job.hydra.job.id = job.hydra.job.num = number
+                jobs.append(job)
+                yield job
+
         if not isinstance(self._task, BatchTask):
-            return [self._run_alone(job) for job in jobs]
+            return [self._run_alone(job) for job in list(composing())]
         # Optuna's sweeper repeats there what each failed job has printed already.
         logging.getLogger("hydra_plugins").setLevel(logging.CRITICAL)
-        objectives = self._task.run_batch(jobs)
+        objectives = self._task.run_batch(composing())
         return [_result(job, value) for job, value in zip(jobs, objectives, strict=True)]
 
     def _run_alone(self, job: DictConfig) -> JobReturn:

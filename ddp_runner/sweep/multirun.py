@@ -6,7 +6,7 @@ sends one batch after another and chooses each by the results of the last.
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from ddp_runner.sweep.validate import validate_sweep
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.outputs import claim, sweep_folder
 from ddp_runner.tracking.run_dir import InUseError, RunDir
+from ddp_runner.tracking.start_block import fact_lines, shown_path
 
 
 class StopSweep(BaseException):
@@ -112,11 +113,12 @@ class Sweep:
             print_report(self._folder, self._ledger.read().values())
         return max((one.exit_code for one in self._outcomes), default=EXIT_USER_ERROR)
 
-    def run_batch(self, composed: Sequence[DictConfig]) -> list[float | str | None]:
+    def run_batch(self, composing: Iterable[DictConfig]) -> list[float | str | None]:
         """Plan and freeze all jobs of a batch, then run them; return their objectives.
 
         Args:
-            composed: the config of each job, with its ``hydra`` node.
+            composing: yields the config of each job, with its ``hydra`` node. Hydra takes a sixth
+                of a second for each, so the first line is printed after the first.
 
         Returns:
             For each job the metric `sweep.objective`, or None if the sweep has no objective. For a
@@ -125,6 +127,11 @@ class Sweep:
         Raises:
             StopSweep: a signal came, or too many jobs of a search have failed.
         """
+        composed = list[DictConfig]()
+        for one in composing:
+            if not composed and self._known_failures is None:
+                print(fact_lines({"sweep": str(shown_path(self._folder))}), flush=True)
+            composed.append(one)
         if not composed:
             raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
         parts = ["sweep", "launch", "backend"]
@@ -203,8 +210,8 @@ class Sweep:
         """Run a job; on a terminal rank 0 shows its line, and replaces it by the result."""
         shows_header, self._has_header = not self._has_header, True
         width = line_width(sys.stdout)
-        if shows_header or not width:
-            print(f"\n{job.title}" if not width else "", flush=True)
+        if not width:
+            print(f"\n{job.title}", flush=True)
         outcome = launch(replace(job, shows_header=shows_header))
         if width and outcome.status == Status.FAILED:
             print_line(f"{shortened(job.title, width - 8)}  failed", stream=sys.stdout)

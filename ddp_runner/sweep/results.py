@@ -16,7 +16,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.start_block import shown_path
 
-COLUMNS = ("job", "status", "first step", "wall", "samples/s", "metrics")
+COLUMNS = ("job", "status", "start", "wall", "samples/s", "metrics")
 MIN_NAME = 24  # columns of a job's name
 
 
@@ -43,7 +43,7 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
 def sweep_table(folder: Path, *, width: int = 0) -> str:
     """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
 
-    In `width` columns, unless it is 0, names are shortened; if that is not enough, lines end early.
+    In `width` columns, unless it is 0, names are shortened; then the last cells are left out.
     """
     entries = Ledger(folder).read().values()
     rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
@@ -56,7 +56,9 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
     for name, (_, *cells) in zip(names, rows, strict=True):
         padded = [cell.ljust(size) for cell, size in zip((name, *cells), widths, strict=True)]
         line = printable("  ".join(padded).rstrip())
-        lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+        if len(line) > width:
+            line = f"{line[: width - 1].rpartition('  ')[0].rstrip()} …"
+        lines.append(line)
     lines += [
         wrapped(printable(f"{entry.folder}: {entry.sentence}"), width)
         for entry in entries

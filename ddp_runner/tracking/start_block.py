@@ -22,13 +22,11 @@ def starting_lines(job: Job) -> str:
     config = job.config
     nodes = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     device = "GPU" if config.backend.device == "cuda" else "CPU"
-    folder = ""
-    if job.run_dir:
-        # A sweep prints its header once, so it names the folder of all its jobs.
-        name, path = ("sweep", job.run_dir.parent) if job.title else ("run", job.run_dir)
-        folder = fact_lines({name: str(shown_path(path))}) + "\n"
+    run = ""
+    if job.run_dir and not job.title:  # a sweep has named the folder of all its jobs
+        run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n"
     return (
-        f"{folder}starting {counted(config.world_size, 'rank')}{nodes}, {config.backend.name} on "
+        f"{run}starting {counted(config.world_size, 'rank')}{nodes}, {config.backend.name} on "
         f"{device}; importing torch …"
     )
 

@@ -72,7 +72,7 @@ def test_long_names_of_jobs_fit_a_terminal_and_are_whole_in_a_file(tmp_path: Pat
         (result,) = [line for line in lines if line.startswith(f"{number}/4 ")]
         assert f"seed={name[-1]}  completed in " in result
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("job  ")) :]
-    assert table[0].split() == ["job", "status", "first", "step", "wall", "samples/s", "metrics"]
+    assert table[0].split() == ["job", "status", "start", "wall", "samples/s", "metrics"]
     for row, name in zip(table[1:5], names, strict=True):
         job, status, *_ = row.split()
         assert len(job) < len(name)

@@ -3,7 +3,7 @@
 Left out is Hydra's BatchedSweeperTestSuite: it tests a sweeper, with a plug-in of Hydra's sources.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,8 +70,9 @@ def test_hydra_finds_the_launcher() -> None:
 class Batches:
     """A task that takes whole batches, as this program's sweep does."""
 
-    def run_batch(self, composed: Sequence[DictConfig]) -> list[float | str | None]:
+    def run_batch(self, composing: Iterable[DictConfig]) -> list[float | str | None]:
         """Return a number for the first job, and why the second has none."""
+        composed = list(composing)
         assert [job.hydra.job.num for job in composed] == [3, 4]
         return [float(composed[0].seed), "it failed"]
 

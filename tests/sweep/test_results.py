@@ -25,18 +25,18 @@ def sweep(tmp_path: Path) -> Path:
 def test_a_table_without_a_terminal_is_whole(sweep: Path) -> None:
     """However long its lines are."""
     _, title, first, second, _ = sweep_table(sweep).split("\n")
-    assert title.split() == ["job", "status", "first", "step", "wall", "samples/s", "metrics"]
-    results = "1.50 s      123.25 s  4267       eval/accuracy 0.9700  eval/loss 0.1000  train/loss"
+    assert title.split() == ["job", "status", "start", "wall", "samples/s", "metrics"]
+    results = "1.50 s  123.25 s  4267       eval/accuracy 0.9700  eval/loss 0.1000  train/loss"
     assert first == f"{NAMES[0]}  completed  {results} 0.2000"
-    assert second == f"{NAMES[1]}  queued     -           -         -"
+    assert second == f"{NAMES[1]}  queued     -       -         -"
 
 
 @pytest.mark.parametrize(
     ("width", "job", "end"),
     [
         (150, "model=convnet,lr=0.123456,", "0.2000"),
-        (79, "mo=convnet,l…", "  eval/acc…"),
-        (40, "mo=convnet,l…", "…"),
+        (79, "mo=convnet,l…", "  4267 …"),
+        (40, "mo=convnet,l…", "completed …"),
     ],
 )
 def test_a_table_fits_its_terminal(sweep: Path, width: int, job: str, end: str) -> None:
@@ -47,5 +47,5 @@ def test_a_table_fits_its_terminal(sweep: Path, width: int, job: str, end: str) 
     assert first.startswith(job)
     assert first.endswith(end)
     assert second.startswith(job)
-    assert "=1  completed  1." in first
-    assert "=2  queued     - " in second
+    assert "=1  completed " in first
+    assert "=2  queued " in second

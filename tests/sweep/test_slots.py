@@ -197,7 +197,8 @@ def check_places(end: CommandResult, seen: dict[Path, set[int]]) -> None:
 def check_lines(end: CommandResult) -> None:
     """Assert that what a job says, and its errors, are marked with its number."""
     live, _, table = end.stdout.partition("\njob  ")
-    lines = live.splitlines()
+    first, *lines = live.splitlines()
+    assert first.startswith("sweep  ")
     assert all(re.match(r"\[\d+\] \S", line) for line in lines)
     titles = dict(re.findall(r"^\[(\d+)\] job \1 of 10: (\S+)$", live, flags=re.MULTILINE))
     assert set(titles.values()) == {run_dir.name for run_dir in end.run_dirs}
