@@ -15,7 +15,7 @@ from commands import CommandResult, background, error_line, run_command, wait_fo
 from injection import flip_bits, truncate
 from real_data import require, write_tiny_mnist
 from run_folders import rank_log, record
-from texts import HEADER, write_reviews, write_rows
+from texts import HEADER, TINY_BERT, write_reviews, write_rows
 
 from ddp_runner.data.cache import FORMAT_VERSION
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, PUBLISHED
@@ -24,12 +24,7 @@ IMAGES = ("model=mnist_net", "train.num_threads=1", "train.max_steps=1", "batch.
 IDX = (*IMAGES, "dataset=mnist", "dataset.name=tiny", "data_root=data", "world_size=2")
 FAKE = (*IMAGES, "dataset=fake_images", "dataset.num_samples=32", "world_size=1")
 TEXT = (
-    "model=bert",
-    "model.num_layers=1",
-    "model.width=32",
-    "model.feedforward=64",
-    "dataset.vocab_size=100",
-    "dataset.max_length=32",
+    *TINY_BERT,
     "dataset.path=texts.csv",
     "batch.global_size=4",
     "train.max_steps=1",

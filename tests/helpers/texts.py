@@ -17,6 +17,14 @@ from ddp_runner.errors import UserError
 HEADER = ("label", "review")
 LETTERS = "的一是不了在人有我他这中大来上个国到说们"
 GOOD, BAD = "好", "坏"
+TINY_BERT = (
+    "model=bert",
+    "model.num_layers=1",
+    "model.width=32",
+    "model.feedforward=64",
+    "dataset.vocab_size=100",
+    "dataset.max_length=32",
+)  # keys of a command line, for a model that trains in seconds
 
 
 def write_rows(path: Path, rows: Sequence[Sequence[object]], **options: Any) -> Path:

@@ -30,7 +30,7 @@ def chromium() -> str:
     pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev group")
     browsers = [path for name in BROWSERS if (path := shutil.which(name))]
     if not browsers:
-        pytest.skip(f"needs {' or '.join(BROWSERS)} on the PATH, which pip cannot install")
+        pytest.skip(f"needs {' or '.join(BROWSERS)} on the PATH: install the system's package")
     return browsers[0]
 
 

@@ -19,7 +19,7 @@ from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors.torch import load_file
 from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from texts import write_reviews, write_rows
+from texts import TINY_BERT, write_reviews, write_rows
 
 from ddp_runner.cli.compose import validate_files
 from ddp_runner.config.instantiate import make
@@ -28,12 +28,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.train.build import model_factory
 
 SMALL = (
-    "model=bert",
-    "model.num_layers=1",
-    "model.width=32",
-    "model.feedforward=64",
-    "dataset.vocab_size=100",
-    "dataset.max_length=32",
+    *TINY_BERT,
     "dataset.eval_fraction=0.25",
     "batch.global_size=16",
     "optimizer.lr=0.003",
