@@ -66,7 +66,7 @@ def data_root() -> Path:
     """The folder of the real datasets; skip the test if it is not set."""
     if "DDP_RUNNER_DATA_ROOT" not in os.environ:
         pytest.skip(
-            "needs real MNIST, which is not shipped: set DDP_RUNNER_DATA_ROOT to its folder"
+            "needs real MNIST, not shipped: set DDP_RUNNER_DATA_ROOT to its folder"
         )
     return Path(os.environ["DDP_RUNNER_DATA_ROOT"])
 

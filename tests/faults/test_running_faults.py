@@ -260,7 +260,7 @@ def memory_group() -> Iterator[Path]:
         finally:
             remove_group(group)
     pytest.skip(
-        "needs a memory limit, and no control group of this process is writable: run as root"
+        "needs a memory limit, and no control group is writable: run as root"
     )
 
 

@@ -12,7 +12,7 @@ def require(path: Path) -> Path:
     """Return the path of real data; skip the test if it does not exist."""
     if not path.exists():
         pytest.skip(
-            f"needs {path}, which is not shipped: put it there, or set DDP_RUNNER_DATA_ROOT"
+            f"needs {path}, not shipped: put it there, or set DDP_RUNNER_DATA_ROOT"
         )
     return path
 
