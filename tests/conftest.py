@@ -65,9 +65,7 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def data_root() -> Path:
     """The folder of the real datasets; skip the test if it is not set."""
     if "DDP_RUNNER_DATA_ROOT" not in os.environ:
-        pytest.skip(
-            "needs real MNIST, not shipped: set DDP_RUNNER_DATA_ROOT to its folder"
-        )
+        pytest.skip("needs real MNIST, not shipped: set DDP_RUNNER_DATA_ROOT to its folder")
     return Path(os.environ["DDP_RUNNER_DATA_ROOT"])
 
 

@@ -259,9 +259,7 @@ def memory_group() -> Iterator[Path]:
                 return
         finally:
             remove_group(group)
-    pytest.skip(
-        "needs a memory limit, and no control group is writable: run as root"
-    )
+    pytest.skip("needs a memory limit, and no control group is writable: run as root")
 
 
 def remove_group(group: Path) -> None:

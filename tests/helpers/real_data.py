@@ -11,9 +11,7 @@ from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC
 def require(path: Path) -> Path:
     """Return the path of real data; skip the test if it does not exist."""
     if not path.exists():
-        pytest.skip(
-            f"needs {path}, not shipped: put it there, or set DDP_RUNNER_DATA_ROOT"
-        )
+        pytest.skip(f"needs {path}, not shipped: put it there, or set DDP_RUNNER_DATA_ROOT")
     return path
 
 
