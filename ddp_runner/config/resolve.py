@@ -4,7 +4,14 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
-from ddp_runner.config.schema import BackendConfig, Batch, Config, RunConfig, mode_needs
+from ddp_runner.config.schema import (
+    BackendConfig,
+    Batch,
+    Config,
+    RunConfig,
+    is_asynchronous,
+    mode_needs,
+)
 from ddp_runner.config.validate import validate_config, validate_ranks, validate_scheduler
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
@@ -74,8 +81,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
         if explicit == {"batch.per_rank"}:
             total = None
     num_servers = mode_needs(config.parallelism).num_servers
-    # In async mode each trainer takes whole batches.
-    shares = 1 if num_servers and config.parallelism["mode"] == "async" else ranks - num_servers
+    shares = 1 if is_asynchronous(config.parallelism) else ranks - num_servers
     num_micro_steps = config.train.grad_accum_steps
     parts = shares * num_micro_steps
     if total is None:

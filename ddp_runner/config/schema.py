@@ -49,6 +49,14 @@ def mode_needs(mode: Mapping[str, Any]) -> ModeNeeds:
     return ModeNeeds(**mode.get("needs", {}))
 
 
+def is_asynchronous(mode: Mapping[str, Any]) -> bool:
+    """Return whether the ranks that compute for servers do so without waiting for each other.
+
+    Each takes whole batches, and the run continues when some of them are lost.
+    """
+    return mode_needs(mode).num_servers > 0 and mode.get("mode") == "async"
+
+
 @dataclass
 class BatchConfig:
     """Set exactly one of global_size and per_rank; the other follows from it."""

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.numa.binding import NumaOptions
 
 from ddp_runner import worker
+from ddp_runner.config.schema import is_asynchronous
 from ddp_runner.errors import UserError
 from ddp_runner.host.load import oom_kills
 from ddp_runner.host.processes import (
@@ -104,8 +105,8 @@ class Supervisor(SimpleElasticAgent):
         self._own_children = set[int]()
         self._oom_kills = 0
         # Whether the run goes on when a rank that serves the loop is lost.
-        is_async = job.config.parallelism.get("mode") == "async"
-        self._outlives_trainers = is_async and job.config.launch.nnodes == 1
+        is_alone = job.config.launch.nnodes == 1
+        self._outlives_trainers = is_alone and is_asynchronous(job.config.parallelism)
 
     @property
     def _attempt(self) -> int:
