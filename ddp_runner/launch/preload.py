@@ -4,6 +4,7 @@ Torch's optimizers import torch._dynamo when the first one is built: four second
 The server must start no thread and touch no GPU: neither survives a fork.
 """
 
+import atexit
 import importlib
 import os
 import signal
@@ -17,7 +18,7 @@ SERVER = os.getpid()
 
 def end_with_launcher(*_: object) -> None:
     """Kill the ranks and all that they have started; then end this server."""
-    if os.getpid() == SERVER:  # the forked ranks inherit the handler
+    if os.getpid() == SERVER:  # the forked ranks inherit the handlers
         kill_descendants()
         os._exit(128 + signal.SIGKILL)
 
@@ -33,5 +34,7 @@ for name in (
     importlib.import_module(name)
 if sys.platform == "linux":
     # From here on there may be ranks. The kernel ends them with this server, not their children.
+    # A dying launcher closes its pipe first, and the server's loop exits when it sees that.
+    atexit.register(end_with_launcher)
     signal.signal(signal.SIGRTMIN, end_with_launcher)
     die_with_parent(signal.SIGRTMIN)

@@ -1,5 +1,6 @@
 """Processes that a rank has started end with its run."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,12 @@ from run_folders import record
 from trainings import CHILD_STARTER, LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.processes import adopt_orphans, children, end_adopted
+from ddp_runner.host.processes import (
+    adopt_orphans,
+    children,
+    end_adopted,
+    release_fork_server,
+)
 
 
 def test_children_of_ranks_end_with_a_completed_run(tmp_path: Path) -> None:
@@ -43,6 +49,39 @@ def test_children_of_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(map(psutil.pid_exists, pids)))
         wait_until_gone(process)
+
+
+def close_pipe_on_signal() -> None:
+    """Let a launcher close the fork server's pipe at a signal, and do nothing from then on."""
+
+    def close(*_: object) -> None:
+        release_fork_server()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    signal.signal(signal.SIGRTMIN, close)
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended, even if nobody has collected it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_children_of_ranks_end_when_the_servers_pipe_closes(tmp_path: Path) -> None:
+    """A dying launcher's pipe may close long before the kernel signals its death."""
+    (tmp_path / "mother.py").write_text(CHILD_STARTER)
+    keys = ("model._target_=mother.Mother", "allowed_targets=[mother]")
+    environ = {"PYTHONPATH": str(tmp_path)}
+    with background(
+        *LONG, *keys, folder=tmp_path, environ=environ, prepare=close_pipe_on_signal
+    ) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
+        assert not any(map(is_gone, pids))
+        process.send_signal(signal.SIGRTMIN)
+        wait_for(lambda: all(map(is_gone, pids)))
 
 
 def end_adopted_orphans(env: DistEnv, program: str) -> dict[str, bool]:

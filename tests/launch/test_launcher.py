@@ -182,7 +182,7 @@ def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
         )
         wait_for(lambda: checkpoint_steps(restarted) and last_step(restarted) >= 15)
         rank_processes(process.pid)[1].kill()
-        wait_for(lambda: last_step(lost) >= 15)
+        wait_for(lambda: checkpoint_steps(lost) and last_step(lost) >= 15)
         rank_processes(process.pid)[0].kill()
         end = wait_for_end(process, tmp_path)
     assert end.exit_code == 1
