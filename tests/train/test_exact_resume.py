@@ -21,7 +21,13 @@ import torch.distributed as dist
 from commands import background, rank_processes, run_command, wait_for
 from omegaconf import OmegaConf
 from ranks import run_ranks
-from run_folders import assert_same_state, last_step, reproducible_metrics, run_dirs
+from run_folders import (
+    assert_same_state,
+    checkpoint_steps,
+    last_step,
+    reproducible_metrics,
+    run_dirs,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_states import TOLERANCES, Trace, build, compose_config, equal, run_loop, with_setup
@@ -469,9 +475,9 @@ def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path) -> 
     with background(*KILLED, "launch.max_restarts=1", folder=folder) as process:
         wait_for(lambda: last_step(folder))
         ranks = rank_processes(process.pid)  # looked up beforehand: the run does not wait
-        wait_for(lambda: last_step(folder) >= first)
-        ranks[1].kill()
         (run_dir,) = run_dirs(folder)
+        wait_for(lambda: checkpoint_steps(run_dir) and last_step(folder) >= first)
+        ranks[1].kill()
         log = run_dir / "logs" / "rank-0.log"
         wait_for(lambda: "resumed from" in log.read_text() and last_step(folder) >= second)
         process.kill()
