@@ -122,8 +122,5 @@ class OneMachine(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> rdzv.RendezvousInfo:
         """Return rank 0 of 1, with a store in this process."""
-        # torch documents this class, but re-exports it by a plain import, which mypy's strict mode
-        # does not count as an export. The other name of it is private (torch._C).
-        store = dist.HashStore()  # type: ignore[attr-defined]
         address = rdzv.RendezvousStoreInfo(self.master_addr, self.master_port)
-        return rdzv.RendezvousInfo(store, self.rank, self.world_size, address)
+        return rdzv.RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)
