@@ -1,4 +1,4 @@
-"""The one exception for what a user can cause, and how messages list, count and suggest names."""
+"""The one exception for what a user can cause, and what its messages are made of."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -23,6 +23,16 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's text in one line; the name of its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def typed(error: BaseException) -> str:
+    """Return an exception's type and text in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def listed(names: Sequence[str], *, separator: str = ", ") -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, typed
 
 
 def load_plain_data(file: Path, *, named: str, fix: str) -> Any:
@@ -27,7 +27,7 @@ def load_plain_data(file: Path, *, named: str, fix: str) -> Any:
             f"{named} was refused: {what}, which could run code (none was run); {fix}"
         ) from error
     except Exception as error:  # foreign bytes raise any kind
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = typed(error)
         raise UserError(
             f"{named} cannot be read ({reason[:200]}); it is damaged or of another kind; use "
             "another file"

@@ -15,7 +15,7 @@ from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import RUNNER_KEYS, Config
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, one_line
 from ddp_runner.job import Job
 from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.outputs import newest_run
@@ -131,7 +131,7 @@ def _frozen(run_dir: Path) -> DictConfig:
         if lacking:
             raise ValueError(f"it ends before {lacking[0]}")
     except Exception as error:  # PyYAML raises errors of any kind for odd tags
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UserError(
             f"{path} is damaged or of another version ({reason}); restore it, or start a new run"
         ) from error

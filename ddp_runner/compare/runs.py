@@ -19,7 +19,7 @@ import yaml
 from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, one_line
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
@@ -84,7 +84,7 @@ def read_run(folder: Path) -> Run:
         reason = f"{Path(error.filename).name} cannot be read ({error.strerror})"
     except Exception as error:  # PyYAML raises errors of any type for odd tags
         name = CONFIG_FILE if record else RUN_RECORD
-        reason = f"{name} cannot be read ({' '.join(str(error).split())})"
+        reason = f"{name} cannot be read ({one_line(error)})"
     else:
         run = Run(folder, record=record, config=keys, lines=tuple(lines))
         return replace(run, notes=tuple(_notes(run, num_damaged)))

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_runner.config.allowed_targets import TORCH, is_inside, validate_name
 from ddp_runner.config.schema import RUNNER_KEYS
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.errors import UserError, nearest, one_line, typed
 
 # No subclass in these modules takes a command, a file to read, or the name of a thing to import.
 BASES: Mapping[str, type] = dict(zip(TORCH, (nn.Module, Optimizer, LRScheduler), strict=True))
@@ -168,7 +168,7 @@ def _report_errors(call: Callable[[], Any], named: str, *, kind: type | None, hi
     except UserError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise UserError(f"{named} cannot be built: {reason}; {hint}") from error
     if kind is None or isinstance(built, kind):
         return built
@@ -196,7 +196,7 @@ def _imported(module: str, *, key: str, name: str) -> Any:
     try:
         return import_module(module)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = typed(error)
         raise UserError(
             f"{key} ({name}) cannot be imported ({reason}); fix it, or name another"
         ) from error

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ddp_runner.config.schema import digest as digest_of
 from ddp_runner.data.dataset import KEYS, Dataset, Source, validate_dataset, validate_tensors
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import file_sha256, replace_file, safe_name
 
 # Raise it when the manifest changes, or when a source builds something else from one fingerprint.
@@ -181,7 +181,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], fingerprint: object) -> 
 
 
 def _unwritable(root: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())
+    reason = one_line(error)
     return UserError(
         f"the dataset cache {root} cannot be written ({reason}); free some space there, or "
         "name another folder in the environment variable DDP_RUNNER_CACHE"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, typed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -91,7 +91,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
         model = models.WordPiece.from_file(str(path), unk_token=UNKNOWN)
         return _bracketed(_wordpiece(model, lowercase=settings.get("do_lower_case", True)))
     except Exception as error:  # the library raises nothing more specific
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = typed(error)
         raise UserError(f"{path} is not a tokenizer file ({reason}); restore it") from error
 
 

@@ -21,7 +21,7 @@ from ddp_runner.distributed import (
     from_rank_zero,
     gather_objects,
 )
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, one_line
 from ddp_runner.host.hardware import detect
 from ddp_runner.job import Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
@@ -128,7 +128,7 @@ def _failure_recorded(run_dir: RunDir) -> Iterator[None]:
         yield
     except BaseException as error:
         kind = "user" if isinstance(error, UserError) else "crash"
-        sentence = " ".join(str(error).split()) or type(error).__name__
+        sentence = one_line(error)
         with suppress(UserError):  # a full disk; the error that it caused matters more
             write_run_record(
                 run_dir,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import MicroBatch
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, typed
 from ddp_runner.train.loop import forward
 from ddp_runner.train.state import TrainState
 
@@ -63,7 +63,7 @@ def try_first_batch(state: TrainState) -> Trial:
     except Exception as error:
         raise UserError(
             f"{_model(setup.config)} cannot take dataset={setup.dataset.name}, whose samples are "
-            f"{_shape(batch.inputs)}: {_one_line(error)}; choose a dataset or a model that fits"
+            f"{_shape(batch.inputs)}: {typed(error)}; choose a dataset or a model that fits"
         ) from error
     return trials[0]
 
@@ -186,7 +186,7 @@ def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> t
     except Exception as error:
         raise UserError(
             f"{_loss(config)} cannot take the outputs of {_model(config)}, {_shape(outputs)}, with "
-            f"the targets of dataset={setup.dataset.name}, {_shape(targets)}: {_one_line(error)}"
+            f"the targets of dataset={setup.dataset.name}, {_shape(targets)}: {typed(error)}"
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = _shape(loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -217,7 +217,3 @@ def _sum_form(config: RunConfig) -> str:
 
 def _shape(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

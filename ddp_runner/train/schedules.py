@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, one_line
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class Schedule:
             self.scheduler.step()
         except ValueError as error:  # OneCycleLR past its end
             raise UserError(
-                f"{type(self.scheduler).__name__}: {' '.join(str(error).split())}; a resumed run "
+                f"{type(self.scheduler).__name__}: {one_line(error)}; a resumed run "
                 "keeps its schedule: start anew for more steps"
             ) from error
 

@@ -12,7 +12,7 @@ from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, typed
 from ddp_runner.rank.cuda import rng_states, set_rng_states
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
@@ -84,7 +84,7 @@ def restore(
     try:
         _load(state, content, position, config, log=log)
     except Exception as error:  # torch raises anything for a foreign state
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = typed(error)
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
     state.position = position
     # The loop begins with the batches that an asynchronous run never applied.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddp_runner.data.dataset import Augmentation
 from ddp_runner.data.sources import shared
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, typed
 
 SHAPE = (3, 32, 32)  # of an image: red, green and blue planes
 TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
@@ -96,7 +96,7 @@ def read_batch(path: Path, *, key: str) -> tuple[Tensor, Tensor]:
         if labels.dtype != torch.int64 or labels.shape != (len(images),):
             raise ValueError(f"it has {labels.numel()} labels for {len(images)} images")
     except Exception as error:  # damaged bytes raise any kind
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = typed(error)
         message = f"{path} is not a whole batch of CIFAR ({reason}); {shared.REMEDY}"
         raise UserError(message) from error
     return images, labels

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_runner.config.values import memory_bytes
 from ddp_runner.data.dataset import Augmentation
 from ddp_runner.data.sources import shared
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, typed
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 SPLIT_SEED = 0
@@ -167,7 +167,7 @@ class ImageFolder:
                 upright = upright.convert("RGB" if self.channels == 3 else "L")
             fitted = ImageOps.fit(upright, (self.width, self.height), Image.Resampling.BILINEAR)
         except Exception as error:  # damaged bytes raise any kind
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = typed(error)
             raise UserError(
                 f"{path.absolute()} cannot be read as a picture ({reason}); replace or remove it"
             ) from error

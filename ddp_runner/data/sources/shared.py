@@ -13,7 +13,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from ddp_runner.data.dataset import Augmentation, Dataset, Source, splits
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, one_line
 
 REMEDY = "replace the file, or delete it to have it downloaded"
 DOWNLOADS = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")  # torchvision's classes
@@ -151,5 +151,5 @@ def _download(torchvision_class: str, data_root: Path) -> str:
             getattr(datasets, torchvision_class)(data_root, download=True)
         # torchvision also reads the files; our own reader reports damaged ones better.
         except (RuntimeError, OSError, HTTPException, ValueError, AssertionError) as error:
-            return " ".join(str(error).split())
+            return one_line(error)
     return "the download left them out"
