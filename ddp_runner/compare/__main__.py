@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> None:
     """Compare the runs that a command line names.
 
     Raises:
-        UserError: A path contains no run, no run has a metric, or `--out` cannot be written.
+        UserError: a path contains no run, no run has a metric, or `--out` cannot be written.
     """
     args = _parser().parse_args(arguments)
     comparison = compare(
@@ -57,7 +57,7 @@ def write_all(comparison: Comparison, folder: Path) -> list[str]:
     """Write every format, the plots and the TensorBoard runs into a folder; return a line for each.
 
     Raises:
-        UserError: The folder cannot be written.
+        UserError: the folder cannot be written.
     """
     from ddp_runner.compare.render.plots import write_plots  # matplotlib takes half a second
     from ddp_runner.compare.render.tensorboard import write_board

@@ -78,7 +78,7 @@ def compare(
         include_parallel_jobs: Count runs that shared the machine with parallel jobs for speedups.
 
     Raises:
-        UserError: No run has the metric of `target` or of `best`.
+        UserError: no run has the metric of `target` or of `best`.
     """
     usable = [run for run in runs if run.reason is None]
     benchmarks = [run for run in usable if "collectives" in run.record]

@@ -39,7 +39,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     A copy of a run, recognised by its config hash and the time of its last start, is left out.
 
     Raises:
-        UserError: One of the paths contains no run.
+        UserError: one of the paths contains no run.
     """
     runs: dict[object, Run] = {}
     seen: set[Path] = set()

@@ -46,6 +46,15 @@ def test_an_unusable_record_has_a_reason(
     assert re.search(reason, note.sentence)
 
 
+def test_without_a_run_to_compare_only_the_reasons_are_left(tmp_path: Path) -> None:
+    """No empty table, and no legend of columns that are not there."""
+    (write_run(tmp_path / "run", lines=lines_of([1.0])) / "run.json").write_text("{")
+    text = FORMATS["table"](compare(read_runs([tmp_path])))
+    headline, empty, title, reason = text.splitlines()
+    assert (headline, empty, title) == ("0 runs compared", "", "skipped, 1 run:")
+    assert "run.json is not valid JSON" in reason
+
+
 @pytest.mark.parametrize(
     ("path", "content", "reason"),
     [

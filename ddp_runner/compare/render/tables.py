@@ -162,7 +162,8 @@ def _sections(
     lines = ["±: standard deviation over the runs of a row, its seeds"] if has_several else []
     texts = legends(comparison)
     explained = [f"{column.title}: {texts[column.key]}" for column in shown if column.key in texts]
-    yield "columns", [*lines, *dict.fromkeys(explained)]
+    if comparison.rows:
+        yield "columns", [*lines, *dict.fromkeys(explained)]
 
 
 def _step_gaps(comparison: Comparison) -> Iterator[str]:
