@@ -41,7 +41,7 @@ from warm import start_server
 from ddp_runner.checkpoint.manifest import verify
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_record import versions
+from ddp_runner.tracking.provenance import versions
 
 NUM_STEPS = 18  # six epochs of three
 RUN = "run"  # a chain's folder

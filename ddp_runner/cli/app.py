@@ -30,8 +30,8 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.multirun import Sweep, sweep_dir
 from ddp_runner.tracking.claims import goes_on, unfinished_or_new
+from ddp_runner.tracking.provenance import git_revision, versions
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import git_revision, versions
 
 
 def main() -> None:

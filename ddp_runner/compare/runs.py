@@ -9,13 +9,12 @@ import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 
+from ddp_runner import __version__
 from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
@@ -29,8 +28,6 @@ REQUIRED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": d
 KNOWN_FIELDS = {*get_type_hints(RunRecord), "launch_id", "agents", "packed"}
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-_version = cache(metadata.version)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -124,7 +121,19 @@ def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
             wrong = f"{name} is {reprlib.repr(value)}, expected {kind.__name__}"
             return f"{RUN_RECORD} has an unknown format: {wrong}"
+    measured = record.get("collectives", [])
+    if not (isinstance(measured, list) and all(map(_is_measured, measured))):
+        return f"{RUN_RECORD} has an unknown format: collectives is {reprlib.repr(measured)}"
     return None
+
+
+def _is_measured(call: Any) -> bool:
+    """Return whether an entry of a record's `collectives` has a size and a time."""
+    try:
+        size, time_us = call["bytes"], call["latency_us"]["median"]
+    except (LookupError, TypeError):
+        return False
+    return is_finite(size) and is_finite(time_us) and size >= 0 and time_us > 0
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
@@ -146,10 +155,10 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
 def _notes(run: Run, num_damaged: int) -> Iterator[str]:
     """Yield what a reader must know about a run that is in a row."""
     theirs = run.field("versions", "ddp_runner")
-    if theirs != (ours := _version("ddp_runner")):
+    if theirs != __version__:
         unknown = ", ".join(sorted(set(run.record) - KNOWN_FIELDS))
         yield (
-            f"written by ddp_runner {theirs or '(unknown)'}, this is {ours}"
+            f"written by ddp_runner {theirs or '(unknown)'}, this is {__version__}"
             + (f"; unknown fields: {unknown}" if unknown else "")
         )
     if num_damaged:

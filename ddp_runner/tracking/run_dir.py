@@ -9,13 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
-from filelock import FileLock, Timeout
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import FileIn, replace_file
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
@@ -62,7 +65,7 @@ class RunDir:
     @property
     def is_locked(self) -> bool:
         """Whether a process holds the folder's lock."""
-        with suppress(Timeout, OSError), FileLock(self._lock, timeout=0):
+        with suppress(OSError), self._file_lock().acquire(timeout=0):
             return False
         return self.path.is_dir()
 
@@ -75,10 +78,10 @@ class RunDir:
             UserError: one of its files is a link.
         """
         self._forbid_links()
-        lock = FileLock(self._lock)
+        lock = self._file_lock()
         try:
             lock.acquire(timeout=patience_s)
-        except Timeout:
+        except TimeoutError:
             who = self._holder.read_text().strip() if self._holder.exists() else "another process"
             raise InUseError(
                 f"{self} is in use by {who}; wait for it to end, or start a new run"
@@ -89,6 +92,11 @@ class RunDir:
         finally:
             self._holder.unlink(missing_ok=True)
             lock.release()
+
+    def _file_lock(self) -> "BaseFileLock":
+        from filelock import FileLock  # slow to import, and compare only reads
+
+        return FileLock(self._lock)
 
     def _forbid_links(self) -> None:
         # Somebody else's folder could make the run write elsewhere. A folder in it may be a link,

@@ -6,20 +6,14 @@ A session lasts from a start of the run to its end. Torch-free.
 import fcntl
 import json
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
-
-GIT_TIMEOUT_S = 2.0
-PACKAGES = ("ddp_runner", "torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
 
 
 class SessionTimes(TypedDict):
@@ -226,35 +220,3 @@ def _write_sessions(
 
 def _seconds(session: SessionTimes, until: float) -> float:
     return round(max(0.0, until - float(session["started_at"])), 3)
-
-
-def git_revision() -> str | None:
-    """Return the commit of the current folder, with ``+dirty`` if tracked files differ from it.
-
-    None outside a git repository, without git, or if git takes longer than 2 s.
-    """
-    # Excluding every tag makes describe print the full hash: one call returns both facts.
-    describe = "git --no-optional-locks describe --always --abbrev=40 --exclude=* --dirty=+dirty"
-    try:
-        result = subprocess.run(
-            describe.split(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def versions() -> dict[str, str | None]:
-    """Return the installed version of Python and of each package; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ddp_runner.tracking.run_record import PACKAGES, versions
+from ddp_runner.tracking.provenance import versions
 
 CONFIG: dict[str, Any] = {
     "task": "train",
@@ -115,5 +115,4 @@ def lines_of(
 
 @cache
 def _versions() -> dict[str, str | None]:
-    assert "ddp_runner" in PACKAGES
     return versions()
