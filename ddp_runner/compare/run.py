@@ -51,9 +51,9 @@ class Run:
 
         Earlier versions recorded only the devices of rank 0: its distinct GPUs, times the ranks.
         """
-        count = self.record.get("num_devices")
-        if isinstance(count, int) and count > 0:
-            return count
+        count = self.number("num_devices")
+        if count is not None and count >= 1:
+            return int(count)
         names = self.record.get("devices")
         gpus = {name for name in names if name != "cpu"} if isinstance(names, list) else ()
         return max(1, len(gpus)) * self.world_size
@@ -103,6 +103,11 @@ class Run:
         """Return a field of run.json; None if it is not a finite number."""
         value = self.record.get(name)
         return float(value) if is_finite(value) else None
+
+    def positive(self, key: str) -> float | None:
+        """Return a key of the config; None if it is not a positive number."""
+        value = self.config.get(key)
+        return value if is_finite(value) and value > 0 else None
 
     def values(self, metric: str) -> list[float]:
         """Return the finite values of a metric in the order of the steps."""

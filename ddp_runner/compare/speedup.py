@@ -123,16 +123,18 @@ def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Pr
     on more ranks than the baseline.
     """
     run = row.runs[0]  # any run of the setting
-    num_bytes = run.record.get("gradient_bytes")
-    cap_mb = run.config.get("parallelism.bucket_cap_mb")
+    num_bytes = run.number("gradient_bytes")
+    cap_mb = run.positive("parallelism.bucket_cap_mb")
+    samples = run.positive("batch.global_size")
+    base_samples = base.runs[0].positive("batch.global_size")
     fit = fits.get(_backend_and_size(run))
     measured_ms, base_ms = _all_parts_ms(row), _all_parts_ms(base)
-    if base.world_size >= row.world_size or not (num_bytes and cap_mb and fit):
+    if base.world_size >= row.world_size or not (num_bytes and fit):
+        return None
+    if cap_mb is None or samples is None or base_samples is None:
         return None
     if measured_ms is None or base_ms is None or base.samples_per_s is None:
         return None
-    samples = int(run.config["batch.global_size"])
-    base_samples = int(base.runs[0].config["batch.global_size"])
     growth = (samples / row.world_size) / (base_samples / base.world_size)
     latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3
     parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
@@ -142,7 +144,7 @@ def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Pr
     return Prediction(samples_per_s, samples_per_s / base.samples_per_s.mean, parts_ms, measured_ms)
 
 
-def num_buckets(num_bytes: int, cap_mb: float) -> int:
+def num_buckets(num_bytes: float, cap_mb: float) -> int:
     """Return the number of messages in which DDP sends gradients of so many bytes.
 
     DDP makes its first bucket smaller only if no cap is given, and ``bucket_cap_mb`` is one.
@@ -189,16 +191,20 @@ def _all_parts_ms(row: ComparisonRow) -> dict[str, float] | None:
 
 
 def _fit(backend: str, world_size: int, points: Sequence[tuple[int, float]]) -> AllReduceFit | None:
-    """Fit time = latency + bytes / bandwidth with equal weights for the relative errors."""
-    import numpy as np  # takes 0.1 s, and most comparisons have nothing to fit
+    """Fit time = latency + bytes / bandwidth with equal weights for the relative errors.
 
-    sizes, times_us = (np.array(values, dtype=float) for values in zip(*points, strict=True))
-    num_sizes = len(set(sizes))
+    In closed form, since importing NumPy for it would take half as long as a whole comparison.
+    """
+    num_sizes = len({size for size, _ in points})
     if num_sizes < 2:
         return None
-    slope, intercept = np.polyfit(sizes, times_us, 1, w=1 / times_us)
+    weights = [1 / time_us**2 for _, time_us in points]
+    mean_size, mean_us = (statistics.fmean(values, weights) for values in zip(*points, strict=True))
+    centred = [(size - mean_size, time_us - mean_us) for size, time_us in points]
+    covariance = sum(w * x * y for w, (x, y) in zip(weights, centred, strict=True))
+    slope = covariance / sum(w * x * x for w, (x, _) in zip(weights, centred, strict=True))
     if slope <= 0:
         return None  # larger messages were not slower: the measurement is noise
-    latency_us, gb_per_s = max(0.0, float(intercept)), float(1 / (slope * 1e3))
-    error = float(np.median(abs(latency_us + slope * sizes - times_us) / times_us))
-    return AllReduceFit(backend, world_size, latency_us, gb_per_s, num_sizes, error)
+    latency_us = max(0.0, mean_us - slope * mean_size)
+    error = statistics.median(abs(latency_us + slope * x - y) / y for x, y in points)
+    return AllReduceFit(backend, world_size, latency_us, 1 / (slope * 1e3), num_sizes, error)

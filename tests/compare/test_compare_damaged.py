@@ -30,6 +30,12 @@ HUGE = int("9" * 400)  # larger than any float
         ({"metrics": None}, "unknown format: metrics is None"),
         ({"config_hash": None}, "unknown format: config_hash is None"),
         ({"checks": []}, "task=check"),
+        ({"collectives": "text"}, "unknown format: collectives is 'text'"),
+        ({"collectives": [{"bytes": 8}]}, r"unknown format: collectives is \[{'bytes': 8}\]"),
+        (
+            {"collectives": [{"bytes": 8, "latency_us": {"median": 0}}]},
+            "unknown format: collectives is ",
+        ),
     ],
 )
 def test_an_unusable_record_has_a_reason(

@@ -1,12 +1,16 @@
 """A predicted step: the computing of the baseline plus a measured all-reduce."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from generated_runs import lines_of, write_run
 from ranks import run_ranks
 from torch import nn
@@ -110,6 +114,50 @@ def test_a_step_is_predicted_from_its_parts_and_the_all_reduce(tmp_path: Path) -
     text = as_text(comparison)
     assert "2 ranks (strong): 14.00 ms, predicted 11.70; wait +1, comm +0.803, data +0.5" in text
     assert "gloo, 2 ranks: 100 us + bytes / 2.00 GB/s, from 4 sizes, median error 0%" in text
+
+
+def write_prediction(folder: Path) -> None:
+    """Write a baseline, a run on two ranks and the benchmark that its prediction needs."""
+    write_step(folder / "one", 4000.0, COMPUTED)
+    write_step(folder / "two", 4571.0, COMPUTED | {"comm": 3.0}, world_size=2)
+    write_benchmark(folder / "benchmark", world_size=2, latency_us=100, gb_per_s=2.0)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path to every field of a tree; of a list, those in its first item."""
+    items = value.items() if isinstance(value, dict) else list(enumerate(value))[:1]
+    for key, inner in items:
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*path, key))
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "dump"),
+    [
+        ("run.json", json.loads, json.dumps),
+        (".hydra/config.yaml", yaml.safe_load, yaml.safe_dump),
+    ],
+)
+@pytest.mark.parametrize("run", ["one", "two", "benchmark"])
+def test_whatever_a_damaged_field_holds_the_rest_is_compared(
+    tmp_path: Path,
+    run: str,
+    name: str,
+    load: Callable[[str], dict[str, Any]],
+    dump: Callable[[object], str],
+) -> None:
+    """Every field of both files of each run: the comparison leaves it out, or shows it."""
+    write_prediction(tmp_path)
+    assert compared(tmp_path).rows[1].predicted
+    path = tmp_path / run / name
+    content = path.read_text()
+    for place in places(load(content)):
+        for value in (None, "x", -1, 0, [1], {"a": None}):
+            tree = load(content)
+            reduce(getitem, place[:-1], tree)[place[-1]] = value
+            path.write_text(dump(tree))
+            assert "compared" in as_text(compared(tmp_path)), (place, value)
 
 
 def buckets(env: DistEnv, caps: Sequence[float]) -> list[int]:
