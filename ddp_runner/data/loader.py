@@ -5,20 +5,20 @@ next batch on. What a sample draws at random follows from the seed, the epoch an
 So it is the same with any number of workers and ranks, and after a resume.
 """
 
-import random
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import default_collate
+from torch.utils.data._utils.pin_memory import pin_memory  # not public; torch 2.11 to 2.15 has it
 
+from ddp_runner.data.random_states import GENERATORS, moved, restore, seed, states
 from ddp_runner.data.splits import Piece
+from ddp_runner.data.workers import Unsendable, WorkerEndedError, Workers
 from ddp_runner.errors import UserError, typed
-from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
 from ddp_runner.seeds import derive
 
 Collate = Callable[[list[Any]], Any]  # samples -> batch
@@ -44,7 +44,7 @@ class LoaderSplit:
     num_workers: int = 0  # processes that load; 0: the rank loads by itself
     prefetch_factor: int = 2  # batches that each worker loads ahead
     persistent_workers: bool = True  # keep the workers from one epoch to the next
-    pin_memory: bool | None = None  # None: if the rank has a GPU
+    pin_memory: bool | None = None  # of a split that is `near` a GPU: False for none
 
     @property
     def device(self) -> torch.device:
@@ -56,10 +56,8 @@ class LoaderSplit:
         return len(self.dataset)
 
     def near(self, device: torch.device, *, most_bytes: float) -> "LoaderSplit":
-        """Return the split with pinned memory for a GPU, unless the user chose."""
-        if self.pin_memory is not None:
-            return self
-        return replace(self, pin_memory=device.type == "cuda")
+        """Return the split with pinned memory if it is for a GPU, unless the user wants none."""
+        return replace(self, pin_memory=device.type == "cuda" and self.pin_memory is not False)
 
     def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
         """Yield the batch of each piece; the workers load some batches ahead.
@@ -67,45 +65,49 @@ class LoaderSplit:
         Raises:
             UserError: a sample cannot be loaded, or a worker has died.
         """
-        self._orders.pieces = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
-        batches = iter(self._loader)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise UserError(
-                    f"a process that loads the {self.name} samples has died "
-                    f"({typed(error)}), often for want of memory; write a smaller "
-                    f"dataset.num_workers ({self.num_workers}) or batch.per_rank"
-                ) from error
+        orders = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
+        for batch in self._loaded(orders):
             if isinstance(batch, _Failure):
                 raise UserError(batch.sentence) from RuntimeError(batch.trace)
+            if isinstance(batch, Unsendable):
+                raise UserError(
+                    f"a batch of the {self.name} samples cannot be sent to the rank "
+                    f"({batch.reason}); return tensors, numbers and texts from the dataset's "
+                    "collate_fn, or write dataset.num_workers=0"
+                ) from RuntimeError(batch.trace)
             yield batch
 
-    @cached_property
-    def _orders(self) -> "_Orders":
-        return _Orders()
+    def _loaded(self, orders: Iterator["_Order"]) -> Iterator[Any]:
+        if not self.num_workers:
+            batches = map(self._fetch, orders)
+            yield from map(pin_memory, batches) if self.pin_memory else batches
+            return
+        workers = self._workers if self.persistent_workers else self._start_workers()
+        try:
+            yield from workers.map(orders)
+        except WorkerEndedError as error:
+            raise UserError(
+                f"a process that loads the {self.name} samples {error}, often for want of memory; "
+                f"write a smaller dataset.num_workers ({self.num_workers}) or batch.per_rank"
+            ) from error
+        finally:
+            if not self.persistent_workers:
+                workers.close()
 
     @cached_property
-    def _loader(self) -> "DataLoader[Any]":
-        has_workers = self.num_workers > 0
-        # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
-        context = "fork" if has_workers and sys.platform == "linux" else None
-        return DataLoader(
-            _Fetcher(self.name, self.dataset, self.collate_fn),
-            batch_sampler=cast(Any, self._orders),  # each order takes the place of a list
-            collate_fn=_as_it_is,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor if has_workers else None,
-            persistent_workers=self.persistent_workers and has_workers,
-            pin_memory=bool(self.pin_memory),
-            worker_init_fn=_start_worker if has_workers else None,
-            multiprocessing_context=context,
-            generator=torch.Generator(),  # else each epoch takes a number from the model's dropout
+    def _fetch(self) -> "_Fetch":
+        return _Fetch(self.name, self.dataset, self.collate_fn, restores=self.num_workers == 0)
+
+    @cached_property
+    def _workers(self) -> Workers:
+        return self._start_workers()
+
+    def _start_workers(self) -> Workers:
+        return Workers(
+            self._fetch,
+            number=self.num_workers,
+            ahead=self.prefetch_factor,
+            finish=pin_memory if self.pin_memory else None,
         )
 
 
@@ -126,64 +128,59 @@ class _Failure:
     trace: str
 
 
-class _Orders:
-    """The batches that a DataLoader loads next, as its batch_sampler."""
-
-    def __init__(self) -> None:
-        self.pieces: Iterator[_Order] = iter(())
-
-    def __iter__(self) -> Iterator[_Order]:
-        return self.pieces
-
-
-class _Fetcher(Dataset[Any]):
+class _Fetch:
     """Loads a batch from a dataset, with random numbers that depend only on its samples.
 
-    Seeding Python's, NumPy's and torch's generators takes about as long as loading a small image.
-    So a batch is first loaded as it comes. Only if that has drawn a number is it loaded again, and
-    from then on each sample is seeded.
+    Seeding a generator takes a tenth of the time of loading a small image. So a batch is first
+    loaded as it comes. If that has drawn from one of the global generators, then the batch is
+    loaded again, and from then on each sample seeds this generator.
     """
 
-    def __init__(self, name: str, dataset: MapDataset, collate_fn: Collate) -> None:
+    def __init__(
+        self, name: str, dataset: MapDataset, collate_fn: Collate, *, restores: bool
+    ) -> None:
         self._name, self._dataset, self._collate_fn = name, dataset, collate_fn
         self._fetch_many = getattr(dataset, "__getitems__", None)
-        self._draws = False
+        self._restores = restores  # the rank's own generators are the model's
+        self._drawn = set[str]()  # the generators that samples draw from
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, order: _Order) -> Any:
-        """Return a batch, or why it cannot be loaded. DataLoader asks for its batches so."""
-        before = _random_states()
+    def __call__(self, order: _Order) -> Any:
+        """Return a batch, or why it cannot be loaded."""
+        others = GENERATORS.keys() - self._drawn
+        own = states(self._drawn) if self._restores else {}
+        before = states(others)
         try:
-            if not self._draws:
-                batch = self._batch(order)
-                if not _have_drawn(before):
+            while True:
+                batch = self._seeded_batch(order) if self._drawn else self._batch(order)
+                if not (newly := moved(before)):
                     return batch
-                self._draws = True
-            return self._seeded_batch(order)
+                self._drawn |= newly
+                own |= {name: before.pop(name) for name in newly}
         except Exception as error:  # of the user's code: any kind
+            own |= before
             return _Failure(
                 f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "
                 f"{typed(error)}; mend the dataset or its collate_fn (the traceback is in logs/)",
                 traceback.format_exc(),
             )
         finally:
-            if get_worker_info() is None:  # the rank's own generators are the model's
-                _restore(before)
+            if self._restores:
+                restore(own)
 
     def _batch(self, order: _Order) -> Any:
         if self._fetch_many:
             return self._collate_fn(self._fetch_many(list(order.indices)))
-        return self._collate_fn([self._dataset[index] for index in order.indices])
+        dataset = self._dataset
+        return self._collate_fn([dataset[index] for index in order.indices])
 
     def _seeded_batch(self, order: _Order) -> Any:
         samples = list[Any]()
         for index in order.indices:
-            _seed_all(derive(order.seed, self._name, "sample", order.epoch, index))
+            seed(self._drawn, derive(order.seed, self._name, "sample", order.epoch, index))
             # A dataset may offer to load many at once, but one seed serves one sample.
             samples += self._fetch_many([index]) if self._fetch_many else [self._dataset[index]]
-        _seed_all(derive(order.seed, self._name, "batch", order.epoch, *order.indices[:1]))
+        first = order.indices[:1]
+        seed(self._drawn, derive(order.seed, self._name, "batch", order.epoch, *first))
         return self._collate_fn(samples)
 
 
@@ -196,46 +193,3 @@ def _listed(indices: Sequence[int]) -> str:
     """Return the first numbers of a batch, and how many there are."""
     shown = ", ".join(map(str, indices[:3]))
     return shown if len(indices) <= 3 else f"{shown}, … ({len(indices)} of one batch)"
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _start_worker(worker: int) -> None:
-    """Prepare a process that loads: the rank decides when it ends, and takes it along."""
-    ignore_stop_signals()
-    die_with_parent()
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
-
-
-def _have_drawn(before: tuple[Any, ...]) -> bool:
-    """Return whether a generator has advanced since `before`."""
-    python, of_torch, of_numpy = before
-    now = _random_states()
-    if now[0] != python or not torch.equal(now[1], of_torch):
-        return True
-    if of_numpy is None or now[2] is None:  # NumPy was imported meanwhile, if at all
-        return of_numpy is not now[2]
-    # Position, cached normal, and the words, which change every 624 numbers.
-    return now[2][2:] != of_numpy[2:] or bool((now[2][1] != of_numpy[1]).any())
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    python, of_torch, of_numpy = states
-    random.setstate(python)
-    torch.set_rng_state(of_torch)
-    if of_numpy is not None:
-        sys.modules["numpy.random"].set_state(of_numpy)
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    # torch.manual_seed also seeds each GPU, which takes 70 times as long.
-    torch.default_generator.manual_seed(seed)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed(seed % 2**32)

@@ -29,7 +29,7 @@ class TorchDataset:
     num_workers: int = 0  # processes of each rank that load; 0: the rank itself
     prefetch_factor: int = 2  # batches that each of them loads ahead
     persistent_workers: bool = True
-    pin_memory: bool | None = None  # None: on a GPU
+    pin_memory: bool | None = None  # None or True: on a GPU
     # More facts for the model's keys to follow, as in model.in_channels=${dataset.channels}.
     channels: int | None = None
 
