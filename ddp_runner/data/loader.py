@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory  # not public; torch 2.11 to 2.15 has it
 
-from ddp_runner.data.random_states import GENERATORS, moved, restore, seed, states
+from ddp_runner.data.random_states import GENERATORS, moved, random_states, restore, seed_all
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.workers import Unsendable, WorkerEndedError, Workers
 from ddp_runner.errors import UserError, typed
@@ -67,7 +67,7 @@ class LoaderSplit:
         """
         orders = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
         for batch in self._loaded(orders):
-            if isinstance(batch, _Failure):
+            if isinstance(batch, Failure):
                 raise UserError(batch.sentence) from RuntimeError(batch.trace)
             if isinstance(batch, Unsendable):
                 raise UserError(
@@ -121,7 +121,7 @@ class _Order:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """Why a batch could not be loaded; a worker cannot raise it without its traceback's text."""
 
     sentence: str
@@ -147,25 +147,25 @@ class _Fetch:
     def __call__(self, order: _Order) -> Any:
         """Return a batch, or why it cannot be loaded."""
         others = GENERATORS.keys() - self._drawn
-        own = states(self._drawn) if self._restores else {}
-        before = states(others)
-        try:
-            while True:
-                batch = self._seeded_batch(order) if self._drawn else self._batch(order)
-                if not (newly := moved(before)):
-                    return batch
-                self._drawn |= newly
-                own |= {name: before.pop(name) for name in newly}
-        except Exception as error:  # of the user's code: any kind
-            own |= before
-            return _Failure(
-                f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "
-                f"{typed(error)}; mend the dataset or its collate_fn (the traceback is in logs/)",
-                traceback.format_exc(),
-            )
-        finally:
-            if self._restores:
-                restore(own)
+        own = random_states(self._drawn) if self._restores else {}
+        before = random_states(others)
+        while True:
+            try:
+                result = self._seeded_batch(order) if self._drawn else self._batch(order)
+            except Exception as error:  # of the user's code: any kind
+                result = Failure(
+                    f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "
+                    f"{typed(error)}; mend the dataset or its collate_fn (the traceback is in "
+                    "logs/)",
+                    traceback.format_exc(),
+                )
+            if not (newly := moved(before)):
+                break
+            self._drawn |= newly  # so that even a failure depends on the samples alone
+            own |= {name: before.pop(name) for name in newly}
+        if self._restores:
+            restore(own)
+        return result
 
     def _batch(self, order: _Order) -> Any:
         if self._fetch_many:
@@ -176,11 +176,11 @@ class _Fetch:
     def _seeded_batch(self, order: _Order) -> Any:
         samples = list[Any]()
         for index in order.indices:
-            seed(self._drawn, derive(order.seed, self._name, "sample", order.epoch, index))
+            seed_all(derive(order.seed, self._name, "sample", order.epoch, index), self._drawn)
             # A dataset may offer to load many at once, but one seed serves one sample.
             samples += self._fetch_many([index]) if self._fetch_many else [self._dataset[index]]
         first = order.indices[:1]
-        seed(self._drawn, derive(order.seed, self._name, "batch", order.epoch, *first))
+        seed_all(derive(order.seed, self._name, "batch", order.epoch, *first), self._drawn)
         return self._collate_fn(samples)
 
 

@@ -1,4 +1,7 @@
-"""The global random number generators of Python, NumPy and torch: read, seed and restore them."""
+"""The generators of random numbers that a user's dataset draws from: Python's, NumPy's and torch's.
+
+Each process has its own. NumPy's counts only if something has imported NumPy.
+"""
 
 import random
 import sys
@@ -45,8 +48,8 @@ GENERATORS = {
 }
 
 
-def states(names: Iterable[str]) -> dict[str, Any]:
-    """Return the states of generators."""
+def random_states(names: Iterable[str] = GENERATORS) -> dict[str, Any]:
+    """Return the states of generators, by name."""
     return {name: GENERATORS[name].state() for name in names}
 
 
@@ -56,16 +59,16 @@ def moved(before: Mapping[str, Any]) -> set[str]:
 
 
 def restore(before: Mapping[str, Any]) -> None:
-    """Give generators back their states."""
+    """Put generators back into earlier states."""
     for name, state in before.items():
         if state is not None:
             GENERATORS[name].restore(state)
 
 
-def seed(names: Iterable[str], number: int) -> None:
-    """Seed generators; `number` is at least 0."""
+def seed_all(seed: int, names: Iterable[str] = GENERATORS) -> None:
+    """Seed generators, those of GPUs aside; `seed` is at least 0."""
     for name in names:
-        GENERATORS[name].seed(number)
+        GENERATORS[name].seed(seed)
 
 
 def _is_same(name: str, before: Any) -> bool:

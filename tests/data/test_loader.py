@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from ddp_runner.data.batches import GlobalBatches, StepBatch, eval_batches
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.random_states import GENERATORS, moved, states
+from ddp_runner.data.random_states import GENERATORS, moved, random_states
 from ddp_runner.data.splits import Piece, TensorSplit
 from ddp_runner.errors import UserError
 
@@ -228,7 +228,7 @@ def test_the_ranks_own_generators_stay_as_they_were(num_workers: int) -> None:
     """They are the model's, for dropout; also after a failure."""
     for dataset in (*DATASETS.values(), Failing(7)):
         split = split_of(dataset, num_workers=num_workers, collate_fn=noisy_collate)
-        before = states(GENERATORS)
+        before = random_states()
         for _ in range(2):
             try:
                 steps(batches_of(split).epoch(0))
@@ -297,6 +297,33 @@ class Failing(Drawing):
         if index == self.bad:
             raise ZeroDivisionError("no such\npicture")
         return super().__getitem__(index)
+
+
+class Moody(Drawing):
+    """Samples that fail for half of the random numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if random.random() < 0.5:
+            raise ZeroDivisionError("a bad mood")
+        return {"number": index}
+
+
+@pytest.mark.usefixtures("no_worker_left")
+def test_whether_a_sample_fails_depends_on_seed_epoch_and_index_alone() -> None:
+    """Not on the numbers that the process would draw next, nor on what was loaded before."""
+    outcomes = []
+    for own in range(6):
+        random.seed(own)
+        split, found = split_of(Moody()), []
+        for seed in range(12):
+            try:
+                list(split.load([Piece(range(1))], seed=seed))
+                found.append(True)
+            except UserError:
+                found.append(False)
+        outcomes.append(found)
+    assert outcomes == outcomes[:1] * 6
+    assert set(outcomes[0]) == {True, False}
 
 
 def failing_collate(samples: list[Any]) -> Any:
