@@ -14,8 +14,9 @@ from ddp_runner.data.batches import MicroBatch, StepBatch, eval_batches
 from ddp_runner.distributed import StopVote, add_over_ranks, broadcast_buffers, sum_over_ranks
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
+from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.train.metrics import classification_metrics, confusion_counts, step_metrics
+from ddp_runner.train.metrics import step_metrics
 from ddp_runner.train.state import TrainState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
