@@ -76,6 +76,13 @@ class Run:
         return sum(known) if known else None
 
     @property
+    def directions(self) -> dict[str, str]:
+        """Whether the highest (max) or lowest (min) value of the user's own metrics is best."""
+        directions = self.record.get("directions")
+        items = directions.items() if isinstance(directions, dict) else ()
+        return {name: end for name, end in items if end in ("max", "min")}
+
+    @property
     def seed(self) -> Any:
         """Seed of the weights, the order of the samples and their augmentation."""
         return self.config.get("seed")
@@ -136,7 +143,7 @@ class Target:
 
     def time_s(self, run: Run) -> float | None:
         """Return when a run first reached it, without its start-up; None if it never did."""
-        sign = -1 if is_lower_better(self.metric) else 1
+        sign = -1 if is_lower_better(self.metric, run.directions) else 1
         for line in run.lines:
             value = line.get(self.metric)
             if value is not None and sign * value >= sign * self.value:

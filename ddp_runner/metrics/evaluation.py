@@ -15,6 +15,10 @@ from ddp_runner.metrics.merge import UnmergeableError, merged, moved, state_of
 from ddp_runner.metrics.metric import Metric
 
 
+class ComputeError(UserError):
+    """The ``compute`` of a metric raised an exception."""
+
+
 class Evaluation:
     """Metrics that take in one evaluation set, split among the ranks.
 
@@ -62,27 +66,49 @@ class Evaluation:
         if not self._own:
             return {}
         try:
-            states = {name: state_of(metric) for name, metric in self._own.items()}
-            by_rank = gather_objects(states, group=group)
+            by_rank = gather_objects(self._states(), group=group)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UserError(
                 f"metrics ({listed(list(self._own))}) cannot be sent to the other ranks: "
                 f"{typed(error)}; an object with merge(self, other) may hold no lambda and no file"
             ) from error
         results = dict[str, float]()
-        for name, own in self._own.items():
-            start, title = copy.deepcopy(self._configured[name]), _title(name, own)
-            try:
-                whole = merged(own, start, [states[name] for states in by_rank])
-                value = moved(whole, self._device).compute()
-            except (UserError, torch.OutOfMemoryError):
-                raise
-            except UnmergeableError as error:
-                raise UserError(f"{title} {error}") from error
-            except Exception as error:
-                raise UserError(f"{title}: its compute raises {typed(error)}; mend it") from error
-            results |= _numbers(name, value)
+        for name in self._own:
+            results |= self._result(name, [states[name] for states in by_rank])
         return results
+
+    def try_compute(self) -> tuple[set[str], set[str]]:
+        """Return the names of the numbers over this rank's batches, and the metrics without one.
+
+        Some metrics cannot be computed from a few samples. Call it once, in place of ``compute``.
+
+        Raises:
+            UserError: a metric computes something else than numbers.
+        """
+        names, without, states = set[str](), set[str](), self._states()
+        for name, state in states.items():
+            try:
+                names |= self._result(name, [state]).keys()
+            except ComputeError:
+                without.add(name)
+        return names, without
+
+    def _states(self) -> dict[str, Any]:
+        return {name: state_of(metric) for name, metric in self._own.items()}
+
+    def _result(self, name: str, states: list[Any]) -> dict[str, float]:
+        """Return the numbers of a metric from its states on the ranks."""
+        own, start = self._own[name], copy.deepcopy(self._configured[name])
+        title = _title(name, own)
+        try:
+            value = moved(merged(own, start, states), self._device).compute()
+        except torch.OutOfMemoryError:
+            raise
+        except UnmergeableError as error:
+            raise UserError(f"{title} {error}") from error
+        except Exception as error:
+            raise ComputeError(f"{title} raises {typed(error)} in its compute; mend it") from error
+        return dict(_numbers(name, value))
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -25,7 +25,7 @@ class Mergeable(Metric, Protocol):
         """Take in what the object of another rank has taken in."""
 
 
-def best_end(metric: Metric) -> str | None:
+def direction(metric: Metric) -> str | None:
     """Return which value of a metric is best, max or min; None if its class does not say."""
     is_higher_better = getattr(metric, "higher_is_better", None)
     return None if is_higher_better is None else "max" if is_higher_better else "min"

@@ -31,7 +31,7 @@ from ddp_runner.metrics.classification import AUC, TopKAccuracy
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.language import Perplexity
 from ddp_runner.metrics.merge import UnmergeableError, merged, state_of
-from ddp_runner.metrics.metric import Metric, best_end
+from ddp_runner.metrics.metric import Metric, direction
 from ddp_runner.metrics.regression import MAE, R2, RMSE
 from ddp_runner.metrics.segmentation import MeanIoU, PixelAccuracy
 
@@ -188,10 +188,10 @@ def test_a_state_that_is_no_sum_is_an_error(metric: Metric, sentence: str) -> No
         on_ranks(metric, by_rank)
 
 
-def test_best_end_is_asked_of_the_class() -> None:
+def test_the_direction_is_asked_of_the_class() -> None:
     """As torchmetrics names it; a class need not say."""
-    assert [best_end(one) for one in (MAE(), AUC(), Nothing())] == ["min", "max", None]
-    assert best_end(torchmetrics.MeanSquaredError()) == "min"
+    assert [direction(one) for one in (MAE(), AUC(), Nothing())] == ["min", "max", None]
+    assert direction(torchmetrics.MeanSquaredError()) == "min"
 
 
 def evaluated(env: DistEnv, metrics: dict[str, Metric], num_batches: list[int]) -> list[Any]:
