@@ -13,6 +13,7 @@ from ddp_runner.metric_names import is_lower_better
 
 # The seed, over which a row averages, and keys that change neither the work nor its speed.
 IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
+IGNORED_GROUPS = ("launch.", "sweep.", "metrics.")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Run:
         config = {
             key: value
             for key, value in self.config.items()
-            if key not in IGNORED and not key.startswith(("launch.", "sweep."))
+            if key not in IGNORED and not key.startswith(IGNORED_GROUPS)
         }
         return config | {
             "world_size": self.world_size,

@@ -45,8 +45,10 @@ class Evaluation:
                 )
             try:
                 metric.update(outputs, targets)
-            except (UserError, torch.OutOfMemoryError):
+            except torch.OutOfMemoryError:
                 raise
+            except UserError as error:
+                raise UserError(f"{_title(name, metric)}: {error}") from error
             except Exception as error:
                 raise UserError(
                     f"{_title(name, metric)} cannot take outputs {_shape(outputs)} with targets "
