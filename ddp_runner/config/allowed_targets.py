@@ -71,7 +71,8 @@ def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
     """
     is_loss, parts = key == "model.loss", str(name).split(".")
     if len(parts) == 1 or not all(one.isidentifier() and one[:2] != "__" for one in parts):
-        fix = _nearest_losses(name) if is_loss else "one such as ddp_runner.models.convnet.ConvNet"
+        example = "train.step.supervised" if key == "train.step" else "models.convnet.ConvNet"
+        fix = _nearest_losses(name) if is_loss else f"one such as ddp_runner.{example}"
         raise UserError(f"{key} ({name}) is not a dotted name; write {fix}")
     if is_inside(name, allowed):
         return

@@ -72,14 +72,14 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
         metrics = Evaluation(setup.metrics, device=setup.devices[-1])
         metrics.update(step.outputs, step.targets)
         own, unknown = metrics.try_compute()
-    if own & {f"eval/{name}" for name in step.scalars}:
-        twice = ", ".join(sorted(name for name in step.scalars if f"eval/{name}" in own))
-        raise UserError(
-            f"{step_of(setup.config)} returns the scalar {twice}, and metrics.{twice} is another "
-            f"eval/{twice}; rename one of them"
-        )
     if setup.dataset.num_classes and isinstance(step.outputs, torch.Tensor):
         names |= set(CLASS_METRICS)
+    for name in step.scalars:
+        if f"eval/{name}" in names | own:
+            raise UserError(
+                f"{step_of(setup.config)} returns the scalar {name}, and eval/{name} is another "
+                "metric of the run; rename the scalar"
+            )
     names |= {f"{part}/{name}" for part in ("train", "eval") for name in step.scalars}
     ends = {f"eval/{name}": direction(metric) for name, metric in setup.metrics.items()}
     directions = {name: end for name, end in ends.items() if end is not None}

@@ -1,51 +1,52 @@
-"""Carry out what a page of docs/ shows: write its files, and run its commands."""
+"""The code of a page of the documentation: its blocks, and the files that they show."""
 
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-FOLDER = "FOLDER"  # what a page calls the user's --config-dir
+ROOT = Path(__file__).resolve().parents[2]
+PATH = re.compile(r"^# ([\w/]+\.(?:py|yaml))\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a page."""
+    """A block of a page."""
 
     language: str
     text: str
 
     @property
-    def file(self) -> str | None:
-        """The file that its first comment names; None if it is to be run."""
-        named = re.match(r"(?:# @package \S+\n)?# ([\w./]+\.(?:py|yaml))\n", self.text)
-        return named[1] if named else None
+    def path(self) -> str | None:
+        """The file that a comment in its first two lines names; None: it names none."""
+        found = PATH.search("\n".join(self.text.splitlines()[:2]))
+        return found and found[1]
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the code blocks of a page of docs/."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return [Block(language, code) for language, code in FENCE.findall(text)]
+    """Return the blocks of a page, such as docs/your_own_step.md."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [Block(language, body) for language, body in found]
 
 
-def write_files(page: str, folder: Path) -> None:
-    """Write the files of a page into a folder; its packages can be imported from there."""
+def write_files(page: str, folder: Path) -> list[str]:
+    """Write the files that a page shows below a folder; return their paths."""
+    paths = []
     for block in blocks(page):
-        if block.file is not None:
-            path = folder / block.file
+        if block.path is not None:
+            path = folder / block.path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
+            if path.suffix == ".py":
+                (path.parent / "__init__.py").touch()
+            paths.append(block.path)
+    return paths
 
 
 def commands(page: str) -> list[list[str]]:
-    """Return the arguments of each command of the runner that a page shows."""
-    lines = [
-        line
-        for block in blocks(page)
-        if block.language == "bash"
-        for line in block.text.replace("\\\n", " ").splitlines()
-    ]
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [one[3:] for one in words if one[:3] == ["python", "-m", "ddp_runner"]]
+    """Return the arguments of each command of a page that starts the runner."""
+    shells = "\n".join(block.text for block in blocks(page) if block.language == "bash")
+    lines = shells.replace("\\\n", " ").splitlines()
+    found = [line.partition("-m ddp_runner ")[2] for line in lines if "-m ddp_runner " in line]
+    return [shlex.split(one, comments=True) for one in found]

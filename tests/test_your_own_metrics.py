@@ -10,7 +10,7 @@ from run_folders import metrics, record, tensorboard_scalars
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
 
-PAGE = "your_own_metrics.md"
+PAGE = "docs/your_own_metrics.md"
 SHORT = ("train.epochs=2", "batch.global_size=100", "train.num_threads=1", "world_size=2")
 
 
@@ -30,7 +30,7 @@ def test_every_block_is_a_file_or_a_command() -> None:
     """A block that nothing carries out could be wrong."""
     assert len(commands(PAGE)) == 4
     for block in blocks(PAGE):
-        assert (block.file is None) == (block.language == "bash"), block
+        assert (block.path is None) == (block.language == "bash"), block
 
 
 def test_each_command_logs_its_metrics(ends: list[CommandResult]) -> None:
@@ -65,7 +65,7 @@ def test_the_monitored_metric_decides_which_checkpoint_is_best(ends: list[Comman
 def test_a_run_goes_on_with_its_metrics(ends: list[CommandResult]) -> None:
     """A key of theirs may change, which only their own group has."""
     folder, run_dir = ends[0].folder, ends[0].run_dir
-    arguments = ("--config-dir", "FOLDER", "allowed_targets=[my_package]", f"resume='{run_dir}'")
+    arguments = ("--config-dir", "conf", "allowed_targets=[my_package]", f"resume='{run_dir}'")
     changes = ("train.epochs=3", "metrics.within.distance=9", "checkpoint.load_best=false")
     environ = {"PYTHONPATH": str(folder)}
     end = run_command(*arguments, *changes, folder=folder, environ=environ)
