@@ -1,9 +1,13 @@
 """Metrics as users write them, good and bad ones; a module, since ranks import them by name."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ddp_runner.train.step import Step
 
 
 class Summed:
@@ -15,7 +19,7 @@ class Summed:
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take in a batch."""
-        self.total += self.weight * (outputs[:, 0] - targets).sum()
+        self.total += self.weight * (outputs.sum() - targets.sum())
         self.count += len(targets)
 
     def compute(self) -> Tensor:
@@ -162,3 +166,48 @@ class Shortened:
     def compute(self) -> float:
         """Return the sum."""
         return sum(self.kept)
+
+
+@dataclass(frozen=True)
+class Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """Noisy pictures of two halves, and the half of each pixel; a few pixels do not count."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        halves = torch.zeros(6, 6, dtype=torch.int64)
+        halves[:, index % 5 :] = 1
+        noise = torch.randn(1, 6, 6, generator=generator)
+        halves[0, 0] = -100
+        return halves[None].float() + noise, halves
+
+
+def segmenter() -> nn.Module:
+    """Return a model from pictures (batch, 1, 6, 6) to scores (batch, 2, 6, 6)."""
+    return nn.Conv2d(1, 2, 3, padding=1)
+
+
+def without_outputs(model: nn.Module, batch: Any) -> Step:
+    """Return a loss and nothing for metrics."""
+    return Step((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
+
+
+def with_scalar(model: nn.Module, batch: Any) -> Step:
+    """Return a scalar under the name of a metric."""
+    outputs = model(batch[0])
+    loss = (outputs - batch[1]).square().sum()
+    return Step(loss, len(outputs), outputs, batch[1], scalars={"mae": loss.detach()})
+
+
+class Demanding(Summed):
+    """Cannot be computed from less than three samples; then it is a mapping."""
+
+    def compute(self) -> Any:
+        """Return the mean by a name."""
+        if self.count < 3:
+            raise ValueError("too few")
+        return {"mean": float(self.total)}
