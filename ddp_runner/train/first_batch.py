@@ -14,9 +14,10 @@ from ddp_runner.config.monitors import KnownMetrics
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, typed
 from ddp_runner.metric_names import CLASS_METRICS
+from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import direction
-from ddp_runner.train.loop import forward
+from ddp_runner.train.loop import forward, has_classes
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.trial import (
     NUM_SAMPLES,
@@ -72,8 +73,11 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
         metrics = Evaluation(setup.metrics, device=setup.devices[-1])
         metrics.update(step.outputs, step.targets)
         own, unknown = metrics.try_compute()
-    if setup.dataset.num_classes and isinstance(step.outputs, torch.Tensor):
-        names |= set(CLASS_METRICS)
+    num_classes = setup.dataset.num_classes
+    if num_classes and has_classes(step):
+        targets = step.targets.to(step.outputs.device)
+        confusion_counts(step.outputs, targets, num_classes=num_classes)  # raises, as later
+        names |= {name for name in CLASS_METRICS if name.startswith("eval/")}
     for name in step.scalars:
         if f"eval/{name}" in names | own:
             raise UserError(

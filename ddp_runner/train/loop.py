@@ -206,7 +206,7 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
         for name, value in step.scalars.items():
             scalars[name] = scalars.get(name, zero) + value
         metrics.update(step.outputs, step.targets)
-        if num_classes and isinstance(step.outputs, Tensor):
+        if num_classes and has_classes(step):
             targets = step.targets.to(step.outputs.device)
             confusion += confusion_counts(step.outputs, targets, num_classes=num_classes)
     sums = sum_over_ranks([loss_sum.item(), count.item()], group=setup.group)
@@ -223,6 +223,11 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     matches = classification_metrics(confusion)
     results |= {f"eval/{name}": value for name, value in matches.items()}
     return results, confusion[:, :-1].tolist()
+
+
+def has_classes(step: Step) -> bool:
+    """Return whether a step has what accuracy, precision, recall and F1 are computed from."""
+    return isinstance(step.outputs, Tensor) and isinstance(step.targets, Tensor)
 
 
 def _due(count: int, every: int | None) -> bool:
