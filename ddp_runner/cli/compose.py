@@ -161,8 +161,8 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
         is_theirs = str(keys["_target_"]).startswith("torchmetrics.")
         if is_theirs and importlib.util.find_spec("torchmetrics") is None:
             raise UserError(
-                f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not installed; "
-                "pip install 'ddp-runner[metrics]'"
+                f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
+                "installed; pip install 'ddp-runner[metrics]'"
             )
     if (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
         raise UserError(
