@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.optimizing import EarlyStopConfig, EmaConfig, ParamsConfig
+
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
@@ -91,6 +93,7 @@ class TrainConfig:
     precision: str = "fp32"
     grad_accum_steps: int = 1  # micro-steps of one optimizer step
     clip_norm: float | None = None  # largest L2 norm of the whole gradient; null: no clipping
+    clip_value: float | None = None  # largest absolute value of a gradient; null: no clipping
     compile: bool = False  # torch.compile the model, inside its parallel wrapper
     deterministic: bool = False  # fail on operations that have no deterministic form
     num_threads: int | None = None  # intra-op CPU threads of a rank; null: cores // local ranks
@@ -185,6 +188,9 @@ class Config:
     allowed_targets: list[str] = field(default_factory=list)
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    params: ParamsConfig = field(default_factory=ParamsConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)

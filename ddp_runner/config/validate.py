@@ -8,6 +8,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.config.validate_optimizing import (
+    validate_evaluations,
+    validate_monitored,
+    validate_optimizing,
+)
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.metric_names import MONITORS, is_lower_better
@@ -40,6 +45,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
             f"({asked.max_bytes}); give both, the smaller as min_bytes"
         )
     _validate_monitor(config)
+    validate_optimizing(config)
     _validate_model(config)
     _validate_servers(config)
 
@@ -90,16 +96,8 @@ def validate_scheduler(config: RunConfig) -> None:
     settings = config.scheduler
     monitor, mode, warmup = (settings.get(key) for key in ("monitor", "mode", "warmup_steps"))
     if monitor is not None:
-        known = [name for name in MONITORS if name.startswith("eval/")]
-        if monitor not in known:
-            raise UserError(f"scheduler.monitor ({monitor}) must be one of {', '.join(known)}")
-        _validate_evaluations(config, "scheduler", monitor)
-        better = "min" if is_lower_better(monitor) else "max"
-        if mode is not None and mode != better:
-            raise UserError(
-                f"scheduler.monitor={monitor} with scheduler.mode={mode} would lower the rate "
-                f"while it improves; write scheduler.mode={better}"
-            )
+        worse = "lower the rate while it improves"
+        validate_monitored(config, "scheduler", mode=mode, worse=worse)
     steps, samples = config.train.max_steps, config.dataset.get("num_samples")
     if steps is None and isinstance(samples, int):
         steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
@@ -131,15 +129,7 @@ def _validate_monitor(config: Config) -> None:
             "checkpoint.mode=min"
         )
     if monitor.startswith("eval/"):
-        _validate_evaluations(config, "checkpoint", monitor)
-
-
-def _validate_evaluations(config: Config, group: str, monitor: str) -> None:
-    if not config.train.eval_every_epochs:
-        raise UserError(
-            f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; write "
-            "train.eval_every_epochs=1"
-        )
+        validate_evaluations(config, "checkpoint", monitor)
 
 
 def _validate_model(config: Config) -> None:

@@ -4,7 +4,7 @@ Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#class
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     total, *sums = sum_over_ranks([own_loss, *parts.values(), *comm], group=state.setup.group)
     means = {part: value / env.world_size for part, value in zip(parts, sums, strict=False)}
     if norm is None:
-        gradients = [p.grad for p in state.module.parameters() if p.grad is not None]
-        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
-        norm = nn.utils.get_total_norm(dense)
+        norm = gradient_norm(state.module.parameters())
     step_time_ms = metrics["perf/step_time_ms"]
     return {
         "train/loss": _finite_loss(total, state),
@@ -47,6 +45,13 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
         "perf/peak_memory_gib": peak_memory_gib(),
         **state.gradients.metrics(),
     }
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the L2 norm of the whole gradient, a scalar."""
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
+    return nn.utils.get_total_norm(dense)
 
 
 def part_metrics(

@@ -14,6 +14,7 @@ from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_f
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.build import build_session_state, validate_monitor
+from ddp_runner.train.early_stop import stop_reason
 from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_first_batch, warnings_of
 from ddp_runner.train.gradients import take_role
@@ -29,7 +30,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir, scratch = session.config, session.run_dir, session.job.scratch
     state = build_session_state(session, config)
-    validate_monitor("checkpoint", config.checkpoint.monitor, state.setup.dataset)
+    for group, keys in (("checkpoint", config.checkpoint), ("early_stop", config.early_stop)):
+        validate_monitor(group, keys.monitor, state.setup.dataset)
     warnings = warnings_of(try_first_batch(state), state)
     written = session.job.secrets.written(config)
     resume_step = restore(state, written, run_dir.checkpoints, log=session.log)
@@ -56,8 +58,16 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         state.gradients.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
-        position, lost_ranks = state.position, list(state.gradients.lost)
-        logger.finish(status, step=position.step, epoch=position.epoch, lost_ranks=lost_ranks)
+        position, reason = state.position, stop_reason(state.position, config.early_stop)
+        if reason is not None and session.env.is_rank_zero:
+            session.log(reason)
+        logger.finish(
+            status,
+            step=position.step,
+            epoch=position.epoch,
+            lost_ranks=list(state.gradients.lost),
+            stopped_early=reason,
+        )
     return status
 
 

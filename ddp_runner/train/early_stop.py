@@ -1,0 +1,54 @@
+"""Ends a run whose evaluations no longer improve.
+
+The count is a part of the position, so a resumed run stops at the same step. All ranks have the
+same metrics of an evaluation, so they stop together.
+"""
+
+import math
+from collections.abc import Mapping
+
+from ddp_runner.config.optimizing import EarlyStopConfig
+from ddp_runner.errors import counted
+from ddp_runner.metric_names import is_lower_better
+from ddp_runner.train.state import Position
+
+
+def count_evaluation(
+    position: Position, settings: EarlyStopConfig, metrics: Mapping[str, float]
+) -> None:
+    """Count an evaluation, whose metrics are the same on all ranks.
+
+    A value that is NaN or infinite is no improvement.
+    """
+    if settings.monitor is None:
+        return
+    value, watched = metrics[settings.monitor], _watched(settings)
+    if position.watched != watched:  # a resumed run may watch another metric
+        position.watched, position.best, position.bad_evaluations = watched, None, 0
+    sign = 1.0 if watched.startswith("max") else -1.0
+    best = position.best
+    is_better = best is None or sign * (value - best) > settings.min_delta
+    if math.isfinite(value) and is_better:
+        position.best, position.bad_evaluations = value, 0
+    else:
+        position.bad_evaluations += 1
+
+
+def stop_reason(position: Position, settings: EarlyStopConfig) -> str | None:
+    """Return in a sentence why the run ends at this position; None if it goes on."""
+    if settings.monitor is None or position.watched != _watched(settings):
+        return None
+    if position.bad_evaluations < settings.patience:
+        return None
+    best = "a finite value" if position.best is None else f"{position.best:.6g}"
+    return (
+        f"stopped early at step {position.step}: {settings.monitor} was no better than {best} in "
+        f"the last {counted(position.bad_evaluations, 'evaluation')}"
+    )
+
+
+def _watched(settings: EarlyStopConfig) -> str:
+    """Return the metric and its direction, such as ``min eval/loss``."""
+    assert settings.monitor is not None
+    mode = settings.mode or ("min" if is_lower_better(settings.monitor) else "max")
+    return f"{mode} {settings.monitor}"
