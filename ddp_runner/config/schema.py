@@ -11,18 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.measuring import CollectivesConfig
 from ddp_runner.config.optimizing import EarlyStopConfig, EmaConfig, ParamsConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-# What task=collectives can measure.
-OPS = (
-    "broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter",
-    "all_to_all", "send_recv", "barrier",
-)  # fmt: skip
-REDUCE_OPS = ("sum", "mean", "max", "min", "product")
-DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 # The words for the types of keys, in messages and in --help.
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
@@ -66,6 +60,8 @@ class BatchConfig:
     global_size: int | None = None  # samples of one optimizer step, over all ranks: strong scaling
     per_rank: int | None = 100  # samples of one micro-step of one rank: weak scaling
     eval_per_rank: int | None = None  # samples of one evaluation step of one rank; null: per_rank
+    # what the loss is divided by: samples, or tokens, which the training step counts
+    count: str = "samples"
 
 
 @dataclass
@@ -85,6 +81,9 @@ class Batch(BatchConfig):
 class TrainConfig:
     """The training loop."""
 
+    # The training step, (model, batch) -> Step: a dotted name, or a mapping with _target_ and keys.
+    # The default takes batches of inputs and targets, and model.loss.
+    step: Any = "ddp_runner.train.step.supervised"
     epochs: int = 10  # passes over the training set
     max_steps: int | None = None  # optimizer steps of the whole run; null: train.epochs decides
     log_every_steps: int = 10  # optimizer steps between two lines of metrics
@@ -139,21 +138,6 @@ class BackendConfig:
     name: str = "auto"  # auto, gloo, nccl, mpi
     timeout_s: float = 300.0  # seconds after which a collective fails the run
     device: str = "auto"  # where the ranks compute: auto, cpu, cuda
-
-
-@dataclass
-class CollectivesConfig:
-    """What task=collectives measures."""
-
-    ops: list[str] | None = None  # broadcast, all_reduce, send_recv, …; null: all of them
-    # sum, mean, max, min, product; null: sum, mean and max, where the backend has them
-    reduce_ops: list[str] | None = None
-    dtypes: list[str] = field(default_factory=lambda: ["float32"])  # of the messages
-    min_bytes: int = 1024  # bytes of the smallest message, over all ranks
-    max_bytes: int = 64 * 2**20  # bytes of the largest message, which is always measured
-    size_factor: int = 16  # from each size to the next
-    warmup_steps: int = 2  # calls of each size that are not timed
-    steps: int = 10  # timed calls of each size
 
 
 @dataclass

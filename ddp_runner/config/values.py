@@ -13,12 +13,10 @@ from typing import Any
 
 import yaml
 
+from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.schema import (
     CONFIG_DIR,
-    DTYPES,
     KINDS,
-    OPS,
-    REDUCE_OPS,
     RUNNER_KEYS,
     Config,
     ModeNeeds,
@@ -62,6 +60,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "backend.name": ("auto", "gloo", "nccl", "mpi"),
     "sweep.retry": (None, "failed"),
     "backend.device": ("auto", "cpu", "cuda"),
+    "batch.count": ("samples", "tokens"),
     "checkpoint.mode": ("max", "min"),
     "early_stop.mode": (None, "max", "min"),
 }
@@ -81,6 +80,12 @@ def validate_values(config: Config) -> None:
                 f"{group} has no _target_, the name of what is built; choose an option, as in "
                 f"{group}=NAME: see --help"
             )
+    step = config.train.step
+    if not isinstance(step.get("_target_") if isinstance(step, Mapping) else step, str):
+        raise UserError(
+            f"train.step ({step}) must be a dotted name, or a mapping with _target_; write "
+            "train.step=my_package.step"
+        )
     values = dict(leaves(asdict(config)))
     _validate_numbers(values)
     for group in RUNNER_KEYS:
