@@ -273,7 +273,7 @@ def test_data_may_lie_on_the_gpu_or_in_memory(
 ) -> None:
     """A small split lies on the rank's first GPU, a large one in memory; both are trained on."""
     if not is_near:
-        monkeypatch.setattr(building, "MOST_GPU_DATA_GIB", 0.0)
+        monkeypatch.setattr(building, "MOST_GPU_DATA", 0)
     config = case.config("dataset.augmentation.horizontal_flip=true")
     real = real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks):

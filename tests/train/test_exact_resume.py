@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -178,9 +179,16 @@ class Watched(GlobalBatches):
     drawn: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     held_until: Path | None = None  # no batch is taken before it exists
 
+    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
+        """Note each batch that the loop takes."""
+        yield from map(self.noted, super().epoch(epoch, start_step=start_step))
+
     def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
+        """Note a batch that is asked for by its number."""
+        return self.noted(super().step(epoch, index, order=order))
+
+    def noted(self, batch: StepBatch) -> StepBatch:
         """Note the batch's number and each sample's weight; its bytes identify a sample."""
-        batch = super().step(epoch, index, order=order)
         found, numbers = Counter[int](), sample_numbers(self.split)
         for micro in batch.micro_batches:
             for one in micro.data[0] if micro.weight else ():
