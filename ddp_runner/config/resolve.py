@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.schema import (
+    AUTO,
     BackendConfig,
     Batch,
     Config,
@@ -78,7 +79,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
                 f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
                 "give one, the other follows"
             )
-        if explicit == {"batch.per_rank"}:
+        if explicit == {"batch.per_rank"} or (per_rank == AUTO and not explicit):
             total = None
     num_servers = mode_needs(config.parallelism).num_servers
     shares = 1 if is_asynchronous(config.parallelism) else ranks - num_servers
@@ -87,7 +88,8 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
     if total is None:
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
-        return Batch(**vars(config.batch) | {"global_size": per_rank * parts, "per_rank": per_rank})
+        size = parts if per_rank == AUTO else per_rank * parts
+        return Batch(**vars(config.batch) | {"global_size": size, "per_rank": per_rank})
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"

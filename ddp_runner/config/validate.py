@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.config.validate_optimizing import (
+    validate_auto_batch,
     validate_evaluations,
     validate_monitored,
     validate_optimizing,
@@ -65,6 +66,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
         )
     _validate_init_method(config, env)
     _validate_mode(config)
+    validate_auto_batch(config)
     # A rank validates the datasets whose samples are not known yet.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_offline = config.dataset["_target_"].startswith(OFFLINE)

@@ -5,7 +5,7 @@ What depends on the model's parameters or the optimizer's class is validated by 
 
 from typing import Any
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import AUTO, Config, mode_needs
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import MONITORS, is_lower_better
 
@@ -30,6 +30,28 @@ def validate_optimizing(config: Config) -> None:
     if settings.monitor is not None:
         worse = "stop the run while it improves"
         validate_monitored(config, "early_stop", mode=settings.mode, worse=worse)
+
+
+def validate_auto_batch(config: Config) -> None:
+    """Reject batch.per_rank=auto where no rank can measure it; the device is filled in.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    if config.batch.per_rank != AUTO:
+        return
+    fix = "write a number, such as batch.per_rank=100"
+    if config.task != "train":
+        raise UserError(f"batch.per_rank=auto is for task=train, not {config.task}; {fix}")
+    if config.backend.device == "cpu":
+        raise UserError(
+            f"batch.per_rank=auto fills a GPU's memory, and the run computes on the CPU; {fix}"
+        )
+    if mode_needs(config.parallelism).num_servers:
+        name = config.parallelism.get("name")
+        raise UserError(
+            f"batch.per_rank=auto needs ranks that all train, not parallelism={name}; {fix}"
+        )
 
 
 def validate_monitored(config: Config, group: str, *, mode: str | None, worse: str) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_runner.config.instantiate import complete, make
+from ddp_runner.config.optimizing import ParamsConfig
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.train.parameters import parameter_groups
@@ -27,18 +28,17 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     keys, params = config.optimizer, config.params
     factory = make("optimizer", keys, allowed=config.allowed_targets, partial=True)
     named = f"optimizer={keys.get('name')} ({keys['_target_']})"
-    has_groups = bool(params.groups or params.no_decay)
     if _takes_module(factory):
-        if has_groups:
+        if params.groups or params.no_decay:
             raise UserError(
                 f"{named} takes the model and makes its own groups; leave out params.groups and "
                 "params.no_decay"
             )
         argument: object = module
-    elif has_groups:
-        argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
+    elif params == ParamsConfig():
+        argument = module.parameters()  # frozen ones, too: earlier checkpoints number them
     else:
-        argument = module.parameters()
+        argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
     optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)
     _validate_groups(config, optimizer, named)
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -13,6 +13,7 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
+from ddp_runner.train.auto_batch import with_largest_batch
 from ddp_runner.train.build import build_session_state, validate_monitor
 from ddp_runner.train.early_stop import stop_reason
 from ddp_runner.train.export import export_best
@@ -28,6 +29,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
 
     Collective: every rank must call.
     """
+    session = with_largest_batch(session)
     config, run_dir, scratch = session.config, session.run_dir, session.job.scratch
     state = build_session_state(session, config)
     for group, keys in (("checkpoint", config.checkpoint), ("early_stop", config.early_stop)):
