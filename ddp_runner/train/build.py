@@ -132,7 +132,9 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     model = setup.mode.wrap(compiled, setup.devices)
     torch.manual_seed(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
     optimizer = build_optimizer(config, module)
-    ema = config.ema
+    decay, ema = config.ema.decay, None
+    if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
+        ema = Ema(module, decay=decay)
     steps_per_epoch = setup.batches.steps_per_epoch
     schedule = build_schedule(
         config,
@@ -148,7 +150,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         setup=setup,
         gradients=OwnGradients(),
-        ema=None if ema.decay is None else Ema(module, decay=ema.decay),
+        ema=ema,
     )
 
 

@@ -40,10 +40,11 @@ def stop_reason(position: Position, settings: EarlyStopConfig) -> str | None:
         return None
     if position.bad_evaluations < settings.patience:
         return None
-    best = "a finite value" if position.best is None else f"{position.best:.6g}"
+    best = position.best
+    was = "not a finite number" if best is None else f"no better than {best:.6g}"
     return (
-        f"stopped early at step {position.step}: {settings.monitor} was no better than {best} in "
-        f"the last {counted(position.bad_evaluations, 'evaluation')}"
+        f"stopped early at step {position.step}: {settings.monitor} was {was} in the last "
+        f"{counted(position.bad_evaluations, 'evaluation')}"
     )
 
 
