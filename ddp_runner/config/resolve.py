@@ -14,6 +14,7 @@ from ddp_runner.config.schema import (
     mode_needs,
 )
 from ddp_runner.config.validate import validate_config, validate_ranks, validate_scheduler
+from ddp_runner.config.validate_optimizing import validate_auto_batch
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -55,6 +56,7 @@ def resolve(
     found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
     resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)
+    validate_auto_batch(resolved)
     warnings = _warnings(resolved, hardware, env, nproc)
     # A resumed run has the device of its frozen config, whoever chose it.
     is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.config.validate_optimizing import (
-    validate_auto_batch,
     validate_evaluations,
     validate_monitored,
     validate_optimizing,
@@ -66,7 +65,6 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
         )
     _validate_init_method(config, env)
     _validate_mode(config)
-    validate_auto_batch(config)
     # A rank validates the datasets whose samples are not known yet.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_offline = config.dataset["_target_"].startswith(OFFLINE)
@@ -175,6 +173,11 @@ def _validate_servers(config: Config) -> None:
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     if config.train.precision == "fp16":
         raise UserError(f"parallelism={name} has no scaled loss; write train.precision=bf16")
+    if config.batch.count != "samples":
+        raise UserError(
+            f"batch.count={config.batch.count} needs ranks that add up their tokens, which the "
+            f"trainers of parallelism={name} do not; write batch.count=samples or parallelism=ddp"
+        )
 
 
 def _validate_init_method(config: Config, env: DistEnv | None) -> None:

@@ -33,7 +33,7 @@ def validate_optimizing(config: Config) -> None:
 
 
 def validate_auto_batch(config: Config) -> None:
-    """Reject batch.per_rank=auto where no rank can measure it; the device is filled in.
+    """Reject batch.per_rank=auto in a resolved config whose ranks cannot measure it.
 
     Raises:
         UserError: a rule is broken.

@@ -50,8 +50,9 @@ def with_largest_batch(session: Session) -> Session:
             f"batch.per_rank=auto: a step of one sample needs more than {USED_FRACTION:.0%} of the "
             f"memory of {session.devices[0]}; use a smaller model, or train.precision=bf16"
         )
-    reason = "no more are allowed or there" if found == most else "more may not fit"
-    session.log(f"batch.per_rank=auto: {found} samples a rank in each micro-step; {reason}")
+    session.log(
+        f"batch.per_rank=auto: {found} samples a rank in each micro-step, of at most {most}"
+    )
     config = _with_size(config, found)
     if session.env.is_rank_zero:
         write_run_record(session.run_dir, config_hash=config_hash(config))
@@ -78,7 +79,7 @@ def largest_that_fits(fits: Callable[[int], bool], *, most: int) -> int:
 def _search(session: Session, config: RunConfig) -> tuple[int, int]:
     """Return the largest size that fits on every rank, and the most that was allowed."""
     state = build_session_state(session, _with_size(config, 1))
-    _validate_independent(state)
+    validate_independent(state)
     for group in state.optimizer.param_groups:
         group["lr"] = 0.0  # the weights stay, so that no step diverges
     num_parts = config.batch.global_size  # one sample each
@@ -123,8 +124,12 @@ def _with_size(config: RunConfig, size: int) -> RunConfig:
     )
 
 
-def _validate_independent(state: TrainState) -> None:
-    """Reject a model whose forward or backward waits for other ranks."""
+def validate_independent(state: TrainState) -> None:
+    """Reject a model whose forward or backward waits for other ranks.
+
+    Raises:
+        UserError: its parameters are parts of what is cut over the ranks, or BatchNorm is synced.
+    """
     is_cut = any(isinstance(one, DTensor) for one in state.module.parameters())
     is_synced = any(isinstance(one, nn.SyncBatchNorm) for one in state.module.modules())
     if state.setup.env.world_size > 1 and (is_cut or is_synced):
