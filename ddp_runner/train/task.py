@@ -92,6 +92,7 @@ def _logger(
         env,
         None if session.job.run_dir else run_dir.path,
         num_parameters=model_sizes["num_parameters"],
+        num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
         dataset=setup.dataset.name,
         num_train=len(setup.dataset.train),
         num_eval=len(setup.dataset.eval),

@@ -101,6 +101,18 @@ def test_all_ranks_stop_at_one_step_and_a_resume_does_nothing_more(tmp_path: Pat
         assert trace.position.step == 5 * STEPS_PER_EPOCH
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_trainers_end_with_their_server(tmp_path: Path, mode: str) -> None:
+    """It alone evaluates; what they still compute is dropped."""
+    keys = ("parallelism=ps", f"parallelism.mode={mode}")
+    config = compose_config(*TOY, *STUCK, *keys, world_size=3)
+    server, *trainers = run_ranks(loop, 3, config, tmp_path)
+    assert (server.status, server.position.step) == ("completed", END)
+    assert [trace.status for trace in trainers] == ["completed"] * 2
+    again, *_ = run_ranks(loop, 3, config, tmp_path)
+    assert (again.status, again.lines) == ("completed", [])
+
+
 @pytest.mark.parametrize("stop_after", [STEPS_PER_EPOCH + 1, 2 * STEPS_PER_EPOCH - 1])
 def test_a_resumed_run_stops_at_the_same_step(tmp_path: Path, stop_after: int) -> None:
     """Stopped amid the second epoch, or at its end, before the evaluation."""
