@@ -233,15 +233,21 @@ def work_hash(config: RunConfig) -> str:
     return digest({key: one for key, one in flatten(config).items() if key not in OF_RANKS})
 
 
-def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    tree: Mapping[Any, Any], prefix: str = "", *, whole_lists: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys of a nested config and their values; items of a list by their number.
 
-    A list of plain values is one value.
+    A list of plain values is one value, and so is any list with `whole_lists`.
     """
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+            yield from leaves(value, f"{prefix}{key}.", whole_lists=whole_lists)
+        elif not whole_lists and _is_nested(value):
             yield from leaves({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)

@@ -40,10 +40,12 @@ def stop_reason(position: Position, settings: EarlyStopConfig) -> str | None:
         return None
     if position.bad_evaluations < settings.patience:
         return None
-    best = position.best
-    was = "not a finite number" if best is None else f"no better than {best:.6g}"
+    fault = "was not a finite number"
+    if position.best is not None:
+        least = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+        fault = f"did not improve on {position.best:.6g}{least}"
     return (
-        f"stopped early at step {position.step}: {settings.monitor} was {was} in the last "
+        f"stopped early at step {position.step}: {settings.monitor} {fault} in the last "
         f"{counted(position.bad_evaluations, 'evaluation')}"
     )
 

@@ -139,7 +139,7 @@ def test_run_json_and_the_log_have_the_reason(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], record["step"]) == ("completed", END)
     reason = record["stopped_early"]
-    assert reason.startswith(f"stopped early at step {END}: eval/loss was no better than ")
-    assert reason.endswith("in the last 2 evaluations")
+    assert reason.startswith(f"stopped early at step {END}: eval/loss did not improve on ")
+    assert reason.endswith(" by more than 1e+06 in the last 2 evaluations")
     assert reason in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert (tmp_path / "run" / "model.safetensors").exists()
