@@ -86,15 +86,15 @@ def _search(session: Session, config: RunConfig) -> tuple[int, int]:
     # The global batch is at most the training set.
     most = math.ceil(len(state.setup.batches.split) / num_parts)
     most = min(most, config.batch.max_per_rank or most)
-    return min(gather_objects(largest_that_fits(partial(_fits, state), most=most))), most
+    return min(gather_objects(largest_that_fits(partial(step_fits, state), most=most))), most
 
 
-def _fits(state: TrainState, size: int) -> bool:
+def step_fits(state: TrainState, size: int) -> bool:
     """Take steps with so many samples on this rank alone; return whether its memory suffices."""
     batches, setup = state.setup.batches, state.setup
     order: Sequence[int] = range(size)
-    if batches.lengths is not None:
-        order = batches.lengths.argsort(descending=True)[:size].tolist()  # the longest
+    if setup.dataset.padding_id is not None:
+        order = setup.dataset.lengths().argsort(descending=True)[:size].tolist()  # the longest
     # With several ranks the wrapper's forward and backward would wait for the others.
     model = state.model if setup.env.world_size == 1 else state.module
     model.train()

@@ -289,7 +289,7 @@ def test_lists_of_several_lengths_are_values_of_one_key(tmp_path: Path) -> None:
         write_run(tmp_path / str(count), config={"params.groups": groups})
     comparison = compared(tmp_path)
     assert comparison.keys == ("parallelism.name", "world_size", "params.groups")
-    assert comparison.warnings == []
+    assert comparison.warnings == ()
     assert len(comparison.rows) == 3
 
 

@@ -16,15 +16,16 @@ from ranks import run_ranks
 from run_folders import rank_log, record, reproducible_metrics
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from train_states import build, compose_config
+from train_states import build, compose_config, with_setup
 
 from ddp_runner.config.schema import AUTO, Config, config_hash
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.models.toy import ToyModel
 from ddp_runner.tracking.provenance import versions
-from ddp_runner.train.auto_batch import largest_that_fits, validate_independent
+from ddp_runner.train.auto_batch import largest_that_fits, step_fits, validate_independent
 from ddp_runner.worker import work
 
 
@@ -177,3 +178,29 @@ def test_a_step_that_waits_for_other_ranks_is_rejected() -> None:
     """A rank that has run out of memory would leave the others waiting."""
     for answer in run_ranks(rejection, 2, compose_config("model=toy", world_size=2)):
         assert "under parallelism=ddp this model's ranks wait for each other" in answer
+
+
+def lengths_tried(env: DistEnv, config: Config) -> list[int]:
+    """Return the sums of the samples that a trial takes; sample i is i ones, then padding."""
+    state = build(env, config)
+    inputs = torch.ones(10, 10).tril()
+    split = TensorSplit(inputs, torch.zeros(10, 5))
+    setup = state.setup
+    state = with_setup(
+        state,
+        dataset=replace(setup.dataset, train=split, padding_id=0),
+        batches=replace(setup.batches, split=split),
+    )
+    tried = list[int]()
+    state.model.register_forward_pre_hook(
+        lambda _, given: tried.extend(given[0].sum(dim=1).int().tolist())
+    )
+    assert step_fits(state, 3)
+    assert state.optimizer.state
+    return tried
+
+
+def test_the_longest_sequences_are_tried() -> None:
+    """Twice: only the second step has the optimizer's state beside the activations."""
+    config = compose_config("model=toy", "optimizer=adam")
+    assert run_ranks(lengths_tried, 1, config) == [[10, 9, 8] * 2]
