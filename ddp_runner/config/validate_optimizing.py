@@ -1,4 +1,4 @@
-"""What must hold for parameter groups, clipping, averaged weights and early stopping. Torch-free.
+"""What must hold for parameter groups, clipping, averaged weights and the batch size. Torch-free.
 
 What depends on the model's parameters or the optimizer's class is validated by a rank.
 """
@@ -7,7 +7,6 @@ from typing import Any
 
 from ddp_runner.config.schema import AUTO, Config, mode_needs
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import MONITORS, is_lower_better
 
 
 def validate_optimizing(config: Config) -> None:
@@ -24,12 +23,9 @@ def validate_optimizing(config: Config) -> None:
         )
     for index, group in enumerate(config.params.groups):
         _validate_group(f"params.groups.{index}", group)
-    decay, settings = config.ema.decay, config.early_stop
+    decay = config.ema.decay
     if decay is not None and not 0 <= decay < 1:
         raise UserError(f"ema.decay ({decay:g}) must be 0 or greater and less than 1; write 0.999")
-    if settings.monitor is not None:
-        worse = "stop the run while it improves"
-        validate_monitored(config, "early_stop", mode=settings.mode, worse=worse)
 
 
 def validate_auto_batch(config: Config) -> None:
@@ -51,45 +47,6 @@ def validate_auto_batch(config: Config) -> None:
         name = config.parallelism.get("name")
         raise UserError(
             f"batch.per_rank=auto needs ranks that all train, not parallelism={name}; {fix}"
-        )
-
-
-def validate_monitored(config: Config, group: str, *, mode: str | None, worse: str) -> None:
-    """Reject a metric that no evaluation gives, and a mode that takes its worst for the best.
-
-    Args:
-        config: composed or resolved.
-        group: the group of keys, which has a key `monitor`.
-        mode: of that group: max, min, or None for the metric's own direction.
-        worse: what the wrong mode would do, for the message.
-
-    Raises:
-        UserError: a rule is broken.
-    """
-    keys: Any = getattr(config, group)
-    monitor = keys.get("monitor") if isinstance(keys, dict) else keys.monitor
-    known = [name for name in MONITORS if name.startswith("eval/")]
-    if monitor not in known:
-        raise UserError(f"{group}.monitor ({monitor}) must be one of {', '.join(known)}")
-    validate_evaluations(config, group, monitor)
-    better = "min" if is_lower_better(monitor) else "max"
-    if mode is not None and mode != better:
-        raise UserError(
-            f"{group}.monitor={monitor} with {group}.mode={mode} would {worse}; write "
-            f"{group}.mode={better}"
-        )
-
-
-def validate_evaluations(config: Config, group: str, monitor: str) -> None:
-    """Reject a monitored metric of evaluations that never happen.
-
-    Raises:
-        UserError: evaluations are off.
-    """
-    if not config.train.eval_every_epochs:
-        raise UserError(
-            f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; write "
-            "train.eval_every_epochs=1"
         )
 
 

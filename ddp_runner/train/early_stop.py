@@ -6,17 +6,29 @@ same metrics of an evaluation, so they stop together.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ddp_runner.config.optimizing import EarlyStopConfig
 from ddp_runner.errors import counted
-from ddp_runner.metric_names import is_lower_better
-from ddp_runner.train.state import Position
+from ddp_runner.metric_names import best_end
+from ddp_runner.metrics.metric import direction
+from ddp_runner.train.state import Position, Setup
+
+
+def early_stop_of(setup: Setup) -> EarlyStopConfig:
+    """Return the run's settings with the mode filled in: which value of the metric is best."""
+    settings = setup.config.early_stop
+    if settings.monitor is None or settings.mode is not None:
+        return settings
+    ends = {f"eval/{name}": direction(metric) for name, metric in setup.metrics.items()}
+    directions = {name: end for name, end in ends.items() if end is not None}
+    return replace(settings, mode=best_end(settings.monitor, directions))
 
 
 def count_evaluation(
     position: Position, settings: EarlyStopConfig, metrics: Mapping[str, float]
 ) -> None:
-    """Count an evaluation, whose metrics are the same on all ranks.
+    """Count an evaluation, whose metrics are the same on all ranks; see ``early_stop_of``.
 
     A value that is NaN or infinite is no improvement.
     """
@@ -25,7 +37,7 @@ def count_evaluation(
     value, watched = metrics[settings.monitor], _watched(settings)
     if position.watched != watched:  # a resumed run may watch another metric
         position.watched, position.best, position.bad_evaluations = watched, None, 0
-    sign = 1.0 if watched.startswith("max") else -1.0
+    sign = 1.0 if settings.mode == "max" else -1.0
     best = position.best
     is_better = best is None or sign * (value - best) > settings.min_delta
     if math.isfinite(value) and is_better:
@@ -52,6 +64,4 @@ def stop_reason(position: Position, settings: EarlyStopConfig) -> str | None:
 
 def _watched(settings: EarlyStopConfig) -> str:
     """Return the metric and its direction, such as ``min eval/loss``."""
-    assert settings.monitor is not None
-    mode = settings.mode or ("min" if is_lower_better(settings.monitor) else "max")
-    return f"{mode} {settings.monitor}"
+    return f"{settings.mode} {settings.monitor}"

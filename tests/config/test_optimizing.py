@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 from configs import config_error, resolved
 
+from ddp_runner.config.monitors import KnownMetrics, validate_known
 from ddp_runner.config.resolve import resolve_batch
 from ddp_runner.config.schema import AUTO
+from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.tracking.claims import with_global_size
 
@@ -32,7 +34,7 @@ TWO_GPUS = Hardware(num_gpus=2, num_cores=4)
         ("ema.decay=1", "ema.decay (1) must be 0 or greater and less than 1; write 0.999"),
         ("ema.decay=-0.1", "ema.decay (-0.1) must be 0 or greater and less than 1; write 0.999"),
         ("early_stop.monitor=train/loss", "early_stop.monitor (train/loss) must be one of "
-         "eval/accuracy, eval/loss, eval/f1, eval/precision, eval/recall"),
+         "eval/accuracy, eval/loss, eval/f1, eval/precision, eval/recall; did you mean eval/loss?"),
         ("early_stop.monitor=eval/loss train.eval_every_epochs=0",
          "early_stop.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
          "train.eval_every_epochs=1"),
@@ -87,3 +89,18 @@ def test_auto_is_kept_until_a_rank_has_found_the_number() -> None:
     for size in (6, 48):
         found = with_global_size(config, size, 2).batch
         assert (found.per_rank, found.global_size) == (size // 6, size)
+
+
+def test_early_stopping_needs_to_know_which_end_of_a_metric_is_best() -> None:
+    """The metric's class may say so, else the user."""
+    keys = (
+        "+metrics.mine._target_=my.Mine",
+        "allowed_targets=[my]",
+        "early_stop.monitor=eval/mine",
+    )
+    config, _ = resolved(*keys)
+    known = KnownMetrics(names={"eval/mine"})
+    with pytest.raises(UserError, match=r"eval/mine does not say which value is best; write "):
+        validate_known(config, known)
+    validate_known(config, replace(known, directions={"eval/mine": "max"}))
+    validate_known(resolved(*keys, "early_stop.mode=min")[0], known)

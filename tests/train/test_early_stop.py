@@ -5,6 +5,8 @@ import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ranks import run_ranks
@@ -15,7 +17,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
-from ddp_runner.train.early_stop import count_evaluation, stop_reason
+from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.state import Position
 from ddp_runner.worker import work
 
@@ -55,23 +57,32 @@ def test_it_counts_evaluations_in_a_row(
     values: list[float], keys: dict[str, object], expected: int | None
 ) -> None:
     """The first is the best so far; a value that is no number is no improvement."""
-    settings = replace(EarlyStopConfig(monitor=LOSS, patience=2), **keys)
+    settings = replace(EarlyStopConfig(monitor=LOSS, patience=2, mode="min"), **keys)
     assert stops_after(values, settings) == expected
 
 
+class Score:
+    """A metric of the user's that says which end is best."""
+
+    higher_is_better = True
+
+
 def test_the_direction_is_known_of_the_metric() -> None:
-    """More accuracy is better."""
-    settings = EarlyStopConfig(monitor="eval/accuracy", patience=2)
-    assert stops_after([0.1, 0.2, 0.3, 0.4], settings, "eval/accuracy") is None
-    assert stops_after([0.4, 0.3, 0.2], settings, "eval/accuracy") == 3
+    """More accuracy is better; a metric of the user's may say so itself."""
+    for metric, mode in (("eval/loss", "min"), ("eval/accuracy", "max"), ("eval/mine_top5", "max")):
+        settings = EarlyStopConfig(monitor=metric, patience=2)
+        setup: Any = SimpleNamespace(
+            config=SimpleNamespace(early_stop=settings), metrics={"mine": Score()}
+        )
+        assert early_stop_of(setup) == replace(settings, mode=mode)
 
 
 def test_another_metric_begins_anew() -> None:
     """A resumed run may watch another one, with values of another size."""
     position = Position()
     for _ in range(3):
-        count_evaluation(position, EarlyStopConfig(LOSS, patience=2), {LOSS: 0.1})
-    other = EarlyStopConfig("eval/f1", patience=2)
+        count_evaluation(position, EarlyStopConfig(LOSS, patience=2, mode="min"), {LOSS: 0.1})
+    other = EarlyStopConfig("eval/f1", patience=2, mode="max")
     assert stop_reason(position, other) is None
     count_evaluation(position, other, {"eval/f1": 0.01})
     assert (position.best, position.bad_evaluations) == (0.01, 0)
