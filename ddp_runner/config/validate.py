@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.config.validate_optimizing import validate_optimizing
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
@@ -40,6 +41,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
             f"({asked.max_bytes}); give both, the smaller as min_bytes"
         )
     validate_monitors(config)
+    validate_optimizing(config)
     _validate_model(config)
     _validate_servers(config)
 
