@@ -125,9 +125,10 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
 
 def _clip(state: TrainState) -> None:
     """Clip the gradients as the config asks, and keep their norm from before."""
-    config, parameters = state.setup.config.train, list(state.module.parameters())
+    config = state.setup.config.train
     if config.clip_norm is None and config.clip_value is None:
         return
+    parameters = list(state.module.parameters())
     state.scaler.unscale_(state.optimizer)
     if config.clip_norm is not None:
         state.grad_norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm)
