@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import complete, find, keywords, make, make_function
@@ -21,11 +20,14 @@ from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import CLASS_METRICS
+from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
+from ddp_runner.train.ema import Ema
 from ddp_runner.train.gradients import OwnGradients
+from ddp_runner.train.optimizers import build_optimizer
+from ddp_runner.train.parameters import freeze
 from ddp_runner.train.schedules import Schedule, Scheduler
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
@@ -64,11 +66,10 @@ def build_setup(
     """Return what stays the same while a rank trains. Collective: every rank must call.
 
     Raises:
-        UserError: the dataset has fewer samples than there are ranks, or the loss or what the
-            scheduler monitors does not exist.
+        UserError: the dataset has fewer samples than there are ranks, or the loss, the training
+            step or a metric cannot be built.
     """
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
-    validate_monitor("scheduler", config.scheduler.get("monitor"), dataset)
     role = mode.role(env)
     return Setup(
         config=config,
@@ -89,6 +90,10 @@ def build_setup(
         ),
         eval_batch_size=config.batch.eval_size,
         step=build_step(config, devices),
+        metrics={
+            name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
+            for name, keys in config.metrics.items()
+        },
         timer=StepTimer(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
     )
@@ -136,10 +141,10 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = setup.mode.wrap(compiled, setup.devices)
     torch.manual_seed(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
-    factory = make("optimizer", config.optimizer, allowed=config.allowed_targets, partial=True)
-    optimizer = complete(
-        "optimizer", config.optimizer, factory, module.parameters(), kind=Optimizer
-    )
+    optimizer = build_optimizer(config, module)
+    decay, ema = config.ema.decay, None
+    if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
+        ema = Ema(module, decay=decay)
     steps_per_epoch = setup.batches.steps_per_epoch
     schedule = build_schedule(
         config,
@@ -155,6 +160,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         setup=setup,
         gradients=OwnGradients(),
+        ema=ema,
     )
 
 
@@ -208,23 +214,11 @@ def build_schedule(
     return Schedule(scheduler)
 
 
-def validate_monitor(group: str, monitor: str | None, dataset: Dataset) -> None:
-    """Validate that evaluations of this dataset have the metric ``<group>.monitor``.
-
-    Raises:
-        UserError: the metric needs classes, and the dataset has none.
-    """
-    if monitor in CLASS_METRICS and dataset.num_classes is None:
-        raise UserError(
-            f"{group}.monitor={monitor} needs classes and dataset={dataset.name} has none; "
-            f"write {group}.monitor=eval/loss {group}.mode=min"
-        )
-
-
 def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
     """Return the bare model on its devices, with rank 0's weights loaded there."""
     keys = setup.config.model
     module = setup.mode.place(model_factory(setup.config, setup.dataset), setup.devices)
+    freeze(module, setup.config.params.freeze)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
             f"model={keys.get('name')} has no parameter that requires a gradient, so there is "

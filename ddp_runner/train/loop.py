@@ -21,8 +21,11 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
+from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
+from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.train.metrics import classification_metrics, confusion_counts, step_metrics
+from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
+from ddp_runner.train.metrics import gradient_norm, step_metrics
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 
@@ -46,16 +49,19 @@ def train(
     """
     setup, position = state.setup, state.position
     config, checkpoint = setup.config.train, setup.config.checkpoint
+    early_stop = early_stop_of(setup)
     timer, steps_per_epoch, last_step = setup.timer, setup.batches.steps_per_epoch, state.last_step
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
-    while position.step < last_step or position.step_in_epoch == steps_per_epoch:
+    while not stop_reason(position, early_stop) and (
+        position.step < last_step or position.step_in_epoch == steps_per_epoch
+    ):
         epoch = position.epoch + 1
         state.model.train()
         timer.restart()
         for batch in setup.batches.epoch(position.epoch, start_step=position.step_in_epoch):
             timer.mark(StepPart.DATA)
-            lr = state.optimizer.param_groups[0]["lr"]
+            lr = state.optimizer.param_groups[-1]["lr"]
             loss = train_step(state, batch)
             position.step += 1
             position.step_in_epoch += 1
@@ -85,6 +91,8 @@ def train(
             results, confusion = evaluate(state)
             position.metrics |= results
             state.schedule.evaluated(results)
+            count_evaluation(position, early_stop, results)
+            finished = finished or stop_reason(position, early_stop) is not None
             logger.log(results, step=position.step, epoch=epoch, confusion=confusion)
         is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
         if finished or is_due:
@@ -103,17 +111,30 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
-    if setup.config.train.clip_norm is not None:
-        scaler.unscale_(optimizer)
-        parameters = state.module.parameters()
-        state.grad_norm = nn.utils.clip_grad_norm_(parameters, setup.config.train.clip_norm)
+    _clip(state)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
         state.schedule.step()
+        if state.ema is not None:
+            state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
+
+
+def _clip(state: TrainState) -> None:
+    """Clip the gradients as the config asks, and keep their norm from before."""
+    config = state.setup.config.train
+    if config.clip_norm is None and config.clip_value is None:
+        return
+    parameters = list(state.module.parameters())
+    state.scaler.unscale_(state.optimizer)
+    if config.clip_norm is not None:
+        state.grad_norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+    if config.clip_value is not None:
+        state.grad_norm = gradient_norm(parameters)
+        nn.utils.clip_grad_value_(parameters, config.clip_value)
 
 
 def backward(state: TrainState, batch: StepBatch) -> Tensor:
@@ -178,19 +199,20 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     Collective: every rank must call.
 
     Returns:
-        Metrics: eval/loss, the scalars of the training step and, if the dataset has classes,
-        eval/accuracy, eval/precision, eval/recall and eval/f1. Confusion counts (num_classes,
-        num_classes), a row per true class, or None without classes. A prediction outside the
-        classes counts as wrong and is in no column.
+        Metrics: eval/loss, the scalars of the training step, the configured metrics and, if the
+        dataset has classes, eval/accuracy, eval/precision, eval/recall and eval/f1. Confusion
+        counts (num_classes, num_classes), a row per true class, or None without classes. A
+        prediction outside the classes counts as wrong and is in no column.
     """
     setup, device = state.setup, state.setup.devices[-1]
     # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
-    broadcast_buffers(state.module, group=setup.group)
-    state.module.eval()
+    module = state.evaluated
+    broadcast_buffers(module, group=setup.group)
+    module.eval()
     num_classes = setup.dataset.num_classes or 0
     loss_sum, count, zero = torch.zeros(3, dtype=torch.float64, device=device)
     confusion = torch.zeros((num_classes, num_classes + 1), dtype=torch.int64, device=device)
-    scalars = dict[str, Tensor]()
+    scalars, metrics = dict[str, Tensor](), Evaluation(setup.metrics, device=device)
     for batch in eval_batches(
         setup.dataset.eval,
         batch_size=setup.eval_batch_size,
@@ -198,12 +220,13 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
         world_size=setup.env.world_size,
         seed=setup.config.seed,
     ):
-        step = forward(state, state.module, batch)
+        step = forward(state, module, batch)
         loss_sum += step.loss_sum
         count += step.count
         for name, value in step.scalars.items():
             scalars[name] = scalars.get(name, zero) + value
-        if num_classes and isinstance(step.outputs, Tensor):
+        metrics.update(step.outputs, step.targets)
+        if num_classes and has_classes(step):
             targets = step.targets.to(step.outputs.device)
             confusion += confusion_counts(step.outputs, targets, num_classes=num_classes)
     sums = sum_over_ranks([loss_sum.item(), count.item()], group=setup.group)
@@ -213,12 +236,18 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     for of_rank in gather_objects(own, group=setup.group):
         for name, part in of_rank.items():
             results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / sums[1]
+    results |= metrics.compute(group=setup.group)
     confusion = add_over_ranks(confusion, group=setup.group)
     if not confusion.any():
         return results, None
     matches = classification_metrics(confusion)
     results |= {f"eval/{name}": value for name, value in matches.items()}
     return results, confusion[:, :-1].tolist()
+
+
+def has_classes(step: Step) -> bool:
+    """Return whether a step has what accuracy, precision, recall and F1 are computed from."""
+    return isinstance(step.outputs, Tensor) and isinstance(step.targets, Tensor)
 
 
 def _due(count: int, every: int | None) -> bool:

@@ -2,10 +2,11 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.config.monitors import validate_known
 from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
@@ -13,9 +14,11 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
-from ddp_runner.train.build import build_session_state, validate_monitor
+from ddp_runner.train.auto_batch import with_largest_batch
+from ddp_runner.train.build import build_session_state
+from ddp_runner.train.early_stop import early_stop_of, stop_reason
 from ddp_runner.train.export import export_best
-from ddp_runner.train.first_batch import try_first_batch, warnings_of
+from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train
 from ddp_runner.train.snapshot import restore, snapshot
@@ -27,10 +30,12 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
 
     Collective: every rank must call.
     """
+    session = with_largest_batch(session)
     config, run_dir, scratch = session.config, session.run_dir, session.job.scratch
     state = build_session_state(session, config)
-    validate_monitor("checkpoint", config.checkpoint.monitor, state.setup.dataset)
     warnings = warnings_of(try_first_batch(state), state)
+    known = try_evaluation(state)
+    validate_known(config, known)
     written = session.job.secrets.written(config)
     resume_step = restore(state, written, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.position.step)
@@ -44,7 +49,10 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if scratch is not None:
         scratch.begin_loop()
 
-    with _logger(session, state, warnings, resume_step=resume_step) as logger:
+    session_logger = _logger(
+        session, state, warnings, directions=known.directions, resume_step=resume_step
+    )
+    with session_logger as logger:
         with _writer(session, resume_step=resume_step) as writer:
 
             def save() -> None:
@@ -56,13 +64,26 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         state.gradients.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
-        position, lost_ranks = state.position, list(state.gradients.lost)
-        logger.finish(status, step=position.step, epoch=position.epoch, lost_ranks=lost_ranks)
+        position, reason = state.position, stop_reason(state.position, early_stop_of(state.setup))
+        if reason is not None and session.env.is_rank_zero:
+            session.log(reason)
+        logger.finish(
+            status,
+            step=position.step,
+            epoch=position.epoch,
+            lost_ranks=list(state.gradients.lost),
+            stopped_early=reason,
+        )
     return status
 
 
 def _logger(
-    session: Session, state: TrainState, warnings: Sequence[str], *, resume_step: int | None
+    session: Session,
+    state: TrainState,
+    warnings: Sequence[str],
+    *,
+    directions: Mapping[str, str],
+    resume_step: int | None,
 ) -> Logger:
     """Return what this rank logs to, with the facts of the run logged already."""
     config, env, run_dir, setup = session.config, session.env, session.run_dir, state.setup
@@ -70,7 +91,7 @@ def _logger(
         return NullLogger()
     warnings, max_steps = [*session.job.warnings, *warnings], state.last_step
     model_sizes = sizes(state.module)
-    write_run_record(run_dir, **(model_sizes | {"warnings": warnings}))
+    write_run_record(run_dir, **(model_sizes | {"warnings": warnings, "directions": directions}))
     keep_files(run_dir.path, setup.dataset.files)
     lines = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
     if lines:
@@ -80,6 +101,7 @@ def _logger(
         env,
         None if session.job.run_dir else run_dir.path,
         num_parameters=model_sizes["num_parameters"],
+        num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
         dataset=setup.dataset.name,
         num_train=len(setup.dataset.train),
         num_eval=len(setup.dataset.eval),
