@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes: where a tensor may begin in a block
+MOST_INLINE = 16 * 2**10  # bytes that are sent through the pipe, which holds a few times as many
 HAS_BLOCKS = hasattr(os, "memfd_create")
 Place = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # offset, dtype, shape, strides
 
@@ -37,22 +38,29 @@ class BlockSender:
         self._free.update(blocks)
 
     def send(self, ticket: int, value: Any) -> None:
-        """Send an object that can be pickled."""
+        """Send an object that can be pickled; where there are blocks, without waiting."""
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(value)
+        size, pickled = pickler.size, file.getvalue()
+        rest: bytes | range = pickled  # all but the tensors, or its place in the block
+        if HAS_BLOCKS and len(pickled) > MOST_INLINE:
+            rest = range(size, size + len(pickled))
+            size = rest.stop
         block = fd = None
         dropped = list[int]()
-        if pickler.size:
-            block = self._fitting(pickler.size)
+        if size:
+            block = self._fitting(size)
             if block is None:
                 dropped = list(self._free)  # too small, as the next batches will show again
-                block, fd = self._new(pickler.size, instead_of=dropped)
+                block, fd = self._new(size, instead_of=dropped)
             self._free.discard(block)
             memory = memoryview(self._blocks[block])
             for tensor, place in pickler.tensors:
                 _tensor(memory, place).copy_(tensor)
-        self._pipe.send((ticket, block, fd is not None, dropped, file.getvalue()))
+            if isinstance(rest, range):
+                memory[rest.start : rest.stop] = pickled
+        self._pipe.send((ticket, block, fd is not None, dropped, rest))
         if fd is not None:
             send_handle(self._pipe, fd, os.getppid())
             os.close(fd)
@@ -92,7 +100,7 @@ class BlockReceiver:
         Raises:
             EOFError: the sender has ended, or OSError.
         """
-        ticket, block, is_new, gone, pickled = self._pipe.recv()
+        ticket, block, is_new, gone, rest = self._pipe.recv()
         for one in gone:
             del self._blocks[one]
         if is_new:
@@ -104,7 +112,9 @@ class BlockReceiver:
             memory = memoryview(self._blocks[block])  # which its tensors keep alive
             dropped = self._dropped
             self._in_use[block] = weakref.ref(memory, lambda _: dropped.append(block))
-        return ticket, _Unpickler(io.BytesIO(pickled), memory).load()
+            if isinstance(rest, range):
+                rest = memory[rest.start : rest.stop]
+        return ticket, _Unpickler(io.BytesIO(rest), memory).load()
 
 
 class _Pickler(pickle.Pickler):

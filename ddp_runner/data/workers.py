@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ddp_runner.data.shared_blocks import BlockReceiver, BlockSender
+from ddp_runner.data.shared_blocks import HAS_BLOCKS, BlockReceiver, BlockSender
 from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
 
 
@@ -86,21 +86,20 @@ class Workers:
             WorkerEndedError: a worker has ended.
         """
         arguments, waiting = iter(arguments), deque[tuple[int, Future[Any] | None]]()
+        thread = self._thread
+
+        def send() -> None:
+            for argument in islice(arguments, self._limit - len(waiting)):
+                ticket = self._send(argument)
+                waiting.append((ticket, thread.submit(self._result, ticket) if thread else None))
+
         try:
-            while True:
-                while len(waiting) < self._limit:
-                    try:
-                        argument = next(arguments)
-                    except StopIteration:
-                        break
-                    ticket = self._send(argument)
-                    future = self._thread.submit(self._result, ticket) if self._thread else None
-                    waiting.append((ticket, future))
-                if not waiting:
-                    return
+            send()
+            while waiting:
                 ticket, future = waiting[0]
                 result = future.result() if future else self._result(ticket)
                 waiting.popleft()
+                send()  # before the caller computes, so that every worker has enough to do
                 yield result
         finally:
             for ticket, _ in waiting:
@@ -166,12 +165,15 @@ def _work(
     for other in inherited:  # else the other workers' pipes would not end with the rank
         other.close()
     torch.set_num_threads(1)
-    arguments = SimpleQueue[Any]()
-    # Always ready to receive: if both ends wrote at the same time, both could wait for ever.
-    Thread(target=_receive, args=(pipe, arguments), daemon=True).start()
-    sender = BlockSender(pipe)
-    with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants results any more
-        while (message := arguments.get()) is not None:
+    sender, receive = BlockSender(pipe), pipe.recv
+    if not HAS_BLOCKS:
+        # Large results wait in the pipe until the rank reads. If it waited for this process to
+        # read at the same time, both would wait for ever.
+        arguments = SimpleQueue[Any]()
+        Thread(target=_receive, args=(pipe, arguments), daemon=True).start()
+        receive = arguments.get
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the rank wants no more
+        while (message := receive()) is not None:
             ticket, argument, dropped = message
             sender.release(dropped)
             result = function(argument)

@@ -50,9 +50,9 @@ def no_worker_left() -> Iterator[None]:
     gc.collect()
 
 
-def identity(value: Any) -> Any:
-    """Return what it gets."""
-    return value
+def with_numbers(value: Any) -> tuple[Any, Tensor]:
+    """Return what it gets, and a large tensor."""
+    return value, numbers(300_000)
 
 
 def numbers(size: int) -> Tensor:
@@ -93,10 +93,18 @@ def test_several_maps_may_be_read_in_turns_or_left() -> None:
     assert found == [(-value, -100 - value) for value in range(20)]
 
 
-def test_arguments_and_results_larger_than_a_pipe_holds_pass() -> None:
-    """Neither side waits for the other while both are sending."""
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_arguments_and_results_larger_than_a_pipe_holds_pass(
+    has_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side waits for the other while both are sending; also without shared memory."""
+    for module in ("shared_blocks", "workers"):
+        monkeypatch.setattr(f"ddp_runner.data.{module}.HAS_BLOCKS", has_blocks)
     large = [bytes([number]) * 2_000_000 for number in range(6)]
-    assert list(Workers(identity, number=1, ahead=3).map(large)) == large
+    workers = Workers(with_numbers, number=1, ahead=3)
+    for (found, tensor), expected in zip(workers.map(large), large, strict=True):
+        assert found == expected
+        assert torch.equal(tensor, numbers(300_000))
 
 
 def test_what_is_kept_is_not_overwritten() -> None:
@@ -206,7 +214,9 @@ def test_tensors_that_are_more_than_their_bytes_come_out_as_they_went_in() -> No
     assert torch.equal(sparse.to_dense(), base)
     (conjugate,) = sent(torch.tensor([1 + 2j]).conj())
     assert conjugate.tolist() == [1 - 2j]
-    (packed,) = sent(Packed(base, "a"))
+    (packed, text) = sent(Packed(base, "a"), ["long" * 9000, base])
+    assert text[0] == "long" * 9000
+    assert torch.equal(text[1], base)
     assert torch.equal(packed.values, base)
     assert packed.name == "a"
     (pair,) = sent((base, base))
