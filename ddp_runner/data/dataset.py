@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import Split, TensorSplit
+from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 
@@ -35,8 +36,8 @@ class Dataset:
     """Both splits of a dataset, and how a batch becomes a model's input."""
 
     name: str
-    train: Split
-    eval: Split
+    train: AnySplit
+    eval: AnySplit
     num_classes: int | None  # None: the targets are not classes
     # Of the pixels scaled to 0..1, or one per channel; None: batches are used as they are loaded.
     mean: float | Sequence[float] | None = 0.0
@@ -199,7 +200,7 @@ def validate_dataset(name: str, dataset: object) -> None:
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
         if not isinstance(split, TensorSplit):
-            if not len(split):
+            if num_samples(split) == 0:
                 raise UserError(f"dataset={name} has no {kind} samples; give at least 1")
             continue
         for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):

@@ -5,7 +5,6 @@ next batch on. What a sample draws at random follows from the seed, the epoch an
 So it is the same with any number of workers and ranks, and after a resume.
 """
 
-import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from ddp_runner.data.random_states import have_drawn, random_states, restore, seed_all
 from ddp_runner.data.splits import Piece
 from ddp_runner.errors import UserError, typed
 from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
@@ -68,23 +68,7 @@ class LoaderSplit:
             UserError: a sample cannot be loaded, or a worker has died.
         """
         self._orders.pieces = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
-        batches = iter(self._loader)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise UserError(
-                    f"a process that loads the {self.name} samples has died "
-                    f"({typed(error)}), often for want of memory; write a smaller "
-                    f"dataset.num_workers ({self.num_workers}) or batch.per_rank"
-                ) from error
-            if isinstance(batch, _Failure):
-                raise UserError(batch.sentence) from RuntimeError(batch.trace)
-            yield batch
+        yield from loaded(iter(self._loader), name=self.name, num_workers=self.num_workers)
 
     @cached_property
     def _orders(self) -> "_Orders":
@@ -103,7 +87,7 @@ class LoaderSplit:
             prefetch_factor=self.prefetch_factor if has_workers else None,
             persistent_workers=self.persistent_workers and has_workers,
             pin_memory=bool(self.pin_memory),
-            worker_init_fn=_start_worker if has_workers else None,
+            worker_init_fn=start_worker if has_workers else None,
             multiprocessing_context=context,
             generator=torch.Generator(),  # else each epoch takes a number from the model's dropout
         )
@@ -119,11 +103,41 @@ class _Order:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """Why a batch could not be loaded; a worker cannot raise it without its traceback's text."""
 
     sentence: str
     trace: str
+
+
+def loaded(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:
+    """Yield what a loader's iterator gives, as long as its workers live and load.
+
+    Raises:
+        UserError: a sample cannot be loaded, or a worker has died.
+    """
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"a process that loads the {name} samples has died ({typed(error)}), often for "
+                f"want of memory; write a smaller dataset.num_workers ({num_workers}) or "
+                "batch.per_rank"
+            ) from error
+        if isinstance(batch, Failure):
+            raise UserError(batch.sentence) from RuntimeError(batch.trace)
+        yield batch
+
+
+def start_worker(worker: int) -> None:
+    """Prepare a process that loads: the rank decides when it ends, and takes it along."""
+    ignore_stop_signals()
+    die_with_parent()
 
 
 class _Orders:
@@ -154,23 +168,23 @@ class _Fetcher(Dataset[Any]):
 
     def __getitems__(self, order: _Order) -> Any:
         """Return a batch, or why it cannot be loaded. DataLoader asks for its batches so."""
-        before = _random_states()
+        before = random_states()
         try:
             if not self._draws:
                 batch = self._batch(order)
-                if not _have_drawn(before):
+                if not have_drawn(before):
                     return batch
                 self._draws = True
             return self._seeded_batch(order)
         except Exception as error:  # of the user's code: any kind
-            return _Failure(
+            return Failure(
                 f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "
                 f"{typed(error)}; mend the dataset or its collate_fn (the traceback is in logs/)",
                 traceback.format_exc(),
             )
         finally:
             if get_worker_info() is None:  # the rank's own generators are the model's
-                _restore(before)
+                restore(before)
 
     def _batch(self, order: _Order) -> Any:
         if self._fetch_many:
@@ -180,10 +194,10 @@ class _Fetcher(Dataset[Any]):
     def _seeded_batch(self, order: _Order) -> Any:
         samples = list[Any]()
         for index in order.indices:
-            _seed_all(derive(order.seed, self._name, "sample", order.epoch, index))
+            seed_all(derive(order.seed, self._name, "sample", order.epoch, index))
             # A dataset may offer to load many at once, but one seed serves one sample.
             samples += self._fetch_many([index]) if self._fetch_many else [self._dataset[index]]
-        _seed_all(derive(order.seed, self._name, "batch", order.epoch, *order.indices[:1]))
+        seed_all(derive(order.seed, self._name, "batch", order.epoch, *order.indices[:1]))
         return self._collate_fn(samples)
 
 
@@ -200,42 +214,3 @@ def _listed(indices: Sequence[int]) -> str:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _start_worker(worker: int) -> None:
-    """Prepare a process that loads: the rank decides when it ends, and takes it along."""
-    ignore_stop_signals()
-    die_with_parent()
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
-
-
-def _have_drawn(before: tuple[Any, ...]) -> bool:
-    """Return whether a generator has advanced since `before`."""
-    python, of_torch, of_numpy = before
-    now = _random_states()
-    if now[0] != python or not torch.equal(now[1], of_torch):
-        return True
-    if of_numpy is None or now[2] is None:  # NumPy was imported meanwhile, if at all
-        return of_numpy is not now[2]
-    # Position, cached normal, and the words, which change every 624 numbers.
-    return now[2][2:] != of_numpy[2:] or bool((now[2][1] != of_numpy[1]).any())
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    python, of_torch, of_numpy = states
-    random.setstate(python)
-    torch.set_rng_state(of_torch)
-    if of_numpy is not None:
-        sys.modules["numpy.random"].set_state(of_numpy)
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    # torch.manual_seed also seeds each GPU, which takes 70 times as long.
-    torch.default_generator.manual_seed(seed)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed(seed % 2**32)

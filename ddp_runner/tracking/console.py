@@ -31,7 +31,9 @@ EVALUATED = tuple(name for name in HEADLINES if name.startswith("eval/"))
 class PlainLines:
     """Prints one line for each step that has metrics: for files, pipes and terminals of no size."""
 
-    def __init__(self, total_steps: int, *, total_epochs: int, stream: TextIO) -> None:
+    def __init__(
+        self, total_steps: int | None, *, total_epochs: int | None, stream: TextIO
+    ) -> None:
         self._total_steps, self._total_epochs, self._stream = total_steps, total_epochs, stream
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -39,7 +41,7 @@ class PlainLines:
         evaluated = {name: metrics[name] for name in metrics if name in EVALUATED}
         parts = _parts(metrics, evaluated=evaluated)
         if parts:
-            where = [f"epoch {epoch}/{self._total_epochs}", f"step {step}/{self._total_steps}"]
+            where = _of("epoch", epoch, self._total_epochs), _of("step", step, self._total_steps)
             print("  ".join([*where, *parts]), file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -53,7 +55,13 @@ class LiveLine:
     """
 
     def __init__(
-        self, total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str
+        self,
+        total_steps: int,
+        *,
+        total_epochs: int | None,
+        initial_step: int,
+        stream: TextIO,
+        title: str,
     ) -> None:
         self._total_steps, self._total_epochs = total_steps, total_epochs
         self._initial_step, self._began = initial_step, time.monotonic()
@@ -90,7 +98,7 @@ class LiveLine:
 
     def _line(self, width: int) -> Text:
         """Return the line: what matters first; a bar and the time left only if they fit."""
-        epoch = f"epoch {self._epoch}/{self._total_epochs}  "
+        epoch = _of("epoch", self._epoch, self._total_epochs) + "  "
         step = f"step {self._step}/{self._total_steps}"
         evaluated = _first_evaluated(self._metrics)
         rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
@@ -126,13 +134,18 @@ class LiveLine:
 
 
 def progress(
-    total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str = ""
+    total_steps: int | None,
+    *,
+    total_epochs: int | None,
+    initial_step: int,
+    stream: TextIO,
+    title: str = "",
 ) -> LiveLine | PlainLines:
-    """Return a live line if there are steps and a terminal that can draw it, else plain lines.
+    """Return a live line if its length is known and a terminal can draw it, else plain lines.
 
     Args:
-        total_steps: optimizer steps of the whole run.
-        total_epochs: epochs of the whole run.
+        total_steps: optimizer steps of the whole run; 0 or None: not known.
+        total_epochs: epochs of the whole run; 0 or None: not known.
         initial_step: steps taken before this session.
         stream: where the lines go.
         title: the job of a sweep.
@@ -178,6 +191,10 @@ def end_summary(
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
+
+
+def _of(name: str, count: int, total: int | None) -> str:
+    return f"{name} {count}/{total}" if total else f"{name} {count}"
 
 
 def _fitted(title: str, room: int) -> str:

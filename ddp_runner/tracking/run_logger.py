@@ -44,8 +44,8 @@ class RunLogger:
         run_dir: the run's folder, with its frozen config.
         started_at: time.time() when the command, or the sweep's job, began.
         resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
-        max_steps: optimizer steps of the whole run; 0: show no progress.
-        total_epochs: epochs of the whole run.
+        max_steps: optimizer steps of the whole run; 0 or None: not known, show no progress.
+        total_epochs: epochs of the whole run; 0 or None: not known.
         title: what a sweep calls the job; empty for a run of its own.
     """
 
@@ -55,8 +55,8 @@ class RunLogger:
         *,
         started_at: float,
         resume_step: int | None = None,
-        max_steps: int = 0,
-        total_epochs: int = 0,
+        max_steps: int | None = None,
+        total_epochs: int | None = None,
         title: str = "",
     ) -> None:
         self._run_dir, self._started_at, self._title = run_dir, started_at, title

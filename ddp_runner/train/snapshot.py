@@ -17,6 +17,7 @@ from ddp_runner.rank.cuda import rng_states, set_rng_states
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.stream_batches import StreamBatches
 
 RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # that schedulers keep in the optimizer's groups
 
@@ -32,8 +33,11 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard. Such
             a state is never saved.
     """
-    tensors = {"model": state.module.state_dict(), "optimizer": state.optimizer.state_dict()}
-    reject_sharded(tensors)
+    content: dict[str, Any] = {
+        "model": state.module.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+    }
+    reject_sharded(content)
     for name, parameter in state.module.named_parameters():  # equal on all ranks, so all raise
         if not torch.isfinite(parameter).all():
             raise UserError(
@@ -46,8 +50,10 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
         rng["cuda"] = rng_states(device)
     position = asdict(replace(state.position, outstanding=state.gradients.outstanding(state)))
     del position["metrics"]  # the manifest keeps them
+    if isinstance(state.setup.batches, StreamBatches):  # where each rank is in its part
+        content["stream"] = gather_objects(state.setup.batches.state, group=state.setup.group)
     return {
-        **tensors,
+        **content,
         "scheduler": state.schedule.scheduler.state_dict(),
         "scaler": state.scaler.state_dict(),
         "position": position,
@@ -87,10 +93,15 @@ def restore(
         reason = typed(error)
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
     state.position = position
-    # The loop begins with the batches that an asynchronous run never applied.
-    instead = dict(enumerate(position.outstanding, start=state.next_batch))
-    batches = replace(state.setup.batches, instead=instead)
-    state.setup = replace(state.setup, batches=batches)
+    if isinstance(state.setup.batches, StreamBatches):
+        if position.step_in_epoch:
+            own = content["stream"][state.setup.env.rank]
+            state.setup = replace(state.setup, batches=replace(state.setup.batches, resumed=own))
+    else:
+        # The loop begins with the batches that an asynchronous run never applied.
+        instead = dict(enumerate(position.outstanding, start=state.next_batch))
+        batches = replace(state.setup.batches, instead=instead)
+        state.setup = replace(state.setup, batches=batches)
     log(f"resumed from {path}, step {position.step}")
     return position.step
 
@@ -147,10 +158,11 @@ def _load_optimizer(
         return
     scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
     has_other_size = content["made_of"].get("batch.global_size") != config.batch.global_size
-    if has_other_size and config.train.max_steps is None:
+    steps_per_epoch = state.setup.batches.steps_per_epoch
+    if has_other_size and config.train.max_steps is None and steps_per_epoch is not None:
         # The run is measured in epochs, so our schedules continue as if all epochs had had
         # batches of this size.
-        scheduler.last_epoch = position.epoch * state.setup.batches.steps_per_epoch
+        scheduler.last_epoch = position.epoch * steps_per_epoch
     for group, own, factor in zip(
         optimizer.param_groups, chosen, scheduler.lr_lambdas, strict=True
     ):

@@ -9,9 +9,13 @@ from ddp_runner.config.moved import present_name
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
+from ddp_runner.train.stream_batches import StreamBatches
 
+# How samples are loaded, which changes no sample: keys of dataset=torch_dataset and hf_dataset.
+LOADING = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
@@ -26,6 +30,8 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     # A model and its _mp form have the same parameters, so each can resume the other.
     groups.pop("model.num_stages", None)
     groups.pop("model.weights", None)  # only read at step 0
+    for key in LOADING:
+        groups.pop(f"dataset.{key}", None)
     keys = {
         **groups,
         "model.name": str(config.model.get("name")).removesuffix("_mp"),
@@ -34,7 +40,10 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
     }
-    samples = {"train_samples": len(dataset.train), "eval_samples": len(dataset.eval)}
+    samples = {
+        "train_samples": num_samples(dataset.train),
+        "eval_samples": num_samples(dataset.eval),
+    }
     return {
         # Values from the environment are not saved; they may differ when a run is resumed.
         "made_of": {key: value for key, value in keys.items() if "${" not in str(value)},
@@ -93,7 +102,10 @@ def validate_same_run(
             + "; leave these keys as they were"
         )
     steps_per_epoch = setup.batches.steps_per_epoch
-    if position.step_in_epoch > steps_per_epoch:
+    if steps_per_epoch is None:
+        if is_amid_epoch:
+            _validate_same_readers(content, setup, path)
+    elif position.step_in_epoch > steps_per_epoch:
         raise UserError(
             f"checkpoint {path} stands at step {position.step_in_epoch} of an epoch that has "
             f"{steps_per_epoch}; use a checkpoint that this program wrote"
@@ -109,13 +121,38 @@ def validate_same_run(
         _validate_same_data(content["data"], now["data"], setup.dataset.name, path)
 
 
+def _validate_same_readers(content: dict[str, Any], setup: Setup, path: Path) -> None:
+    """Validate that as many ranks and workers read a stream as when it was saved amid an epoch."""
+    states, batches = content.get("stream"), setup.batches
+    if not isinstance(states, list) or not all(isinstance(one, dict) for one in states):
+        raise UserError(
+            f"checkpoint {path} was saved amid an epoch of samples that were no stream; resume "
+            "with the dataset as it was, or start a new run"
+        )
+    assert isinstance(batches, StreamBatches)
+    then, now = (
+        (len(states), states[0]["num_workers"]),
+        (
+            setup.env.world_size,
+            batches.split.num_workers,
+        ),
+    )
+    if then != now:
+        raise UserError(
+            f"checkpoint {path} was saved amid an epoch of a stream, which {then[0]} ranks with "
+            f"{then[1]} workers had split, and this run has {now[0]} with {now[1]}; write "
+            f"world_size={then[0]} dataset.num_workers={then[1]}, or resume from a checkpoint "
+            "between epochs"
+        )
+
+
 def _validate_same_data(
     saved: dict[str, Any], current: dict[str, Any], name: str, path: Path
 ) -> None:
     """Validate that the samples did not change: the order of an epoch depends on their number."""
     nouns = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
     changed = [
-        f"{saved.get(key):,} {noun} then, {current[key]:,} now"
+        f"{_shown(saved.get(key))} {noun} then, {_shown(current[key])} now"
         for key, noun in nouns.items()
         if saved.get(key) != current[key]
     ]
@@ -129,3 +166,7 @@ def _validate_same_data(
             f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "
             f"dataset={name} back as it was, or start a new run"
         )
+
+
+def _shown(count: int | None) -> str:
+    return "a stream of" if count is None else f"{count:,}"
