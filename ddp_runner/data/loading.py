@@ -47,7 +47,7 @@ class Loading:
         """Return a dataset's samples as a split: of a stream, or of numbered samples.
 
         Raises:
-            UserError: the dataset is of neither kind.
+            UserError: the dataset is of neither kind, or of a kind that a key does not fit.
         """
         has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if isinstance(dataset, IterableDataset) or not has_numbers:
@@ -65,6 +65,12 @@ class Loading:
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch_factor,
                 pin_memory=self.pin_memory,
+            )
+        if self.shuffle_buffer and name == "train":
+            raise UserError(
+                f"dataset.shuffle_buffer ({self.shuffle_buffer}) is for streams; dataset.{name} is "
+                f"a {type(dataset).__name__} with __len__, whose samples come in another order in "
+                "each epoch anyway; leave it out"
             )
         return LoaderSplit(
             name,
