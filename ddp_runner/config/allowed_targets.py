@@ -51,10 +51,10 @@ def validate_targets(config: Config) -> None:
                 "without a backslash before the $, or leave it out"
             )
     names = [(key, value) for key, value in values if "_target_" in key.split(".")]
-    if config.model.get("loss") is not None:
-        names.append(("model.loss", config.model["loss"]))
-    if not isinstance(config.train.step, Mapping):
-        names.append(("train.step", config.train.step))
+    functions = {"model.loss": config.model.get("loss"), "train.step": config.train.step}
+    for key, value in functions.items():
+        if value is not None and not isinstance(value, Mapping):  # else its _target_ is above
+            names.append((key, value))
     for key, name in names:
         validate_name(name, key=key, allowed=config.allowed_targets)
 

@@ -1,0 +1,71 @@
+"""A stream in whole runs: killed at a step left to chance, it goes on bit for bit."""
+
+from pathlib import Path
+from random import randrange
+
+from commands import background, run_command, wait_for
+from run_folders import (
+    assert_same_state,
+    checkpoint_steps,
+    last_step,
+    metrics,
+    record,
+    reproducible_metrics,
+    run_dirs,
+)
+
+SIZES = [3, 40, 11, 26, 5]  # of the stream's files: 20 for rank 0's readers at most, 40 for others
+# Two ranks with two workers each: the four readers have 8, 40, 11 and 26 samples.
+STREAM = (
+    "dataset=torch_dataset",
+    f"dataset.train={{_target_:own_streams.Sharded,sizes:{SIZES}}}".replace(" ", ""),
+    "dataset.eval={_target_:own_streams.Plain,size:9}",
+    "dataset.num_workers=2",
+    "dataset.shuffle_buffer=6",
+    "model=toy",
+    "model._target_=torch.nn.Linear",
+    "+model.in_features=4",
+    "+model.out_features=1",
+    "train.step=own_streams.numbered",
+    "allowed_targets=[own_streams]",
+    "world_size=2",
+    "batch.per_rank=2",
+    "train.epochs=3",
+    "train.log_every_steps=1",
+    "train.num_threads=1",
+    "checkpoint.every_steps=2",
+    "optimizer=adam",
+)
+
+
+def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path) -> None:
+    """Each sample is used once an epoch, and no bit of the weights differs."""
+    whole = run_command(*STREAM, folder=tmp_path / "whole")
+    assert whole.exit_code == 0, whole.stderr
+    fields = record(whole.run_dir)
+    assert (fields["status"], fields["epoch"], fields["trains_on_stream"]) == ("completed", 3, True)
+    assert whole.stdout.count("outside parity") == 1
+    assert "a stream of training and a stream of evaluation samples" in whole.stdout
+    assert "3 epochs, an epoch ends with the stream" in whole.stdout
+
+    folder, kill_at = tmp_path / "killed", randrange(3, fields["step"] - 1)
+    with background(*STREAM, folder=folder) as process:
+        wait_for(lambda: last_step(folder) >= kill_at and checkpoint_steps(*run_dirs(folder)))
+    (run_dir,) = run_dirs(folder)
+    resumed = run_command(f"resume={run_dir}", folder=folder)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert process.returncode
+    assert_same_state(run_dir, whole.run_dir)
+    assert reproducible_metrics(run_dir) == reproducible_metrics(whole.run_dir)
+    assert sums_by_epoch(run_dir) == [sum(range(sum(SIZES)))] * 3
+
+
+def sums_by_epoch(run_dir: Path) -> list[int]:
+    """Return the sum of the samples' numbers in each epoch's steps."""
+    sums, counts = [0.0] * 3, [0] * 3
+    for line in metrics(run_dir):
+        if "train/numbers" in line:
+            sums[line["epoch"] - 1] += line["train/numbers"] * line["train/count"]
+            counts[line["epoch"] - 1] += line["train/count"]
+    assert counts == [sum(SIZES)] * 3
+    return [round(one) for one in sums]
