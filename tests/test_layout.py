@@ -66,7 +66,8 @@ LATE = {
     "launch.elastic",
     "launch.supervisor",
 }  # imported once ranks start
-SLOW = {"torchvision", "sklearn", "transformers"}  # seconds at import: inside functions only
+# Seconds at import: inside functions only.
+SLOW = {"torchvision", "sklearn", "transformers", "datasets", "torchdata"}
 
 
 def name_of(path: Path) -> str:

@@ -16,7 +16,7 @@ class Loading:
     """What makes a split of a dataset."""
 
     collate_fn: Collate | None = None  # None: torch's default_collate
-    transform: Callable[[Any], Any] | None = None  # of a sample of a stream
+    transform: Callable[[Any], Any] | None = None  # of a sample, before collate_fn
     num_workers: int = 0  # processes of each rank that load; 0: the rank itself
     prefetch_factor: int = 2  # batches that each of them loads ahead
     persistent_workers: bool = True  # not those of a stream: they end with its epoch
@@ -74,10 +74,30 @@ class Loading:
             )
         return LoaderSplit(
             name,
-            dataset,
+            dataset if self.transform is None else Transformed(dataset, self.transform),
             self.collate_fn or default_collate,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
             pin_memory=self.pin_memory,
         )
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """Numbered samples that a function changes; many at once are fetched at once."""
+
+    samples: Any
+    transform: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.samples[index])
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Return several samples."""
+        if hasattr(self.samples, "__getitems__"):
+            return [self.transform(sample) for sample in self.samples.__getitems__(indices)]
+        return [self[index] for index in indices]

@@ -15,6 +15,8 @@ from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
 from ddp_runner.train.stream_batches import StreamBatches
 
+# Keys of the dataset that are groups or lists, and say which samples it has.
+NESTED = ("train", "eval", "data_files", "columns", "transform")
 HOW_LOADED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
@@ -32,7 +34,7 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     groups.pop("model.weights", None)  # only read at step 0
     for key in HOW_LOADED:
         groups.pop(f"dataset.{key}", None)
-    own = {key: config.dataset[key] for key in ("train", "eval") if config.dataset.get(key)}
+    own = {key: config.dataset[key] for key in NESTED if config.dataset.get(key)}
     step = config.train.step
     keys = {
         **groups,
