@@ -198,7 +198,7 @@ def test_runs_on_a_stream_promise_no_parity(tmp_path: Path) -> None:
         record = {"trains_on_stream": True}
         write_run(tmp_path / name, config={**SINGLE, **keys}, lines=lines, record=record)
     comparison = compare(read_runs([tmp_path]))
-    assert comparison.parity == []
+    assert not comparison.parity
     text = as_text(comparison)
     assert "not promised" in text
     assert "loss parity broken" not in text
