@@ -5,6 +5,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -167,20 +168,22 @@ class _Reader:
             self._num_taken = num_taken
 
     def _read_block(self) -> None:
-        """Read the next block, shuffle it if asked, and cut it into batches."""
+        """Read the next block, shuffle it if asked, and cut it into batches.
+
+        A reader of the whole stream reads as many samples as its block times the readers. So all
+        readers seed their generators at the same places, and a stream that draws its order gives
+        all of them the same one.
+        """
         start, size = self._next, self._of.part.batch_size
         if self._samples is None:
             self._open(start)
-        seed_all(self._seed("block", start.block))
-        samples, num_read, has_ended = list[Any](), start.num_read, True
+        seed_all(self._stream_seed("block", start.block))
         stride, own = (1, 0) if self._is_sharded else (self._of.count, self._number)
-        for sample in self._samples:
-            if num_read % stride == own:
+        samples, num_read, most = list[Any](), 0, self._of.block_size * stride
+        for number, sample in enumerate(islice(self._samples, most)):
+            if number % stride == own:
                 samples.append(sample)
-            num_read += 1
-            if len(samples) == self._of.block_size:
-                has_ended = False
-                break
+            num_read = number + 1
         if self._of.is_shuffled:
             generator = torch.Generator().manual_seed(self._seed("shuffle", start.block))
             samples = [samples[i] for i in torch.randperm(len(samples), generator=generator)]
@@ -191,15 +194,15 @@ class _Reader:
             of_iterator = state_of(self._samples, name)
         self._next = BlockStart(
             start.block + 1,
-            num_read,
-            has_ended=has_ended,
+            start.num_read + num_read,
+            has_ended=num_read < most,
             of_dataset=state_of(self._dataset, name),
             of_iterator=of_iterator,
         )
 
     def _open(self, start: "BlockStart") -> None:
         """Begin to read this reader's part of the epoch, or go on from a user's own state."""
-        seed_all(self._seed("start"))
+        seed_all(self._stream_seed("start"))
         if self._is_sharded:
             count, number = self._of.count, self._number
             self._dataset = self._dataset.shard(num_shards=count, index=number)
@@ -214,7 +217,12 @@ class _Reader:
 
     def _seed(self, *labels: str | int) -> int:
         part = self._of.part
-        return derive(part.seed, self._of.name, "stream", part.epoch, self._number, *labels)
+        return derive(part.seed, self._of.name, "reader", part.epoch, self._number, *labels)
+
+    def _stream_seed(self, *labels: str | int) -> int:
+        """Return a seed for what the stream draws: the same for all readers of the same stream."""
+        part, number = self._of.part, self._number if self._is_sharded else 0
+        return derive(part.seed, self._of.name, "stream", part.epoch, number, *labels)
 
 
 def _hide_worker() -> None:

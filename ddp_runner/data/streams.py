@@ -4,9 +4,9 @@ Each rank has readers: its worker processes, or itself without any. All readers 
 sample once. A dataset with ``shard(num_shards, index)`` gives each reader a part of its own. Of any
 other dataset each of n readers reads the whole stream and takes every n-th sample.
 
-torchdata's ``StatefulDataLoader`` runs the workers and collects their states. What a sample draws
-at random follows from the seed, the epoch, the reader and the number of its batch. So a resumed run
-goes on bit for bit, with as many ranks and workers as before.
+torchdata's ``StatefulDataLoader`` runs the workers and collects their states. What a stream and a
+transform draw at random follows from the seed, the epoch, the reader and the number of the batch.
+So a resumed run goes on bit for bit, with as many ranks and workers as before.
 """
 
 import sys

@@ -8,6 +8,7 @@ import pytest
 import torch
 from own_streams import (
     Broken,
+    InDrawnOrder,
     NotCopied,
     NotPlain,
     Plain,
@@ -29,6 +30,7 @@ STREAMS = {
     "plain": Plain(SIZE),
     "stateful": Stateful(SIZE),
     "iterator": WithIterator(SIZE),
+    "drawn order": InDrawnOrder(SIZE),
     "sharded": Sharded([1, 9, 2, 5, 0, 6]),
 }
 

@@ -39,6 +39,21 @@ class Plain(IterableDataset[Sample]):
             number += step
 
 
+class InDrawnOrder(Plain):
+    """The same samples, in an order that the stream itself draws, with a buffer of its own."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        numbers = list(range(self.size or 0))
+        random.shuffle(numbers)
+        waiting = list[int]()
+        for number in numbers:
+            waiting.append(number)
+            if len(waiting) > 3:
+                yield sample_of(waiting.pop(random.randrange(len(waiting))))
+        for number in waiting:
+            yield sample_of(number)
+
+
 class Stateful(Plain):
     """The same samples, with the number of the next one as its state."""
 
