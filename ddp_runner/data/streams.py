@@ -109,7 +109,8 @@ class OpenStream:
     """One rank's part of an epoch of a stream, batch by batch."""
 
     def __init__(self, split: StreamSplit, part: Part, state: Mapping[str, Any] | None) -> None:
-        self._split, self._has_ended = split, state is not None and state["loader"] is None
+        self._split, self._batch_size = split, part.batch_size
+        self._has_ended = state is not None and state["loader"] is None
         self._batches: Iterator[Loaded] = iter(())
         if self._has_ended:
             return
@@ -132,7 +133,11 @@ class OpenStream:
         """Return what ``StreamSplit.open`` needs to go on after the last batch that was taken."""
         # A loader that has ended would begin anew.
         loader = None if self._has_ended else self._loader.state_dict()
-        return {"num_workers": self._split.num_workers, "loader": loader}
+        return {
+            "num_workers": self._split.num_workers,
+            "batch_size": self._batch_size,
+            "loader": loader,
+        }
 
 
 def _stateful_loader(split: StreamSplit, readers: Readers) -> Any:

@@ -130,7 +130,7 @@ def validate_same_run(
 
 
 def _validate_same_readers(content: dict[str, Any], setup: Setup, path: Path) -> None:
-    """Validate that as many ranks and workers read a stream as when it was saved amid an epoch."""
+    """Validate that a stream is read as it was when it was saved amid an epoch."""
     states, batches = content.get("stream"), setup.batches
     if not isinstance(states, list) or not all(isinstance(one, dict) for one in states):
         raise UserError(
@@ -138,19 +138,16 @@ def _validate_same_readers(content: dict[str, Any], setup: Setup, path: Path) ->
             "with the dataset as it was, or start a new run"
         )
     assert isinstance(batches, StreamBatches)
-    then, now = (
-        (len(states), states[0]["num_workers"]),
-        (
-            setup.env.world_size,
-            batches.split.num_workers,
-        ),
-    )
+    then = len(states), states[0]["num_workers"], states[0]["batch_size"]
+    now = setup.env.world_size, batches.split.num_workers, batches.micro_size
     if then != now:
+        (ranks, workers, size), (ranks_now, workers_now, size_now) = then, now
         raise UserError(
-            f"checkpoint {path} was saved amid an epoch of a stream, which {then[0]} ranks with "
-            f"{then[1]} workers had split, and this run has {now[0]} with {now[1]}; write "
-            f"world_size={then[0]} dataset.num_workers={then[1]}, or resume from a checkpoint "
-            "between epochs"
+            f"checkpoint {path} was saved amid an epoch of a stream that {ranks} ranks with "
+            f"{workers} workers read in batches of {size}, and this run has {ranks_now} with "
+            f"{workers_now} in batches of {size_now}; resume with world_size={ranks} "
+            f"dataset.num_workers={workers} and as many micro-steps, or from a checkpoint between "
+            "epochs"
         )
 
 

@@ -167,7 +167,9 @@ def test_a_stream_of_rows_goes_on_from_each_state(
 
 
 WRONG = {
-    "no such path": (("nowhere", {}), r"dataset\.path=nowhere: .* there is no /.*/nowhere"),
+    "no such path": (("nowhere", {}), r"dataset\.path \(nowhere\) is no folder under /"),
+    "not on the hub": (("me/nowhere", {}), r"dataset\.path=me/nowhere: .* there is no /.*/nowhere"),
+    "pickles": (("pandas", {"data_files": "a.pkl"}), r"dataset\.path \(pandas\) is no folder"),
     "no such file": (("csv", {"data_files": "no.csv"}), r"cannot be loaded \(FileNotFoundError"),
     "no such split": (
         ("folder", {"eval_split": "val"}),
@@ -206,6 +208,15 @@ def test_what_is_missing_is_told_before_anything_starts(monkeypatch: pytest.Monk
     assert config_error(*keys) == (
         'dataset=hf_dataset needs datasets; write pip install "ddp-runner[hf]"'
     )
+
+
+def test_a_version_that_runs_code_is_refused(
+    data_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the dataset is."""
+    monkeypatch.setattr(datasets, "__version__", "5.1.0")
+    with pytest.raises(UserError, match=r"needs datasets 5\.2 or later; .* this is 5\.1\.0"):
+        opened(data_root, "saved")
 
 
 def test_a_batch_of_rows_is_what_torch_makes_of_them(data_root: Path) -> None:

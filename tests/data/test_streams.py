@@ -85,6 +85,17 @@ def test_a_reader_goes_on_from_each_state(kind: str, num_workers: int, shuffle_b
         assert torch.equal(tensors([*before, *after]), tensors(whole))
 
 
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_reader_is_resumed_again_and_again(kind: str) -> None:
+    """After each batch, within a block of three and beyond; a state is never used up."""
+    split, part = StreamSplit("train", STREAMS[kind], shuffle_buffer=9), Part(BATCH, 0, 1, seed=7)
+    found, state = list[Any](), None
+    while batch := next(stream := split.open(part, state=state), None):
+        found.append(batch)
+        state = stream.state()
+    assert torch.equal(tensors(found), tensors(list(split.open(part))))
+
+
 def noisy(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Add what a random augmentation would."""
     features, number = sample

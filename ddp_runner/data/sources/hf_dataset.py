@@ -15,7 +15,9 @@ from ddp_runner.data.loading import Loading
 from ddp_runner.data.sources.shared import shuffled_split
 from ddp_runner.errors import UserError, typed
 
-NEEDS_HF_EXTRA = 'dataset={} needs datasets; write pip install "ddp-runner[hf]"'
+NEEDS_HF_EXTRA = 'dataset={} needs datasets {} or later; write pip install "ddp-runner[hf]"'
+FIRST_VERSION = (5, 2)  # earlier ones unpickle the files of a dataset, which runs any code
+FORMATS = ("arrow", "csv", "json", "parquet", "text", "imagefolder", "audiofolder", "videofolder")
 SAVED = ("dataset_dict.json", "state.json")  # save_to_disk writes one of them
 MOST_SHARDS = 64  # of a saved dataset that is streamed; more readers than shards read everything
 
@@ -70,11 +72,7 @@ class HFDataset:
         )
 
     def _splits(self, data_root: Path) -> tuple[Any, Any]:
-        try:
-            from datasets import disable_progress_bars
-        except ImportError as error:
-            raise UserError(NEEDS_HF_EXTRA.format(self.name)) from error
-        disable_progress_bars()
+        self._prepare(data_root)
         if self.eval_split is not None:
             return self._load(self.train_split, data_root), self._load(self.eval_split, data_root)
         if self.streaming:
@@ -91,6 +89,23 @@ class HFDataset:
             whole.select(numbers[key], keep_in_memory=True) for key in ("train", "eval")
         )
         return train, evaluation
+
+    def _prepare(self, data_root: Path) -> None:
+        """Validate the library's version and the path, and switch its progress bars off."""
+        needed = NEEDS_HF_EXTRA.format(self.name, ".".join(map(str, FIRST_VERSION)))
+        try:
+            from datasets import __version__, disable_progress_bars
+        except ImportError as error:
+            raise UserError(needed) from error
+        if tuple(map(int, __version__.split(".")[:2])) < FIRST_VERSION:
+            raise UserError(f"{needed}; this is {__version__}")
+        is_local = self.data_files is None and (data_root / self.path).exists()
+        if not is_local and self.path not in FORMATS and "/" not in self.path:
+            raise UserError(
+                f"dataset.path ({self.path}) is no folder under {data_root.absolute()}, no format "
+                f"({', '.join(FORMATS)}) and no name of the hub, as in user/name; write one of them"
+            )
+        disable_progress_bars()
 
     def _load(self, split: str, data_root: Path) -> Any:
         """Return a split as the library's Dataset, or as its IterableDataset if streaming."""
