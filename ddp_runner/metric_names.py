@@ -1,5 +1,6 @@
 """Every metric, listed once: its name, whether less is better, where it is shown. Torch-free."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -72,6 +73,13 @@ HEADLINES = (*(metric.name for metric in METRICS if metric.is_headline), *_ALL_R
 MONITORS = tuple(metric.name for metric in METRICS if metric.is_monitor)
 CLASS_METRICS = tuple(metric.name for metric in METRICS if metric.needs_classes)
 _COSTS = ("loss", "_ms", "_gib", "_share")  # endings of metrics of which less is better
+
+
+def headlines(names: Iterable[str]) -> list[str]:
+    """Return the names among these that are shown first: ours in their order, then a user's own."""
+    given = list(names)
+    own = [one for one in given if one not in _BY_NAME and not one.startswith("collectives/")]
+    return [*(one for one in HEADLINES if one in given), *own]
 
 
 def is_lower_better(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which names a config may give the program to import: ``_target_`` and ``model.loss``. Torch-free.
+"""Which names a config may have imported: ``_target_``, ``model.loss`` and ``task``. Torch-free.
 
 The launcher validates the names as text before anything starts; for this package's own modules it
 reads what their source defines. A rank does so again, and ``instantiate`` validates the object.
@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import PACKAGE, Config, leaves
 from ddp_runner.errors import UserError, nearest
 
@@ -52,6 +53,8 @@ def validate_targets(config: Config) -> None:
     names = [(key, value) for key, value in values if "_target_" in key.split(".")]
     if "loss" in config.model:
         names.append(("model.loss", config.model["loss"]))
+    if has_own_loop(config.task):
+        names.append(("task", config.task))
     for key, name in names:
         validate_name(name, key=key, allowed=config.allowed_targets)
 
@@ -59,21 +62,27 @@ def validate_targets(config: Config) -> None:
 def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
     """Reject a dotted name that a config may not use.
 
-    The key ``model.loss`` may name only loss functions. In the packages of `allowed`, those of the
-    user's own that this command gives, any name is accepted.
+    The key ``model.loss`` may name only loss functions, and ``task`` no part of ours or of torch. In
+    the packages of `allowed`, the user's own that this command gives, any name is accepted.
 
     Raises:
         UserError: it is not allowed, or it is ours and does not exist.
     """
     is_loss, parts = key == "model.loss", str(name).split(".")
     if len(parts) == 1 or not all(one.isidentifier() and one[:2] != "__" for one in parts):
-        fix = _nearest_losses(name) if is_loss else "one such as ddp_runner.models.convnet.ConvNet"
+        fix = "one such as ddp_runner.models.convnet.ConvNet"
+        if key in ("model.loss", "task"):
+            fix = _nearest_losses(name) if is_loss else "PACKAGE.MODULE.FUNCTION"
         raise UserError(f"{key} ({name}) is not a dotted name; write {fix}")
     if is_inside(name, allowed):
         return
     module, _, last = name.rpartition(".")
     is_foreign = parts[0] not in ("ddp_runner", "torch")  # of these two only the name itself
     fix = f"add allowed_targets=[{parts[0] if is_foreign else name}]"
+    if key == "task":
+        raise UserError(
+            f"task ({name}) is no task of ddp_runner; if it is a function of your own, {fix}"
+        )
     if is_loss:
         if (module == LOSSES and last in _defined(module)) or (
             module == TORCH_LOSSES and last in TORCH_LOSS_NAMES

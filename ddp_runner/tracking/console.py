@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ddp_runner.host.streams import ERASE_LINE, line_width, shortened
 from ddp_runner.job import Status
-from ddp_runner.metric_names import HEADLINES
+from ddp_runner.metric_names import HEADLINES, headlines
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
@@ -41,6 +41,23 @@ class PlainLines:
         if parts:
             where = [f"epoch {epoch}/{self._total_epochs}", f"step {step}/{self._total_steps}"]
             print("  ".join([*where, *parts]), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: every line is complete."""
+
+
+class NamedLines:
+    """Prints each line of metrics with their names, for a loop that the runner does not know."""
+
+    def __init__(self, *, stream: TextIO) -> None:
+        self._stream = stream
+
+    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Print a step's metrics, if it has any, without those of the machine."""
+        parts = [f"{name} {value:.4f}" for name, value in metrics.items() if "perf/" not in name]
+        parts += _parts({name: metrics[name] for name in metrics if "perf/" in name}, evaluated={})
+        if parts:
+            print("  ".join([f"step {step}", *parts]), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: every line is complete."""
@@ -126,17 +143,25 @@ class LiveLine:
 
 
 def progress(
-    total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str = ""
-) -> LiveLine | PlainLines:
+    total_steps: int | None,
+    *,
+    total_epochs: int,
+    initial_step: int,
+    stream: TextIO,
+    title: str = "",
+) -> LiveLine | PlainLines | NamedLines:
     """Return a live line if there are steps and a terminal that can draw it, else plain lines.
 
     Args:
-        total_steps: optimizer steps of the whole run.
+        total_steps: optimizer steps of the whole run; None: nobody knows, and each line of metrics
+            is shown with their names.
         total_epochs: epochs of the whole run.
         initial_step: steps taken before this session.
         stream: where the lines go.
         title: the job of a sweep.
     """
+    if total_steps is None:
+        return NamedLines(stream=stream)
     if not total_steps or not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
@@ -156,7 +181,8 @@ def end_summary(
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
     not finite. `wall_s` is what this command took.
     """
-    results = {name: metrics[name] for name in HEADLINES if metrics.get(name) is not None}
+    known = [name for name, value in metrics.items() if value is not None]
+    results = {name: metrics[name] for name in headlines(known)}
     took = f"{status} in {wall_s:.1f} s"
     if title:
         rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])

@@ -31,7 +31,7 @@ class NullLogger:
     def log(self, *arguments: object, **named: object) -> None:
         """Do nothing."""
 
-    first_loss = step_done = finish = __exit__ = log
+    log_image = first_loss = step_done = finish = __exit__ = log
 
     def __enter__(self) -> Self:
         return self
@@ -44,7 +44,7 @@ class RunLogger:
         run_dir: the run's folder, with its frozen config.
         started_at: time.time() when the command, or the sweep's job, began.
         resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
-        max_steps: optimizer steps of the whole run; 0: show no progress.
+        max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
         total_epochs: epochs of the whole run.
         title: what a sweep calls the job; empty for a run of its own.
     """
@@ -55,7 +55,7 @@ class RunLogger:
         *,
         started_at: float,
         resume_step: int | None = None,
-        max_steps: int = 0,
+        max_steps: int | None = 0,
         total_epochs: int = 0,
         title: str = "",
     ) -> None:
@@ -92,6 +92,10 @@ class RunLogger:
         if confusion is not None:
             self._last["confusion_matrix"] = confusion
             self._tracker.log_confusion(confusion, step=step)
+
+    def log_image(self, name: str, png: bytes, *, step: int) -> None:
+        """Keep a picture of a step in the run folder, and show it in TensorBoard."""
+        self._tracker.log_image(name, png, step=step)
 
     def first_loss(self, loss: float) -> None:
         """Keep the mean loss over the first global batch, before any update, to warn at the end."""

@@ -11,7 +11,8 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.job import Status
-from ddp_runner.tracking.run_dir import METRICS_FILE
+from ddp_runner.tracking.images import cut_images, image_summary, keep_image
+from ddp_runner.tracking.run_dir import METRICS_FILE, RunDir
 from ddp_runner.tracking.tensorboard import (
     MOST_CLASSES,
     confusion_picture,
@@ -57,6 +58,7 @@ class Tracker:
             run_dir.mkdir(parents=True, exist_ok=True)
             lines = _cut_lines(run_dir / METRICS_FILE, first_step)
             evaluations = _cut_lines(run_dir / CONFUSION_FILE, first_step)
+            images = list(cut_images(RunDir(run_dir).images, first_step))
             self._lines = (run_dir / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
             logged_s = lines[-1]["time_s"] if lines else 0.0
             self._began = time.monotonic() - logged_s
@@ -76,6 +78,9 @@ class Tracker:
                 self._add(metrics, step=line["step"], time_s=line["time_s"])
             for line in evaluations:
                 self._add_picture(line["counts"], step=line["step"], time_s=line["time_s"])
+            for name, step, path in images:
+                summary = image_summary(name, path.read_bytes())
+                self._events.add_summary(summary, step, path.stat().st_mtime)
             if earlier_files:
                 self._events.flush()
             for path in earlier_files:
@@ -114,6 +119,16 @@ class Tracker:
             with (self._run_dir / CONFUSION_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self._add_picture(counts, step=step, time_s=time_s)
+
+    def log_image(self, name: str, png: bytes, *, step: int) -> None:
+        """Write the picture of a step as images/NAME/step-XXXXXXXX.png, and to TensorBoard.
+
+        Raises:
+            UserError: the name cannot be one of a folder, or the files cannot be written.
+        """
+        with self._writing():
+            keep_image(RunDir(self._run_dir).images, name, png, step=step)
+            self._events.add_summary(image_summary(name, png), step)
 
     def close(self, *, status: str | None = None) -> None:
         """Close the files, with the status for TensorBoard's HParams if the run has ended."""
