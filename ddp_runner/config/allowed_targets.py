@@ -62,7 +62,7 @@ def validate_targets(config: Config) -> None:
 def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
     """Reject a dotted name that a config may not use.
 
-    The key ``model.loss`` may name only loss functions, and ``task`` no part of ours or of torch. In
+    The key ``model.loss`` may name loss functions only, and ``task`` no part of ours or torch. In
     the packages of `allowed`, the user's own that this command gives, any name is accepted.
 
     Raises:
