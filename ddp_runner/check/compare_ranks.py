@@ -7,15 +7,17 @@ Collective: every rank must call each check, and gets the same finding.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.data.batches import MicroBatch
-from ddp_runner.data.dataset import Split
+from ddp_runner.data.batches import eval_batches
+from ddp_runner.data.splits import Piece, Split
+from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.train.loop import DTYPES, evaluate, forward, train_step
@@ -101,7 +103,7 @@ def equal_buffers(state: TrainState) -> Finding:
     setup, buffers = state.setup, dict(state.module.named_buffers())
     num_differed = len(differences(buffers))
     size = EVAL_STEPS * setup.eval_batch_size * setup.env.world_size
-    part = Split(setup.dataset.eval.inputs[:size], setup.dataset.eval.targets[:size])
+    part = _First(setup.dataset.eval, size)
     evaluate(replace(state, setup=replace(setup, dataset=replace(setup.dataset, eval=part))))
     saved = snapshot(state, setup.config)["model"]
     detail = (
@@ -114,11 +116,22 @@ def equal_buffers(state: TrainState) -> Finding:
 @torch.no_grad()
 def equal_outputs(state: TrainState) -> Finding:
     """Check that all ranks compute the same outputs for the same samples."""
-    split, size = state.setup.dataset.eval, state.setup.eval_batch_size
+    setup = state.setup
     state.module.eval()
-    batch = MicroBatch(split.inputs[:size], split.targets[:size])
-    _, outputs = forward(state, state.module, batch)
-    name, detail = "all ranks evaluate a sample alike", f"outputs of {len(batch.inputs)} samples"
+    batch = next(
+        eval_batches(
+            setup.dataset.eval,
+            batch_size=setup.eval_batch_size,
+            rank=0,
+            world_size=1,
+            seed=setup.config.seed,
+        )
+    )
+    step = forward(state, state.module, batch)
+    # A user's step need not return outputs.
+    produced = [one for _, one in tensors_of(step.outputs)] or [step.loss_sum]
+    outputs = torch.cat([one.double().flatten() for one in produced])
+    name, detail = "all ranks evaluate a sample alike", f"outputs of {batch.num_samples} samples"
     found = equality(name, {"outputs": outputs}, f"{detail}, bit for bit")
     if found.ok:
         return found
@@ -128,9 +141,30 @@ def equal_outputs(state: TrainState) -> Finding:
     farthest = _largest_difference(outputs)
     largest = max(gather_objects(float(outputs.abs().max())))
     detail = f"outputs of up to {largest:.3g} differ by up to {farthest:.3g}"
-    if cause.ok and farthest <= tolerance(state, outputs.dtype) * largest:
+    if cause.ok and farthest <= tolerance(state, produced[0].dtype) * largest:
         return Finding(name, True, detail)
     return Finding(name, False, f"{detail}; {cause.detail}")
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first samples of a split."""
+
+    split: Split
+    most: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.split.device
+
+    def __len__(self) -> int:
+        return min(self.most, len(self.split))
+
+    def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
+        return self.split.load(pieces, seed=seed)
+
+    def near(self, device: torch.device, *, most_bytes: float) -> Split:
+        return self
 
 
 def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:

@@ -7,10 +7,11 @@ import copy
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_runner.check.compare_ranks import Finding, equality, tolerance
 from ddp_runner.data.batches import StepBatch
@@ -18,6 +19,7 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.train.loop import backward, forward
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step import Step
 
 DELAY_S = 0.3  # how much later the last rank begins its backward
 # A gradient that is only rounding (a bias before BatchNorm) is compared with this part of the
@@ -35,9 +37,9 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     cuda = [device for device in state.setup.devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
         for micro_batch in batch.micro_batches:
-            loss, _ = forward(state, copied, micro_batch)
+            step = forward(state, copied, micro_batch)
             share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
-            (loss * share).backward()
+            (step.loss_sum * share).backward()
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in copied.named_parameters()
@@ -107,18 +109,18 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     late = env.world_size - 1
     began = 0
 
-    def late_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    def late_step(model: nn.Module, data: Any) -> Step:
         nonlocal began
-        loss = state.setup.loss_fn(outputs, targets)
+        step = state.setup.step(model, data)
         _finish_kernels(state)
         gather_objects(None)  # every rank is about to begin its backward
         if env.rank == late:
             time.sleep(DELAY_S)
         began = time.monotonic_ns()  # all processes of a machine share this clock
-        return loss
+        return step
 
     last = replace(batch, micro_batches=batch.micro_batches[-1:])  # the only one that reduces
-    synced_gradients(replace(state, setup=replace(state.setup, loss_fn=late_loss)), last)
+    synced_gradients(replace(state, setup=replace(state.setup, step=late_step)), last)
     _finish_kernels(state)
     times = gather_objects((began, time.monotonic_ns()))
     late_began = times.pop(late)[0]

@@ -6,6 +6,7 @@ Collective: every rank must call each check, and gets the same finding.
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from ddp_runner.check.compare_ranks import Finding, equality
 from ddp_runner.data.batches import MicroBatch, eval_batches
-from ddp_runner.data.dataset import Split
+from ddp_runner.data.splits import Piece, Split, TensorSplit
+from ddp_runner.data.trees import tensors_of
 from ddp_runner.train.state import TrainState
 
 MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
+MOST_LOADED = 64  # samples of a split that must be loaded one by one
 
 
 def same_data(state: TrainState) -> Finding:
@@ -24,8 +27,13 @@ def same_data(state: TrainState) -> Finding:
     train, evaluation = state.setup.batches.split, state.setup.dataset.eval
     tensors = dict[str, Tensor | None]()
     for name, split in (("train", train), ("eval", evaluation)):
-        stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
-        tensors |= {f"{name} inputs": split.inputs[::stride], f"{name} targets": split.targets}
+        if isinstance(split, TensorSplit):
+            stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
+            data: Any = {"inputs": split.inputs[::stride], "targets": split.targets}
+        else:
+            piece = Piece(torch.linspace(0, len(split) - 1, MOST_LOADED).long().unique())
+            (data,) = split.load([piece], seed=state.setup.config.seed)
+        tensors |= {f"{name} {place}": tensor for place, tensor in tensors_of(data)}
     sizes = f"{len(train)} train and {len(evaluation)} eval samples"
     return equality("all ranks hold the same data", tensors, sizes)
 
@@ -46,23 +54,26 @@ def eval_samples(state: TrainState) -> Finding:
     """Check that the ranks' evaluation batches hold each sample once."""
     numbered, size = _numbered(state.setup.dataset.eval), state.setup.eval_batch_size
     env = state.setup.env
-    parts = eval_batches(numbered, batch_size=size, rank=env.rank, world_size=env.world_size)
+    parts = eval_batches(
+        numbered, batch_size=size, rank=env.rank, world_size=env.world_size, seed=0
+    )
     how = f"in batches of up to {size} on {env.world_size} ranks"
     return _tally("each evaluation sample counts once", len(numbered), parts, how)
 
 
-def _numbered(split: Split) -> Split:
+def _numbered(split: Split) -> TensorSplit:
     """Return a split of the same length in which each sample is its own index."""
     numbers = torch.arange(len(split))
-    return Split(numbers, numbers)
+    return TensorSplit(numbers, numbers)
 
 
 def _tally(name: str, num_samples: int, batches: Iterable[MicroBatch], how: str) -> Finding:
     """Return whether the weights of each sample in all ranks' batches add up to 1."""
     counts = torch.zeros(num_samples, dtype=torch.float64)
     for batch in batches:
-        weights = torch.full((len(batch.targets),), batch.weight, dtype=counts.dtype)
-        counts.index_add_(0, batch.targets, weights)
+        numbers, _ = batch.data
+        weights = torch.full((len(numbers),), batch.weight, dtype=counts.dtype)
+        counts.index_add_(0, numbers, weights)
     dist.all_reduce(counts)
     missed, repeated = (counts == 0).nonzero().flatten(), (counts > 1).nonzero().flatten()
     faults = [

@@ -1,4 +1,4 @@
-"""Which names a config may have imported: ``_target_``, ``model.loss`` and ``task``. Torch-free.
+"""Which names a config may give the program to import. Torch-free.
 
 The launcher validates the names as text before anything starts; for this package's own modules it
 reads what their source defines. A rank does so again, and ``instantiate`` validates the object.
@@ -22,6 +22,7 @@ OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.parallelism": (ast.ClassDef,),
     "ddp_runner.train.schedules": (ast.FunctionDef,),
     "ddp_runner.train.losses": (ast.FunctionDef,),
+    "ddp_runner.train.step": (ast.FunctionDef,),
 }
 # Of torch only these modules, and in each only the subclasses of one class: see ``instantiate``.
 # Other modules load files (torch.load, torch.hub), run commands (torch.utils) or compile code.
@@ -51,10 +52,12 @@ def validate_targets(config: Config) -> None:
                 "without a backslash before the $, or leave it out"
             )
     names = [(key, value) for key, value in values if "_target_" in key.split(".")]
-    if "loss" in config.model:
+    if config.model.get("loss") is not None:
         names.append(("model.loss", config.model["loss"]))
     if has_own_loop(config.task):
         names.append(("task", config.task))
+    if not isinstance(config.train.step, Mapping):
+        names.append(("train.step", config.train.step))
     for key, name in names:
         validate_name(name, key=key, allowed=config.allowed_targets)
 

@@ -7,7 +7,8 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,16 +27,16 @@ def make(
     group: str,
     settings: Mapping[str, Any],
     *,
-    kind: type | None = None,
+    kind: type | UnionType | None = None,
     allowed: Collection[str] = (),
     partial: bool = False,
     **arguments: Any,
 ) -> Any:
     """Build what a group's ``_target_`` names from the group's keys.
 
-    `kind` is the class or protocol that the object must have, and `allowed` the user's own
-    packages. The `arguments` win over the keys. With `partial` return a functools.partial: see
-    ``complete``.
+    `kind` is the class or protocol that the object must have, or a union of them, and `allowed` the
+    user's own packages. The `arguments` win over the keys. With `partial` return a
+    functools.partial: see ``complete``.
 
     Raises:
         UserError: the target may not be named, cannot be imported, does not take the keys, or
@@ -86,6 +87,43 @@ def complete(
     return _report_errors(call, named, kind=kind, hint=hint)
 
 
+def make_function(
+    named: Any, *, key: str, allowed: Collection[str] = (), **offered: Callable[[], Any]
+) -> Any:
+    """Return the function of a dotted name, or of a mapping with ``_target_`` and keywords.
+
+    A class is built with the keywords, and the object is the function. Of what is `offered` it gets
+    the results of those keywords that it takes.
+
+    Raises:
+        UserError: the name is not allowed or does not exist, or the keywords do not fit.
+    """
+    has_keys = isinstance(named, Mapping)
+    settings = named if has_keys else {"_target_": named}
+    name_key = f"{key}._target_" if has_keys else key
+    target = find(settings.get("_target_"), key=name_key, allowed=allowed)
+    known = keywords(target)
+    for name in settings.keys() - known - {"_target_"}:
+        if ANY not in known:
+            meant = nearest(str(name), known)
+            hint = f"did you mean {key}.{meant}?" if meant else f"it has {', '.join(known)}"
+            raise UserError(f"{key}.{name} is not a keyword of {settings['_target_']}; {hint}")
+    given = {name: compute() for name, compute in offered.items() if name in known}
+    own = {name: value for name, value in settings.items() if name != "_target_"}
+    found = functools.partial(target, **construct(own, key=key, allowed=allowed), **given)
+    if isinstance(target, type):
+        hint = (
+            f"its keys are {', '.join(own)}" if own else f"a keyword is added by +{key}.KEY=VALUE"
+        )
+        found = _report_errors(found, f"{key} ({settings['_target_']})", kind=None, hint=hint)
+    if not callable(found):
+        raise UserError(
+            f"{key} ({settings['_target_']}) builds a {type(found).__name__}, which cannot be "
+            "called; give its class the method __call__"
+        )
+    return found
+
+
 def keywords(factory: Callable[..., Any]) -> set[str]:
     """Return the keywords of a class or function, with ANY if it takes any keyword."""
     try:
@@ -123,11 +161,6 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
             raise UserError(
                 f"{key} ({name}) is not a class or function that {module} itself defines"
             )
-    if key == "model.loss" and isinstance(found, type):
-        raise UserError(
-            f"model.loss ({name}) is a class; name a function that takes outputs and targets and "
-            "returns the sum over the samples"
-        )
     return found
 
 
@@ -161,7 +194,9 @@ def construct(value: Any, *, key: str, allowed: Collection[str] = ()) -> Any:
     return call if value.get("_partial_") is True else call()
 
 
-def _report_errors(call: Callable[[], Any], named: str, *, kind: type | None, hint: str) -> Any:
+def _report_errors(
+    call: Callable[[], Any], named: str, *, kind: type | UnionType | None, hint: str
+) -> Any:
     """Return what `call` builds; raise a UserError if it fails or builds another kind."""
     try:
         built = call()
@@ -174,9 +209,8 @@ def _report_errors(call: Callable[[], Any], named: str, *, kind: type | None, hi
         return built
     is_partial = isinstance(built, functools.partial)
     fix = "leave out its _partial_" if is_partial else "name another in its _target_"
-    raise UserError(
-        f"{named} builds an object of type {type(built).__name__}, not {kind.__name__}; {fix}"
-    )
+    wanted = " or ".join(one.__name__ for one in get_args(kind) or (kind,))
+    raise UserError(f"{named} builds an object of type {type(built).__name__}, not {wanted}; {fix}")
 
 
 def _import_path(name: str, *, key: str) -> Any:

@@ -87,7 +87,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
     if total is None:
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
-        return Batch(per_rank * parts, per_rank, config.batch.eval_per_rank)
+        return Batch(**vars(config.batch) | {"global_size": per_rank * parts, "per_rank": per_rank})
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
@@ -95,7 +95,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
-    return Batch(total, total // parts, config.batch.eval_per_rank)
+    return Batch(**vars(config.batch) | {"global_size": total, "per_rank": total // parts})
 
 
 def _world_size(config: Config, hardware: Hardware, env: DistEnv | None) -> int:

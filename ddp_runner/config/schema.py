@@ -64,6 +64,8 @@ class BatchConfig:
     global_size: int | None = None  # samples of one optimizer step, over all ranks: strong scaling
     per_rank: int | None = 100  # samples of one micro-step of one rank: weak scaling
     eval_per_rank: int | None = None  # samples of one evaluation step of one rank; null: per_rank
+    # what the loss is divided by: samples, or tokens, which the training step counts
+    count: str = "samples"
 
 
 @dataclass
@@ -83,6 +85,9 @@ class Batch(BatchConfig):
 class TrainConfig:
     """The training loop."""
 
+    # The training step, (model, batch) -> Step: a dotted name, or a mapping with _target_ and keys.
+    # The default takes batches of inputs and targets, and model.loss.
+    step: Any = "ddp_runner.train.step.supervised"
     epochs: int = 10  # passes over the training set
     max_steps: int | None = None  # optimizer steps of the whole run; null: train.epochs decides
     log_every_steps: int = 10  # optimizer steps between two lines of metrics

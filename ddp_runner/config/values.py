@@ -60,6 +60,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "backend.name": ("auto", "gloo", "nccl", "mpi"),
     "sweep.retry": (None, "failed"),
     "backend.device": ("auto", "cpu", "cuda"),
+    "batch.count": ("samples", "tokens"),
     "checkpoint.mode": ("max", "min"),
 }
 LISTS = {"ops": OPS, "dtypes": DTYPES, "reduce_ops": REDUCE_OPS}  # of collectives
@@ -83,6 +84,12 @@ def validate_values(config: Config) -> None:
         raise UserError(
             f"task ({config.task}) must be one of {', '.join(TASKS)}, or a function of your own, "
             f"as PACKAGE.MODULE.FUNCTION{hint}"
+        )
+    step = config.train.step
+    if not isinstance(step.get("_target_") if isinstance(step, Mapping) else step, str):
+        raise UserError(
+            f"train.step ({step}) must be a dotted name, or a mapping with _target_; write "
+            "train.step=my_package.step"
         )
     values = dict(leaves(asdict(config)))
     _validate_numbers(values)

@@ -1,13 +1,15 @@
 """The order of samples: the same global batches at every world size and in every mode."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import tee
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Split
+from ddp_runner.data.splits import Piece, Split
 from ddp_runner.seeds import derive
 
 ORDER_VERSION = 2  # of the order of samples; a run cannot resume inside an epoch of another order
@@ -18,8 +20,8 @@ POOL_BATCHES = 50  # global batches within which sequences are sorted by length
 class MicroBatch:
     """The samples of one forward and backward, on the split's device."""
 
-    inputs: Tensor  # (batch, ...)
-    targets: Tensor  # (batch,) or (batch, ...)
+    data: Any  # a tree of tensors (batch, ...); of a TensorSplit the pair inputs, targets
+    num_samples: int
     weight: float = 1.0  # of each sample in the loss; 0.0: a placeholder that must not count
     randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
 
@@ -65,10 +67,29 @@ class GlobalBatches:
 
     def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
         """Yield the steps of an epoch from ``start_step`` on; skipped steps cost nothing."""
+        plans, ahead = tee(self._plans(epoch, start_step))
+        # The split may load more than a step ahead.
+        pieces = (part.piece for plan in ahead for part in plan.parts)
+        loaded = self.split.load(pieces, seed=self.seed)
+        for plan in plans:
+            yield plan.batch([next(loaded) for _ in plan.parts])
+
+    def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
+        """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
+        plan = self._plan(epoch, index, order=order)
+        return plan.batch(self.split.load([part.piece for part in plan.parts], seed=self.seed))
+
+    def samples(self, indices: Sequence[int]) -> MicroBatch:
+        """Return samples by their numbers; past the end it is the last sample."""
+        wanted = torch.tensor(indices, device=self.split.device).clamp(max=len(self.split) - 1)
+        (data,) = self.split.load([Piece(wanted)], seed=self.seed)
+        return MicroBatch(data, num_samples=len(wanted))
+
+    def _plans(self, epoch: int, start_step: int) -> Iterator["_Plan"]:
         order, first = self.order(epoch), epoch * self.steps_per_epoch
         for number in range(first + start_step, first + self.steps_per_epoch):
             used, index = divmod(self.instead.get(number, number), self.steps_per_epoch)
-            yield self.step(used, index, order=order if used == epoch else self.order(used))
+            yield self._plan(used, index, order=order if used == epoch else self.order(used))
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of all samples in the epoch's order, int64 ``(num_samples,)``."""
@@ -76,10 +97,9 @@ class GlobalBatches:
         order = torch.randperm(len(self.split), generator=generator)
         if self.lengths is not None:
             order = self._by_length(order, self.lengths, generator)
-        return order.to(self.split.inputs.device)
+        return order.to(self.split.device)
 
-    def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
-        """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
+    def _plan(self, epoch: int, index: int, *, order: Tensor) -> "_Plan":
         global_batch = order[index * self.global_size :][: self.global_size]
         # Drawn for the whole global batch, so they are the same at every world size.
         generator = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
@@ -91,26 +111,25 @@ class GlobalBatches:
         pieces = zip(
             own.tensor_split(num_pieces), own_randoms.tensor_split(num_pieces), strict=True
         )
-        micro_batches = tuple(
+        parts = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
-            self._gather(piece, its_randoms)
+            self._part(epoch, piece, its_randoms)
             if len(piece)
-            else self._gather(global_batch[:1], randoms[:1], weight=0.0)
+            else self._part(epoch, global_batch[:1], randoms[:1], weight=0.0)
             for piece, its_randoms in pieces
         )
         number = epoch * self.steps_per_epoch + index
-        return StepBatch(micro_batches, global_count=len(global_batch), number=number)
+        return _Plan(parts, global_count=len(global_batch), number=number)
 
-    def _gather(self, indices: Tensor, randoms: Tensor, *, weight: float = 1.0) -> MicroBatch:
+    def _part(
+        self, epoch: int, indices: Tensor, randoms: Tensor, *, weight: float = 1.0
+    ) -> "_Part":
         if len(indices) == 1 and self.micro_size > 1:
             # The last piece may be a single sample, which BatchNorm refuses in training: take it
             # twice with half the weight.
             indices, randoms, weight = indices.repeat(2), randoms.repeat(2, 1), weight / 2
-        # On the CPU index_select is six times as fast as inputs[indices].
-        inputs = self.split.inputs.index_select(0, indices)
-        targets = self.split.targets.index_select(0, indices)
-        return MicroBatch(inputs, targets, weight, randoms if self.num_randoms else None)
+        return _Part(Piece(indices, epoch), weight, randoms if self.num_randoms else None)
 
     def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
         """Sort by length within pools of batches, then shuffle all batches but a smaller last one.
@@ -125,15 +144,44 @@ class GlobalBatches:
         return torch.cat([shuffled, order[num_whole * self.global_size :]])
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A micro-batch that is not loaded yet."""
+
+    piece: Piece
+    weight: float
+    randoms: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step that is not loaded yet."""
+
+    parts: tuple[_Part, ...]
+    global_count: int
+    number: int
+
+    def batch(self, loaded: Iterable[Any]) -> StepBatch:
+        """Return the step with the data of its parts."""
+        micro_batches = tuple(
+            MicroBatch(data, len(part.piece.indices), part.weight, part.randoms)
+            for part, data in zip(self.parts, loaded, strict=True)
+        )
+        return StepBatch(micro_batches, global_count=self.global_count, number=self.number)
+
+
 def eval_batches(
-    split: Split, *, batch_size: int, rank: int, world_size: int
+    split: Split, *, batch_size: int, rank: int, world_size: int, seed: int
 ) -> Iterator[MicroBatch]:
-    """Yield views of one rank's contiguous part of a split: each sample once over all ranks.
+    """Yield one rank's contiguous part of a split: each sample once over all ranks.
 
     Ranks may get different numbers of batches, or none, so never call a collective inside the loop
     over them.
     """
     end = len(split) * (rank + 1) // world_size
-    for start in range(len(split) * rank // world_size, end, batch_size):
-        stop = min(start + batch_size, end)
-        yield MicroBatch(split.inputs[start:stop], split.targets[start:stop])
+    ranges = [
+        range(start, min(start + batch_size, end))
+        for start in range(len(split) * rank // world_size, end, batch_size)
+    ]
+    for part, data in zip(ranges, split.load(map(Piece, ranges), seed=seed), strict=True):
+        yield MicroBatch(data, num_samples=len(part))

@@ -20,7 +20,14 @@ from filelock import FileLock
 from torch import Tensor
 
 from ddp_runner.config.schema import digest as digest_of
-from ddp_runner.data.dataset import KEYS, Dataset, Source, validate_dataset, validate_tensors
+from ddp_runner.data.dataset import (
+    KEYS,
+    Dataset,
+    Source,
+    TensorSource,
+    validate_dataset,
+    validate_tensors,
+)
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import file_sha256, replace_file, safe_name
 
@@ -31,16 +38,22 @@ CHECKSUM = "checksum"  # the key of the checksum over the manifest's other field
 TRUST_S = 3600.0  # how long a note counts: a failing disk changes no file times
 
 
-def load_dataset(source: Source, *, data_root: Path, log: Callable[[str], None]) -> Dataset:
-    """Return the dataset on the CPU, memory-mapped: a machine's ranks share one copy of its pages.
+def load_dataset(
+    source: Source | TensorSource, *, data_root: Path, log: Callable[[str], None]
+) -> Dataset:
+    """Return the dataset of a ``Source`` or a ``TensorSource``, on the CPU.
 
-    The first rank to take the file lock prepares or rebuilds the cache, and logs that. No
-    collective is involved.
+    Tensors are memory-mapped: a machine's ranks share one copy of their pages. The first rank to
+    take the file lock prepares or rebuilds the cache, and logs that. No collective is involved.
 
     Raises:
         UserError: the source's files or fields are unusable, its tensors cannot be trained on, or
             the cache cannot be written.
     """
+    if isinstance(source, Source):
+        dataset = source.open(data_root)
+        validate_dataset(source.name, dataset)
+        return dataset
     if source.fingerprint(data_root) is None:
         tensors, digest = validate_tensors(source.name, source.build(data_root)), None
     else:
@@ -61,7 +74,7 @@ def _cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_runner"
 
 
-def _identity(source: Source, data_root: Path) -> tuple[Path, Any]:
+def _identity(source: TensorSource, data_root: Path) -> tuple[Path, Any]:
     """Return the source's cache folder, and its fingerprint as JSON gives it back."""
     text = json.dumps(source.fingerprint(data_root), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -124,7 +137,7 @@ def _note(folder: Path) -> None:
     replace_file(folder / NOTE, json.dumps(note))
 
 
-def _prepare(source: Source, data_root: Path, log: Callable[[str], None]) -> Path:
+def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) -> Path:
     """Return the cache folder, verified or built under the lock unless another process just did."""
     root = _cache_root()
     with ExitStack() as stack:

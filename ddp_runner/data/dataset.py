@@ -9,21 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ddp_runner.data.splits import Split, TensorSplit
+from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 
 KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
-
-
-@dataclass(frozen=True)
-class Split:
-    """The samples of a training or an evaluation split."""
-
-    inputs: Tensor  # (num_samples, ...); uint8 images: (num_samples, channels, height, width)
-    targets: Tensor  # int64 classes (num_samples,), or floats (num_samples, ...)
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.inputs)
 
 
 class Augmentation(Protocol):
@@ -48,7 +38,8 @@ class Dataset:
     train: Split
     eval: Split
     num_classes: int | None  # None: the targets are not classes
-    mean: float | Sequence[float] = 0.0  # of the pixels scaled to 0..1, or one per channel
+    # Of the pixels scaled to 0..1, or one per channel; None: batches are used as they are loaded.
+    mean: float | Sequence[float] | None = 0.0
     std: float | Sequence[float] = 1.0  # likewise
     augmentation: Augmentation | None = None
     padding_id: int | None = None  # fills up short sequences; a batch is cut to its longest
@@ -58,24 +49,28 @@ class Dataset:
     notes: tuple[str, ...] = ()  # about the data, printed when the run starts
     digest: str | None = None  # SHA-256 of all samples; None: the dataset is not cached
 
-    def prepare(
-        self, inputs: Tensor, device: torch.device, *, randoms: Tensor | None = None
-    ) -> Tensor:
-        """Return a batch (batch, ...), as it is stored, as the model's input on the device.
+    def prepare(self, data: Any, device: torch.device, *, randoms: Tensor | None = None) -> Any:
+        """Return a batch, as it was loaded, on the device and as the training step takes it.
 
-        The augmentation takes `randoms`, (batch, num_randoms); None: no augmentation.
+        The inputs of images are normalised. The augmentation takes `randoms`, (batch,
+        num_randoms); None: no augmentation.
         """
+        if self.mean is None:
+            return to_device(data, device)
+        inputs, targets = data
         if self.padding_id is not None:
             is_token = inputs.ne(self.padding_id).any(dim=0)
             inputs = inputs[:, : int(is_token.nonzero().max()) + 1 if is_token.any() else 1]
-        inputs = self.normalize(inputs.to(device, non_blocking=True))
-        if self.augmentation is None or randoms is None:
-            return inputs
-        return self.augmentation(inputs, randoms.to(device, non_blocking=True))
+        inputs, targets = to_device((inputs, targets), device)
+        inputs = self.normalize(inputs)
+        if self.augmentation is not None and randoms is not None:
+            inputs = self.augmentation(inputs, randoms.to(device, non_blocking=True))
+        return inputs, targets
 
     def lengths(self) -> Tensor:
         """Return the number of tokens of each training sample, int64 (num_samples,)."""
         assert self.padding_id is not None
+        assert isinstance(self.train, TensorSplit)
         return self.train.inputs.ne(self.padding_id).sum(dim=1)
 
     @property
@@ -94,7 +89,7 @@ class Dataset:
 
         Call it after the copy to the device: a uint8 image has a quarter of the bytes.
         """
-        if inputs.dtype != torch.uint8:
+        if inputs.dtype != torch.uint8 or self.mean is None:
             return inputs
         if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
             return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
@@ -120,7 +115,23 @@ def _scaling(
 
 @runtime_checkable
 class Source(Protocol):
-    """Builds a dataset's tensors: a frozen dataclass whose fields are the keys of its YAML."""
+    """Opens a dataset: a frozen dataclass whose fields are the keys of its YAML."""
+
+    @property
+    def name(self) -> str:
+        """Return the dataset's name in messages."""
+
+    def open(self, data_root: Path) -> Dataset:
+        """Return the dataset; its samples may stay where they are until a batch needs them.
+
+        Raises:
+            UserError: a field of the source or a file under ``data_root`` is unusable.
+        """
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Builds a dataset's tensors, which are cached: a frozen dataclass as ``Source``."""
 
     @property
     def name(self) -> str:
@@ -130,7 +141,7 @@ class Source(Protocol):
         """Return what the tensors depend on, as JSON; None: building is cheaper than a cache."""
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Return the tensors named in ``KEYS``, the same bits on each call; see ``Split``.
+        """Return the tensors named in ``KEYS``, the same bits on each call; see ``TensorSplit``.
 
         More tensors may come with them: the cache keeps all for ``dataset``.
 
@@ -142,11 +153,11 @@ class Source(Protocol):
         """Return the dataset of the tensors that ``build`` returned, or the cache gave back."""
 
 
-def splits(tensors: Mapping[str, Tensor]) -> tuple[Split, Split]:
+def splits(tensors: Mapping[str, Tensor]) -> tuple[TensorSplit, TensorSplit]:
     """Return the training and the evaluation split of a source's tensors."""
     return (
-        Split(tensors["train_inputs"], tensors["train_targets"]),
-        Split(tensors["eval_inputs"], tensors["eval_targets"]),
+        TensorSplit(tensors["train_inputs"], tensors["train_targets"]),
+        TensorSplit(tensors["eval_inputs"], tensors["eval_targets"]),
     )
 
 
@@ -183,10 +194,14 @@ def validate_dataset(name: str, dataset: object) -> None:
     """
     if not isinstance(dataset, Dataset):
         raise UserError(
-            f"dataset={name} made a {type(dataset).__name__} of its tensors; its method dataset "
-            "must return a ddp_runner.data.dataset.Dataset"
+            f"dataset={name} made a {type(dataset).__name__}; its method dataset or open must "
+            "return a ddp_runner.data.dataset.Dataset"
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
+        if not isinstance(split, TensorSplit):
+            if not len(split):
+                raise UserError(f"dataset={name} has no {kind} samples; give at least 1")
+            continue
         for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):
             if not isinstance(tensor, Tensor):
                 raise UserError(

@@ -35,7 +35,7 @@ STOP_SIGNALS = (
 PRELOAD = "ddp_runner.launch.preload"  # what the fork server imports
 _SERVER: Any = forkserver._forkserver  # the module's only ForkServer object
 PROC = Path("/proc")
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 LIMIT_S = 1.0  # for killed processes to be gone
 
 
@@ -46,6 +46,18 @@ def handled_signals() -> tuple[signal.Signals, ...]:
     the process does not want these signals to end it.
     """
     return tuple(one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore the stop signals in this process: another one decides when it ends."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def die_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Let the kernel signal this process when its parent ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 @contextmanager

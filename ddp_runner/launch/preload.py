@@ -10,8 +10,7 @@ import os
 import signal
 import sys
 
-from ddp_runner.host.processes import kill_descendants
-from ddp_runner.rank.stop import die_with_parent
+from ddp_runner.host.processes import die_with_parent, kill_descendants
 
 SERVER = os.getpid()
 

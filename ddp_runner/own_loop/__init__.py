@@ -1,4 +1,4 @@
-"""A function of the user's own as the task: it gets a ``Run`` and writes its loop in plain PyTorch."""
+"""A task of the user's own: a function that gets a ``Run`` and has a loop in plain PyTorch."""
 
 from ddp_runner.own_loop.run import Run
 

@@ -47,7 +47,9 @@ class Records:
         if session.job.scratch is not None:
             session.job.scratch.begin_loop()
         if session.env.is_rank_zero:
-            freeze(session.job, session.run_dir)  # only now, so that a failed resume changes nothing
+            freeze(
+                session.job, session.run_dir
+            )  # only now, so that a failed resume changes nothing
             write_run_record(session.run_dir, uses=sorted(uses))
             self._logger = RunLogger(
                 session.run_dir,

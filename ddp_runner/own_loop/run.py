@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.store import latest_checkpoint
-from ddp_runner.checkpoint.weights import export_weights, load_weights, starting_weights
-from ddp_runner.config.instantiate import complete, make
+from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.config.validate import validate_num_samples
-from ddp_runner.data.batches import GlobalBatches
-from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Source, TensorSource
-from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import Split
+from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import StopVote, from_rank_zero, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
+from ddp_runner.own_loop.build import (
+    build_batches,
+    build_dataset,
+    build_model,
+    build_optimizer,
+)
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
 from ddp_runner.own_loop.saved_state import load_state, state_of, validate_objects
@@ -30,8 +29,6 @@ from ddp_runner.own_loop.wrapping import bare, fix_bucket_order
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive
-
-MOST_GPU_DATA_BYTES = 2.0 * 2**30  # samples up to this size move to the GPU once
 
 
 class Run:
@@ -82,16 +79,7 @@ class Run:
             UserError: the keys do not fit the model, or the weights do not.
         """
         self._uses.add("model")
-        keys, allowed = self.config.model, self.config.allowed_targets
-        build = partial(make, "model", keys, kind=nn.Module, allowed=allowed, **arguments)
-        module = self._session.mode.place(build, self.devices)
-        if keys.get("channels_last"):
-            module = module.to(memory_format=torch.channels_last)
-        if self.is_rank_zero:
-            checkpoints, log = self._session.run_dir.checkpoints, self._session.log
-            if (weights := starting_weights(self.config, checkpoints, log=log)) is not None:
-                load_weights(module, weights)
-        return module
+        return build_model(self._session, **arguments)
 
     def dataset(self) -> Dataset:
         """Return the dataset of the config's group; ``loader`` takes its splits train and eval.
@@ -100,10 +88,7 @@ class Run:
             UserError: the keys or the files of the dataset are unusable.
         """
         self._uses.add("dataset")
-        keys, allowed = self.config.dataset, self.config.allowed_targets
-        source: Source | TensorSource = make("dataset", keys, allowed=allowed)
-        root = Path(self.config.data_root)
-        return load_dataset(source, data_root=root, log=self._session.log)
+        return build_dataset(self._session)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """Return the optimizer of the config's group for parameters, or for groups of them.
@@ -112,12 +97,7 @@ class Run:
             UserError: the keys do not fit the optimizer.
         """
         self._uses.add("optimizer")
-        keys, allowed = self.config.optimizer, self.config.allowed_targets
-        factory = make("optimizer", keys, allowed=allowed, partial=True)
-        optimizer: torch.optim.Optimizer = complete(
-            "optimizer", keys, factory, parameters, kind=torch.optim.Optimizer
-        )
-        return optimizer
+        return build_optimizer(self.config, parameters)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in the run's mode of parallelism, on this rank's devices.
@@ -157,17 +137,13 @@ class Run:
             UserError: there are fewer samples than ranks.
         """
         number = len(self._loaders)
-        split: Split = dataset
-        if not hasattr(dataset, "load"):
-            split = LoaderSplit(f"loader {number + 1}", dataset, **options)
-        validate_num_samples(type(dataset).__name__, len(split), ranks=self.world_size)
-        batches = GlobalBatches(
-            split=split.near(self.device, most_bytes=MOST_GPU_DATA_BYTES),
-            global_size=global_size or self.config.batch.global_size,
-            grad_accum_steps=1,
-            share=self.rank,
-            num_shares=self.world_size,
+        batches = build_batches(
+            self._session,
+            dataset,
+            name=f"loader {number + 1}",
+            global_size=global_size,
             seed=derive(self.seed, "loader", number),
+            **options,
         )
         self._loaders.append(Loader(batches, self.device, shuffle=shuffle))
         return self._loaders[-1]

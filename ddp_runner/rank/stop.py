@@ -1,6 +1,5 @@
 """How a rank learns that it should stop, and how it ends with its launcher."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -8,13 +7,17 @@ import sys
 import threading
 import time
 
-from ddp_runner.host.processes import STOP_SIGNALS, handled_signals, release_fork_server
+from ddp_runner.host.processes import (
+    die_with_parent,
+    handled_signals,
+    ignore_stop_signals,
+    release_fork_server,
+)
 from ddp_runner.scratch import SAVING_POLL_S, Scratch
 
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its worker group
 # has failed, and the rank may be in a collective that never ends.
 FAILED_GROUP_GRACE_S = 3.0
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
@@ -32,8 +35,7 @@ class StopRequest:
             for signum in handled_signals():
                 signal.signal(signum, self._receive)
         else:
-            for signum in STOP_SIGNALS:
-                signal.signal(signum, signal.SIG_IGN)
+            ignore_stop_signals()
             _watch_sigterm(scratch, rank=rank, attempt=attempt)
             signal.signal(signal.SIGTERM, self._receive)
 
@@ -85,9 +87,3 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         die_with_parent()
         release_fork_server()
-
-
-def die_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Let the kernel signal this process when its parent ends. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)

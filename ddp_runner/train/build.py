@@ -1,23 +1,23 @@
 """Builds what a rank trains from the groups of a resolved config."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
-from ddp_runner.config.instantiate import complete, find, keywords, make
+from ddp_runner.config.instantiate import complete, find, keywords, make, make_function
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Source, Split
+from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
@@ -28,9 +28,12 @@ from ddp_runner.seeds import derive
 from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.schedules import Schedule, Scheduler
 from ddp_runner.train.state import Setup, TrainState
+from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
 
-MOST_GPU_DATA_GIB = 2.0  # a dataset up to this size moves to each GPU once, not batch by batch
+MOST_GPU_DATA = (
+    2 * 2**30
+)  # bytes: a split up to this size moves to each GPU once, not batch by batch
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:
@@ -39,7 +42,9 @@ def build_session_state(session: Session, config: RunConfig) -> TrainState:
     Raises:
         UserError: see ``load_dataset``, ``starting_weights``, ``build_setup`` and ``build_state``.
     """
-    source = make("dataset", config.dataset, kind=Source, allowed=config.allowed_targets)
+    source = make(
+        "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
+    )
     dataset = load_dataset(source, data_root=Path(config.data_root), log=session.log)
     weights = None
     if session.env.is_rank_zero:
@@ -71,9 +76,9 @@ def build_setup(
         role=role,
         env=role.loop or env,
         devices=devices,
-        dataset=replace(dataset, eval=_near(dataset.eval, devices[0])),
+        dataset=replace(dataset, eval=dataset.eval.near(devices[0], most_bytes=MOST_GPU_DATA)),
         batches=GlobalBatches(
-            split=_near(dataset.train, devices[0]),
+            split=dataset.train.near(devices[0], most_bytes=MOST_GPU_DATA),
             global_size=config.batch.global_size,
             grad_accum_steps=config.train.grad_accum_steps,
             share=role.share,
@@ -83,10 +88,30 @@ def build_setup(
             lengths=dataset.lengths() if dataset.group_by_length else None,
         ),
         eval_batch_size=config.batch.eval_size,
-        loss_fn=find(config.model.get("loss"), key="model.loss", allowed=config.allowed_targets),
+        step=build_step(config, devices),
         timer=StepTimer(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
     )
+
+
+def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFunction:
+    """Return the training step that ``train.step`` names.
+
+    If it takes the keyword ``loss``, it gets the function that ``model.loss`` names. A step or a
+    loss that is a module moves to the devices, but is not trained.
+
+    Raises:
+        UserError: a name is not allowed or does not exist, or its keys do not fit.
+    """
+    allowed = config.allowed_targets
+    torch.manual_seed(derive(config.seed, "step"))  # it may be a module with weights
+
+    def loss() -> Any:
+        own = make_function(config.model.get("loss"), key="model.loss", allowed=allowed)
+        return own.to(devices[-1]) if isinstance(own, nn.Module) else own
+
+    step = make_function(config.train.step, key="train.step", allowed=allowed, loss=loss)
+    return step.to(devices[0]) if isinstance(step, nn.Module) else step
 
 
 def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
@@ -187,14 +212,6 @@ def validate_monitor(group: str, monitor: str | None, dataset: Dataset) -> None:
             f"{group}.monitor={monitor} needs classes and dataset={dataset.name} has none; "
             f"write {group}.monitor=eval/loss {group}.mode=min"
         )
-
-
-def _near(split: Split, device: torch.device) -> Split:
-    """Return the split on the GPU if it is small enough, else memory-mapped as it is."""
-    size_gib = (split.inputs.nbytes + split.targets.nbytes) / 2**30
-    if device.type != "cuda" or size_gib > MOST_GPU_DATA_GIB:
-        return split
-    return Split(split.inputs.to(device), split.targets.to(device))
 
 
 def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:

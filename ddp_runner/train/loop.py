@@ -1,22 +1,30 @@
 """The training loop: epochs, optimizer steps, evaluations and checkpoints, in ordinary PyTorch.
 
 A loss is summed over samples and divided by the number of samples in the global batch, so every
-world size and every mode of parallelism takes the same steps.
+world size and every mode of parallelism takes the same steps. The same holds for tokens.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.data.batches import MicroBatch, StepBatch, eval_batches
-from ddp_runner.distributed import StopVote, add_over_ranks, broadcast_buffers, sum_over_ranks
+from ddp_runner.distributed import (
+    StopVote,
+    add_over_ranks,
+    broadcast_buffers,
+    gather_objects,
+    sum_over_ranks,
+)
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.metrics import classification_metrics, confusion_counts, step_metrics
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step import Step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -113,11 +121,13 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     setup = state.setup
     timer, has_peers = setup.timer, setup.env.world_size > 1
     total = torch.zeros((), device=setup.devices[-1])
+    num_tokens, scalars = torch.zeros_like(total), dict[str, Tensor]()
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
-            loss_sum, _ = forward(state, state.model, micro_batch)
-            loss = loss_sum * (micro_batch.weight / batch.global_count)
+            step = forward(state, state.model, micro_batch)
+            share = micro_batch.weight / batch.global_count
+            loss = step.loss_sum * share
             # The reduction averages over the shares, but global_count already counts them all.
             scaled = state.scaler.scale(loss * setup.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
@@ -126,17 +136,30 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             scaled.backward()
             timer.mark(StepPart.COMM if has_peers else StepPart.BACKWARD)
         total += loss.detach()
+        for name, value in step.scalars.items():
+            scalars[name] = scalars.get(name, 0) + value.detach() * share
+        if setup.config.batch.count == "tokens":
+            num_tokens += step.count * micro_batch.weight
+    if setup.config.batch.count == "tokens":
+        # How many tokens the global batch has is known only now.
+        dist.all_reduce(num_tokens, group=setup.group)
+        factor = batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
+        for parameter in state.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.device))
+        total *= factor
+        scalars = {name: one * factor for name, one in scalars.items()}
+    state.scalars = scalars
     return total
 
 
-def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the loss summed over the batch (a scalar), and the model's outputs (batch, ...)."""
+def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> Step:
+    """Run the training step on the devices, and return what it returns."""
     setup, precision = state.setup, state.setup.config.train.precision
-    inputs = setup.dataset.prepare(batch.inputs, setup.devices[0], randoms=batch.randoms)
-    targets = batch.targets.to(setup.devices[-1], non_blocking=True)
-    with torch.autocast(inputs.device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
-        outputs = model(inputs)
-        return setup.loss_fn(outputs, targets), outputs
+    device = setup.devices[0]
+    data = setup.dataset.prepare(batch.data, device, randoms=batch.randoms)
+    with torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
+        return setup.step(model, data)
 
 
 @torch.no_grad()
@@ -146,38 +169,47 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     Collective: every rank must call.
 
     Returns:
-        Metrics: eval/loss and, if the dataset has classes, eval/accuracy, eval/precision,
-        eval/recall and eval/f1. Confusion counts (num_classes, num_classes), a row per true
-        class, or None without classes. A prediction outside the classes counts as wrong and is in
-        no column.
+        Metrics: eval/loss, the scalars of the training step and, if the dataset has classes,
+        eval/accuracy, eval/precision, eval/recall and eval/f1. Confusion counts (num_classes,
+        num_classes), a row per true class, or None without classes. A prediction outside the
+        classes counts as wrong and is in no column.
     """
     setup, device = state.setup, state.setup.devices[-1]
     # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
     broadcast_buffers(state.module, group=setup.group)
     state.module.eval()
     num_classes = setup.dataset.num_classes or 0
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    counts = torch.zeros((num_classes, num_classes + 1), dtype=torch.int64, device=device)
-    num_samples = 0
+    loss_sum, count, zero = torch.zeros(3, dtype=torch.float64, device=device)
+    confusion = torch.zeros((num_classes, num_classes + 1), dtype=torch.int64, device=device)
+    scalars = dict[str, Tensor]()
     for batch in eval_batches(
         setup.dataset.eval,
         batch_size=setup.eval_batch_size,
         rank=setup.env.rank,
         world_size=setup.env.world_size,
+        seed=setup.config.seed,
     ):
-        batch_loss, outputs = forward(state, state.module, batch)
-        loss_sum += batch_loss
-        num_samples += len(batch.inputs)
-        if num_classes:
-            targets = batch.targets.to(outputs.device)
-            counts += confusion_counts(outputs, targets, num_classes=num_classes)
-    total_loss, total_samples = sum_over_ranks([loss_sum.item(), num_samples], group=setup.group)
-    results = {"eval/loss": total_loss / total_samples}
-    if not num_classes:
+        step = forward(state, state.module, batch)
+        loss_sum += step.loss_sum
+        count += step.count
+        for name, value in step.scalars.items():
+            scalars[name] = scalars.get(name, zero) + value
+        if num_classes and isinstance(step.outputs, Tensor):
+            targets = step.targets.to(step.outputs.device)
+            confusion += confusion_counts(step.outputs, targets, num_classes=num_classes)
+    sums = sum_over_ranks([loss_sum.item(), count.item()], group=setup.group)
+    results = {"eval/loss": sums[0] / sums[1]}
+    # A rank without a batch does not know the names.
+    own = {name: value.item() for name, value in scalars.items()}
+    for of_rank in gather_objects(own, group=setup.group):
+        for name, part in of_rank.items():
+            results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / sums[1]
+    confusion = add_over_ranks(confusion, group=setup.group)
+    if not confusion.any():
         return results, None
-    counts = add_over_ranks(counts, group=setup.group)
-    results |= {f"eval/{name}": value for name, value in classification_metrics(counts).items()}
-    return results, counts[:, :-1].tolist()
+    matches = classification_metrics(confusion)
+    results |= {f"eval/{name}": value for name, value in matches.items()}
+    return results, confusion[:, :-1].tolist()
 
 
 def _due(count: int, every: int | None) -> bool:

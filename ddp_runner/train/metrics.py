@@ -31,7 +31,12 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     metrics, parts = state.setup.timer.lap()
     comm = [0.0] * env.world_size
     comm[env.rank] = parts.get(StepPart.COMM, 0.0)
-    total, *sums = sum_over_ranks([own_loss, *parts.values(), *comm], group=state.setup.group)
+    own = [own_loss, *parts.values(), *comm, *(one.item() for one in state.scalars.values())]
+    total, *sums = sum_over_ranks(own, group=state.setup.group)
+    comm_by_rank, scalars = (
+        sums[len(parts) :][: env.world_size],
+        sums[len(parts) + env.world_size :],
+    )
     means = {part: value / env.world_size for part, value in zip(parts, sums, strict=False)}
     if norm is None:
         gradients = [p.grad for p in state.module.parameters() if p.grad is not None]
@@ -40,10 +45,11 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     step_time_ms = metrics["perf/step_time_ms"]
     return {
         "train/loss": _finite_loss(total, state),
+        **{f"train/{name}": one for name, one in zip(state.scalars, scalars, strict=True)},
         "train/lr": lr,
         "train/grad_norm": float(norm),
         **metrics,
-        **part_metrics(means, comm_by_rank=sums[len(parts) :], step_time_ms=step_time_ms),
+        **part_metrics(means, comm_by_rank=comm_by_rank, step_time_ms=step_time_ms),
         "perf/peak_memory_gib": peak_memory_gib(),
         **state.gradients.metrics(),
     }

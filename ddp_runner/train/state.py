@@ -1,6 +1,6 @@
 """What a rank trains: the state that a checkpoint saves, and the setup that stays the same."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
 from ddp_runner.train.schedules import Schedule
+from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
 
 
@@ -38,11 +39,11 @@ class Setup:
     mode: Mode
     role: Role  # of this rank in the run
     env: DistEnv  # its place among the ranks of the loop
-    devices: tuple[torch.device, ...]  # inputs go to the first, targets to the last
+    devices: tuple[torch.device, ...]  # batches go to the first, outputs are on the last
     dataset: Dataset
     batches: GlobalBatches
     eval_batch_size: int
-    loss_fn: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> the sum over samples
+    step: StepFunction
     timer: StepTimer
     group: ProcessGroup | None  # the ranks of the loop; None: all
 
@@ -60,6 +61,8 @@ class TrainState:
     gradients: GradientSource  # this rank's backward, unless the mode has another source
     position: Position = field(default_factory=Position)
     grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping
+    # Of the last step: this rank's part of the mean of each scalar that the training step returned.
+    scalars: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def next_batch(self) -> int:

@@ -23,10 +23,11 @@ from ddp_runner.data import batches as batching
 from ddp_runner.data import cache as prepared
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
-from ddp_runner.data.dataset import Dataset, Split, splits
+from ddp_runner.data.dataset import Dataset, splits
 from ddp_runner.data.sources import shared
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
 from ddp_runner.data.sources.offline import FakeImages
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
@@ -42,9 +43,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def numbered(num_samples: int) -> Split:
+def numbered(num_samples: int) -> TensorSplit:
     """Return a split whose inputs and targets are the samples' positions."""
-    return Split(torch.arange(num_samples).unsqueeze(1), torch.arange(num_samples))
+    return TensorSplit(torch.arange(num_samples).unsqueeze(1), torch.arange(num_samples))
 
 
 def batches(num_samples: int, *, rank: int, world_size: int, **kwargs: int) -> GlobalBatches:
@@ -57,10 +58,10 @@ def samples(step: StepBatch) -> list[int]:
     """Return the samples of one rank's step in order, without placeholders."""
     found: list[int] = []
     for batch in step.micro_batches:
-        assert torch.equal(batch.inputs[:, 0], batch.targets)
-        count = len(batch.targets) * batch.weight
+        assert torch.equal(batch.data[0][:, 0], batch.data[1])
+        count = len(batch.data[1]) * batch.weight
         assert count == int(count)
-        found += batch.targets[: int(count)].tolist()
+        found += batch.data[1][: int(count)].tolist()
     return found
 
 
@@ -173,7 +174,7 @@ def test_accumulation_splits_a_share_evenly(world_size: int, grad_accum_steps: i
             )
             for index, (one, many) in enumerate(zip(plain.epoch(0), split.epoch(0), strict=True)):
                 assert samples(many) == samples(one)
-                sizes = [len(batch.inputs) for batch in many.micro_batches]
+                sizes = [len(batch.data[0]) for batch in many.micro_batches]
                 assert len(sizes) <= grad_accum_steps
                 assert max(sizes) - min(sizes) <= 1
                 assert min(sizes) >= 1
@@ -217,7 +218,7 @@ def test_what_is_left_over_makes_no_micro_batch_of_one_sample(
             num_randoms=3,
         )
         last = list(ours.epoch(0))[-1]
-        found = [len(batch.inputs) for batch in last.micro_batches]
+        found = [len(batch.data[0]) for batch in last.micro_batches]
         assert all(one <= most for one, most in zip(found, sizes, strict=False))
         assert ours.micro_size == 1 or min(found) > 1
         shapes = [None if one.randoms is None else one.randoms.shape for one in last.micro_batches]
@@ -234,9 +235,9 @@ def test_evaluation_counts_each_sample_once(world_size: int, num_samples: int) -
     seen: list[MicroBatch] = []
     for rank in range(world_size):
         ours = numbered(num_samples)
-        seen += eval_batches(ours, batch_size=4, rank=rank, world_size=world_size)
-    assert torch.cat([batch.targets for batch in seen]).tolist() == list(range(num_samples))
-    assert all(1 <= len(batch.inputs) <= 4 and batch.weight == 1.0 for batch in seen)
+        seen += eval_batches(ours, batch_size=4, rank=rank, world_size=world_size, seed=0)
+    assert torch.cat([batch.data[1] for batch in seen]).tolist() == list(range(num_samples))
+    assert all(1 <= len(batch.data[0]) <= 4 and batch.weight == 1.0 for batch in seen)
 
 
 def test_normalize_scales_images_and_leaves_floats() -> None:

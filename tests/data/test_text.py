@@ -150,8 +150,8 @@ def test_batches_of_similar_length_hold_each_sample_once(tmp_path: Path) -> None
         orders = [batches.order(epoch) for epoch in (0, 1)]
         assert all(order.sort().values.equal(torch.arange(450)) for order in orders)
         assert not orders[0].equal(orders[1])
-        ids = [step.micro_batches[0].inputs for step in batches.epoch(0)]
-        cut = [dataset.prepare(one, torch.device("cpu")) for one in ids]
+        pairs = [step.micro_batches[0].data for step in batches.epoch(0)]
+        cut = [dataset.prepare(pair, torch.device("cpu"))[0] for pair in pairs]
         padded[lengths is None] = sum(int(one.eq(0).sum()) for one in cut)
     assert padded[False] < padded[True] / 2
     lengths = dataset.eval.inputs.ne(0).sum(dim=1)

@@ -59,7 +59,7 @@ INVALID: dict[str, tuple[Any, str]] = {
     "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets, only "),
     "nothing": (Own(None), "returned a NoneType; it must return a mapping with train_inputs, "),
     "dict inputs": (Own(changed(train_inputs={"ids": 1})), "returned a dict as train_inputs"),
-    "no Dataset": (Own(GOOD, made=GOOD), "dataset=own made a dict of its tensors"),
+    "no Dataset": (Own(GOOD, made=GOOD), "dataset=own made a dict; its method dataset"),
     "fewer targets": (
         Own(changed(train_targets=torch.tensor([0]))),
         "has 4 train inputs and 1 train targets",

@@ -1,9 +1,10 @@
 """Build the train state of a rank from a command line, and train it by steps or by the loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from configs import resolved
@@ -13,7 +14,8 @@ from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import CheckpointConfig, Config, mode_needs
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Source, Split
+from ddp_runner.data.dataset import Dataset, Source, TensorSource
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
@@ -24,6 +26,7 @@ from ddp_runner.train.loop import train, train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.step import supervised
 
 # 27 samples in batches of 8: an epoch has three full batches, and a last one of three samples.
 SMALL = ("dataset.num_samples=27", "batch.global_size=8", "optimizer.lr=0.05")
@@ -76,7 +79,7 @@ def build(env: DistEnv, config: Config) -> TrainState:
 
     Samples and parameters have torch's default dtype.
     """
-    source = make("dataset", config.dataset, kind=Source)
+    source = make("dataset", config.dataset, kind=Source | TensorSource)
     data_root = Path(config.data_root)
     dataset = load_dataset(source, data_root=data_root, log=lambda _: None)
     if torch.get_default_dtype() != torch.float32:
@@ -89,11 +92,11 @@ def build(env: DistEnv, config: Config) -> TrainState:
     return build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
 
 
-def _cast(dataset: Dataset, split: Split) -> Split:
+def _cast(dataset: Dataset, split: TensorSplit) -> TensorSplit:
     dtype, targets = torch.get_default_dtype(), split.targets
     if targets.is_floating_point():
         targets = targets.to(dtype)
-    return Split(dataset.normalize(split.inputs).to(dtype), targets)
+    return TensorSplit(dataset.normalize(split.inputs).to(dtype), targets)
 
 
 def flat_weights(module: nn.Module) -> Tensor:
@@ -109,6 +112,17 @@ def at(state: TrainState, **position: Any) -> TrainState:
 def with_setup(state: TrainState, **changes: Any) -> TrainState:
     """Return the state with another setup."""
     return replace(state, setup=replace(state.setup, **changes))
+
+
+def loss_of(state: TrainState) -> Callable[[Any, Any], Tensor]:
+    """Return the loss of a state that takes the ordinary training step."""
+    loss: Callable[[Any, Any], Tensor] = cast("partial[Any]", state.setup.step).keywords["loss"]
+    return loss
+
+
+def with_loss(state: TrainState, loss: Callable[[Any, Any], Tensor]) -> TrainState:
+    """Return the state with another loss."""
+    return with_setup(state, step=partial(supervised, loss=loss))
 
 
 def equal(tree: Any, other: Any) -> bool:

@@ -18,7 +18,8 @@ from train_states import Trace, at
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import CheckpointConfig, Config, mode_needs
-from ddp_runner.data.dataset import Dataset, Split
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.metric_names import StepPart
@@ -93,9 +94,9 @@ def real_dataset() -> Dataset:
 def build(case: Case, config: Config, real: Dataset) -> TrainState:
     """Build a state as a rank does; inside `fake_gpus`."""
 
-    def without_numbers(split: Split) -> Split:
+    def without_numbers(split: TensorSplit) -> TensorSplit:
         inputs, targets = split.inputs, split.targets
-        return Split(
+        return TensorSplit(
             torch.empty(inputs.shape, dtype=inputs.dtype),
             torch.empty(targets.shape, dtype=targets.dtype),
         )
@@ -272,7 +273,7 @@ def test_data_may_lie_on_the_gpu_or_in_memory(
 ) -> None:
     """A small split lies on the rank's first GPU, a large one in memory; both are trained on."""
     if not is_near:
-        monkeypatch.setattr(building, "MOST_GPU_DATA_GIB", 0.0)
+        monkeypatch.setattr(building, "MOST_GPU_DATA", 0)
     config = case.config("dataset.augmentation.horizontal_flip=true")
     real = real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks):

@@ -167,15 +167,15 @@ def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
     def gradient() -> Tensor:
         return torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
 
-    loss, _ = forward(state, state.module, batch)
+    loss = forward(state, state.module, batch).loss_sum
     own = torch.autograd.grad(loss, parameters)  # leaves no trace in .grad, and calls no hook
     with state.setup.mode.no_sync(state.model):
-        forward(state, state.model, batch)[0].backward()
+        forward(state, state.model, batch).loss_sum.backward()
     skipped = gradient().clone()
-    forward(state, state.model, batch)[0].backward()
+    forward(state, state.model, batch).loss_sum.backward()
     accumulated = gradient().clone()
     state.optimizer.zero_grad(set_to_none=True)
-    forward(state, state.model, batch)[0].backward()
+    forward(state, state.model, batch).loss_sum.backward()
     return {
         "own": torch.cat([one.flatten() for one in own]),
         "skipped": skipped,

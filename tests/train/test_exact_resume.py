@@ -30,12 +30,22 @@ from run_folders import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_states import TOLERANCES, Trace, build, compose_config, equal, run_loop, with_setup
+from train_states import (
+    TOLERANCES,
+    Trace,
+    build,
+    compose_config,
+    equal,
+    loss_of,
+    run_loop,
+    with_loss,
+    with_setup,
+)
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.data.batches import GlobalBatches, StepBatch
-from ddp_runner.data.dataset import Split
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.state import TrainState
@@ -168,12 +178,19 @@ class Watched(GlobalBatches):
     drawn: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     held_until: Path | None = None  # no batch is taken before it exists
 
+    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
+        """Note each batch that the loop takes."""
+        yield from map(self.noted, super().epoch(epoch, start_step=start_step))
+
     def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
+        """Note a batch that is asked for by its number."""
+        return self.noted(super().step(epoch, index, order=order))
+
+    def noted(self, batch: StepBatch) -> StepBatch:
         """Note the batch's number and each sample's weight; its bytes identify a sample."""
-        batch = super().step(epoch, index, order=order)
         found, numbers = Counter[int](), sample_numbers(self.split)
         for micro in batch.micro_batches:
-            for one in micro.inputs if micro.weight else ():
+            for one in micro.data[0] if micro.weight else ():
                 found[numbers[one.numpy().tobytes()]] += micro.weight
         self.drawn.append((batch.number, dict(found)))
         while self.held_until is not None and not self.held_until.exists():
@@ -181,7 +198,7 @@ class Watched(GlobalBatches):
         return batch
 
 
-def sample_numbers(split: Split) -> dict[bytes, int]:
+def sample_numbers(split: TensorSplit) -> dict[bytes, int]:
     """Return the place of each sample by its bytes."""
     numbers = {one.numpy().tobytes(): number for number, one in enumerate(split.inputs)}
     assert len(numbers) == len(split)
@@ -218,11 +235,11 @@ def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = Fals
     """Go on from what the folder holds, with a checkpoint at each step. Collective."""
     state, drawn = watched(build(env, config))
     if with_scaler:  # its scale goes up and down, and some steps are not taken
-        large = state.setup.loss_fn
+        large = loss_of(state)
         scaler = torch.amp.GradScaler(
             "cpu", 2.0**120, growth_factor=2.0**20, backoff_factor=2.0**-30, growth_interval=1
         )
-        state = with_setup(state, loss_fn=lambda *both: LARGE * large(*both))
+        state = with_loss(state, lambda *both: LARGE * large(*both))
         state.scaler = scaler
     trace = run_loop(env, config, max_steps=None, folder=folder, state=state)
     dist.barrier()

@@ -83,7 +83,10 @@ INVALID: dict[str, tuple[tuple[str, ...], list[str]]] = {
     ),
     "another thing for a dataset": (
         (*TOY, "dataset._target_=torch.nn.Identity"),
-        ["dataset=random (torch.nn.Identity) builds an object of type Identity, not Source"],
+        [
+            "dataset=random (torch.nn.Identity)",
+            "Identity, not Source or TensorSource; name another",
+        ],
     ),
     "another thing for a mode": (
         (*TOY, "parallelism._target_=torch.nn.Identity"),

@@ -21,13 +21,15 @@ from train_states import (
     build,
     compose_config,
     flat_weights,
+    loss_of,
     run_loop,
     take_steps,
+    with_loss,
     with_setup,
 )
 
 from ddp_runner.config.schema import Config
-from ddp_runner.data.dataset import Split
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
@@ -144,7 +146,7 @@ def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str
     with torch.no_grad():
         data = state.setup.dataset.eval
         outputs = state.module(state.setup.dataset.normalize(data.inputs))
-        expected = {"eval/loss": float(state.setup.loss_fn(outputs, data.targets)) / len(data)}
+        expected = {"eval/loss": float(loss_of(state)(outputs, data.targets)) / len(data)}
         if classes is not None:
             from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 
@@ -183,10 +185,9 @@ def test_evaluation_counts_each_sample_once(keys: tuple[str, ...], world_size: i
 def multiplied(env: DistEnv, config: Config) -> torch.dtype:
     """Return the dtype of a loss that multiplies the outputs by a matrix in float32."""
     state = build(env, config)
-    state = with_setup(state, loss_fn=lambda outputs, _: (outputs @ torch.eye(5)).diagonal())
+    state = with_loss(state, lambda outputs, _: (outputs @ torch.eye(5)).diagonal())
     batch = next(state.setup.batches.epoch(0)).micro_batches[0]
-    loss: Tensor = forward(state, state.model, batch)[0]
-    return loss.dtype
+    return forward(state, state.model, batch).loss_sum.dtype
 
 
 def test_a_loss_may_compute_as_the_model_does() -> None:
@@ -198,7 +199,7 @@ def test_a_loss_may_compute_as_the_model_does() -> None:
 def evaluated_loss(env: DistEnv, config: Config, losses: list[float]) -> float:
     """Return the mean loss of an evaluation whose batches have these losses."""
     state, of_batches = build(env, config), iter(losses)
-    state = with_setup(state, loss_fn=lambda *_: torch.tensor(next(of_batches)))
+    state = with_loss(state, lambda *_: torch.tensor(next(of_batches)))
     return evaluate(state)[0]["eval/loss"]
 
 
@@ -232,8 +233,8 @@ def test_batchnorm_trains_on_what_an_epoch_leaves_over(
 def overflowing(env: DistEnv, config: Config) -> tuple[int, int]:
     """Take steps whose scaled gradients overflow at first; return updates and schedule steps."""
     state = build(env, config)
-    large = state.setup.loss_fn
-    state = with_setup(state, loss_fn=lambda *both: 2.0**20 * large(*both))
+    large = loss_of(state)
+    state = with_loss(state, lambda *both: 2.0**20 * large(*both))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=2.0**-30)
     state, updates = replace(state, scaler=scaler), 0
     for batch in state.setup.batches.epoch(0):
@@ -264,7 +265,7 @@ def diverge(env: DistEnv, config: Config, broken_sample: int | None) -> Trace:
     if broken_sample is not None:
         inputs = state.setup.dataset.train.inputs.clone()
         inputs[broken_sample] = torch.nan
-        split = Split(inputs, state.setup.dataset.train.targets)
+        split = TensorSplit(inputs, state.setup.dataset.train.targets)
         state = with_setup(state, batches=replace(state.setup.batches, split=split))
     return run_loop(env, config, max_steps=4 * STEPS_PER_EPOCH, state=state)
 

@@ -31,7 +31,7 @@ from train_states import (
 
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.config.schema import CheckpointConfig, Config
-from ddp_runner.data.dataset import Split
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.gradients import take_role
@@ -517,8 +517,8 @@ def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     content = snapshot(at(state, step=1), config)
     save_whatever(folder / "new", content)
     save_whatever(folder / "old", without("data")(content))
-    more = Split(data.train.inputs[:20], data.train.targets[:20])
-    fewer = Split(data.eval.inputs[:5], data.eval.targets[:5])
+    more = TensorSplit(data.train.inputs[:20], data.train.targets[:20])
+    fewer = TensorSplit(data.eval.inputs[:5], data.eval.targets[:5])
     others = {
         "train": replace(data, train=more),
         "eval": replace(data, eval=fewer),

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, Source, splits
+from ddp_runner.data.dataset import Augmentation, Dataset, TensorSource, splits
 from ddp_runner.errors import UserError, one_line
 
 REMEDY = "replace the file, or delete it to have it downloaded"
@@ -21,7 +21,7 @@ DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
 
 
-class _ImageSource(Source, Protocol):
+class _ImageSource(TensorSource, Protocol):
     """A source of images with classes: its facts are those of the ``Dataset``."""
 
     @property
@@ -46,7 +46,7 @@ def image_dataset(source: _ImageSource, tensors: Mapping[str, Tensor]) -> Datase
     )
 
 
-def require_at_least(source: Source, **least: int) -> None:
+def require_at_least(source: TensorSource, **least: int) -> None:
     """Reject fields of a source that are too small.
 
     Raises:

@@ -1,0 +1,78 @@
+"""The samples of a training or an evaluation split, and how they become batches."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The samples of one forward: which ones, and in which epoch."""
+
+    indices: Tensor | range  # int64 (batch,)
+    epoch: int = 0
+
+
+class Split(Protocol):
+    """Samples that are numbered from 0, wherever they are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where its batches are, and where indices are best."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
+        """Yield the batch of each piece, a tree of tensors; it may read ahead.
+
+        A sample's random numbers follow from the seed, its epoch and its index alone.
+
+        Raises:
+            UserError: a sample cannot be loaded.
+        """
+
+    def near(self, device: torch.device, *, most_bytes: float) -> "Split":
+        """Return the split on a GPU if it has at most so many bytes, else as it is."""
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """Samples in two tensors, in memory or memory-mapped; a batch is (inputs, targets)."""
+
+    inputs: Tensor  # (num_samples, ...); uint8 images: (num_samples, channels, height, width)
+    targets: Tensor  # int64 classes (num_samples,), or floats (num_samples, ...)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the samples."""
+        return self.inputs.device
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.inputs)
+
+    def load(self, pieces: Iterable[Piece], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs (batch, ...) and targets (batch, ...) of each piece.
+
+        The samples of a range are views.
+        """
+        for piece in pieces:
+            if isinstance(piece.indices, range):
+                rows = slice(piece.indices.start, piece.indices.stop)
+                yield self.inputs[rows], self.targets[rows]
+            else:
+                # On the CPU index_select is six times as fast as inputs[indices].
+                yield (
+                    self.inputs.index_select(0, piece.indices),
+                    self.targets.index_select(0, piece.indices),
+                )
+
+    def near(self, device: torch.device, *, most_bytes: float) -> "TensorSplit":
+        """Return the split on a GPU if it is small enough, else as it is."""
+        if device.type != "cuda" or self.inputs.nbytes + self.targets.nbytes > most_bytes:
+            return self
+        return TensorSplit(self.inputs.to(device), self.targets.to(device))

@@ -1,0 +1,64 @@
+"""Batches as trees: tensors in tuples, lists, mappings and dataclasses, nested at will."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return the tree with the function's result in place of each tensor.
+
+    Other leaves, such as texts and None, stay as they are.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
+        return type(tree)(*(map_tensors(function, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(function, value) for value in tree)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        names = [one.name for one in fields(tree) if one.init]
+        return replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
+    return tree
+
+
+def tensors_of(tree: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tree in its order, each with its place: "image", "0.mask"."""
+    if isinstance(tree, Tensor):
+        yield place.lstrip("."), tree
+        return
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        parts = tree.items()
+    elif isinstance(tree, list | tuple):
+        parts = enumerate(tree)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        parts = [(one.name, getattr(tree, one.name)) for one in fields(tree)]
+    for key, part in parts:
+        yield from tensors_of(part, f"{place}.{key}")
+
+
+def first_tensor(tree: Any) -> Tensor | None:
+    """Return the first tensor of a tree; None: it has none."""
+    return next((tensor for _, tensor in tensors_of(tree)), None)
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Return the tree with its tensors on the device; from pinned memory without waiting."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+
+
+def shape_of(tree: Any) -> str:
+    """Return a tree's shapes and dtypes in words, for messages."""
+    if isinstance(tree, Tensor):
+        return f"{tuple(tree.shape)} of {str(tree.dtype).removeprefix('torch.')}"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key}: {shape_of(value)}" for key, value in tree.items()) + "}"
+    if isinstance(tree, list | tuple):
+        return "(" + ", ".join(map(shape_of, tree)) + ")"
+    return f"a {type(tree).__name__}"

@@ -1,0 +1,89 @@
+"""The training step: what a run computes for a batch before the backward. Users bring their own.
+
+The key ``train.step`` names it. The ordinary one, ``supervised``, is the default and the example.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_runner.data.trees import first_tensor, shape_of, to_device
+from ddp_runner.errors import UserError
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step returns for one batch.
+
+    The runner divides sums by the count over all micro-batches and ranks, so that every split of a
+    global batch takes the same step. Evaluation uses the same function, without gradients.
+    """
+
+    loss_sum: Tensor  # a scalar: the loss, summed over what is counted
+    count: int | Tensor  # samples, or tokens with batch.count=tokens
+    outputs: Any = None  # for the metrics; None: no metrics of outputs
+    targets: Any = None  # for the metrics
+    # More sums over what is counted, logged per sample or token as train/NAME and eval/NAME.
+    scalars: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+StepFunction = Callable[[nn.Module, Any], Step]
+
+
+def supervised(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    targets: str | None = None,
+) -> Step:
+    """Return the loss of the model's outputs: the ordinary training step.
+
+    Args:
+        model: called with the inputs: a tensor, the items of a tuple, or a mapping as keywords.
+        batch: the pair (inputs, targets), or a mapping.
+        loss: (outputs, targets) -> the sum over the samples, a scalar: the key model.loss.
+        targets: the key of a mapping that holds the targets; the model gets all the others.
+
+    Raises:
+        UserError: the batch is no pair, or has no such key.
+    """
+    if targets is not None and isinstance(batch, Mapping) and targets in batch:
+        inputs = {key: value for key, value in batch.items() if key != targets}
+        expected = batch[targets]
+    elif targets is None and isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, expected = batch
+    else:
+        raise UserError(_misfit(batch, targets))
+    if isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        outputs = model(*inputs)
+    else:
+        outputs = model(inputs)
+    produced = first_tensor(outputs)
+    if produced is not None:  # a model on several devices ends on the last of them
+        expected = to_device(expected, produced.device)
+    labels = first_tensor(expected)
+    if labels is None:
+        raise UserError(
+            f"the targets of the dataset's batches are {shape_of(expected)}; return tensors, or "
+            "write a training step of your own: train.step=my_package.step"
+        )
+    return Step(loss(outputs, expected), len(labels), outputs=outputs, targets=expected)
+
+
+def _misfit(batch: Any, targets: str | None) -> str:
+    found = f"a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        found += f" with {', '.join(map(str, batch))}"
+    elif isinstance(batch, tuple | list):
+        found += f" of {len(batch)}"
+    wanted = "a pair (inputs, targets)" if targets is None else f"a mapping with {targets}"
+    return (
+        f"the ordinary training step takes {wanted}, and the dataset's batches are {found}; write "
+        "train.step={_target_:ddp_runner.train.step.supervised,targets:KEY} for a mapping, or a "
+        "step of your own: train.step=my_package.step"
+    )
