@@ -18,6 +18,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import Split
+from ddp_runner.errors import UserError
 from ddp_runner.rank.session import Session
 
 MOST_GPU_DATA_BYTES = 2.0 * 2**30  # samples up to this size move to the GPU once
@@ -79,10 +80,17 @@ def build_batches(
         options: see ``LoaderSplit``.
 
     Raises:
-        UserError: there are fewer samples than ranks.
+        UserError: the dataset is not map-style, or has fewer samples than there are ranks.
     """
     env, device = session.env, session.devices[0]
-    split: Split = dataset if hasattr(dataset, "load") else LoaderSplit(name, dataset, **options)
+    split: Split = dataset
+    if not (hasattr(dataset, "load") and hasattr(dataset, "near")):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(
+                f"run.loader takes a dataset with __len__ and __getitem__, and {name} got a "
+                f"{type(dataset).__name__}; give a map-style torch.utils.data.Dataset"
+            )
+        split = LoaderSplit(name, dataset, **options)
     validate_num_samples(type(dataset).__name__, len(split), ranks=env.world_size)
     return GlobalBatches(
         split=split.near(device, most_bytes=MOST_GPU_DATA_BYTES),

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.store import latest_checkpoint
 from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.distributed import StopVote, from_rank_zero, sum_over_ranks
+from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
@@ -24,7 +23,7 @@ from ddp_runner.own_loop.build import (
 )
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
-from ddp_runner.own_loop.saved_state import load_state, state_of, validate_objects
+from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
@@ -38,14 +37,11 @@ class Run:
     from then on each draws its own.
 
     Attributes:
-        rank: from 0 to world_size - 1.
-        world_size: number of ranks.
+        rank, world_size: this rank, from 0, and how many there are.
         is_rank_zero: whether this rank logs and saves.
-        devices: of this rank, as its mode of parallelism wants them.
-        device: the first of them.
-        config: the resolved config. Of its keys under train, the runner itself applies only
-            deterministic and num_threads; under checkpoint, it applies every_steps, keep, monitor
-            and mode.
+        devices, device: of this rank, as its mode of parallelism wants them; the first of them.
+        config: the resolved config. Of its keys under train, the runner itself applies
+            deterministic and num_threads alone; under checkpoint all but every_epochs.
         seed: ``config.seed``.
         run_dir: the run's folder.
     """
@@ -70,10 +66,9 @@ class Run:
         self._is_stopped = False
 
     def model(self, **arguments: Any) -> nn.Module:
-        """Return the model of the config's group on this rank's devices, not wrapped.
+        """Return the config's model on this rank's devices, not wrapped; arguments win over keys.
 
-        The arguments win over the keys. ``model.weights`` is loaded on rank 0, and ``wrap`` sends
-        it to the others.
+        Rank 0 loads ``model.weights``, and ``wrap`` sends them to the others.
 
         Raises:
             UserError: the keys do not fit the model, or the weights do not.
@@ -170,17 +165,13 @@ class Run:
             )
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects)
-        folder, log = self._session.run_dir.checkpoints, self._session.log
-        path = from_rank_zero(lambda: latest_checkpoint(folder, log=log))
         seed_rng(derive(self.seed, "own loop", self.rank))
-        if path is not None:
-            self._step, has_rng = load_state(
-                self._objects, path, task=self.config.task, rank=self.rank, device=self.device
-            )
-            log(f"resumed from {path}, step {self._step}")
-            if not has_rng:
-                log("the number of ranks differs from the checkpoint's: each draws anew")
-        self._begin(resume_step=None if path is None else self._step)
+        resume_step = load_newest(self._objects, self._session)
+        self._step = resume_step or 0
+        note_restart(self._session, step=self._step)
+        self._records = Records(
+            self._session, uses=self._uses, resume_step=resume_step, stack=self._stack
+        )
         return self._step
 
     def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
@@ -222,9 +213,8 @@ class Run:
             raise UserError(
                 "run.save has nothing to save; call run.restore(NAME=OBJECT, …) before the loop"
             )
-        records, task = self._recording(), self.config.task
-        content = state_of(self._objects, task=task, step=self._at(step), device=self.device)
-        records.save(content, step=step)
+        content = state_of(self._objects, self._session, step=self._at(step))
+        self._recording().save(content, step=step)
         self._saved_step = step
 
     def should_stop(self, step: int) -> bool:
@@ -248,12 +238,8 @@ class Run:
             UserError: the file cannot be written.
         """
         if self.is_rank_zero:
-            state, metrics = bare(module), self._recording().metrics
-            assert isinstance(state, nn.Module)
-            path = self._session.run_dir.export
-            export_weights(
-                path, state.state_dict(), step=self._step, metrics=json_safe(dict(metrics))
-            )
+            state, metrics = bare(module).state_dict(), json_safe(self._recording().metrics)
+            export_weights(self._session.run_dir.export, state, step=self._step, metrics=metrics)
 
     def _at(self, step: int) -> int:
         self._step = step
@@ -264,12 +250,6 @@ class Run:
             self.restore()
         assert self._records is not None
         return self._records
-
-    def _begin(self, *, resume_step: int | None) -> None:
-        note_restart(self._session, step=self._step)
-        self._records = Records(
-            self._session, uses=self._uses, resume_step=resume_step, stack=self._stack
-        )
 
 
 def finish(run: Run) -> Status:

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from ddp_runner.checkpoint.plain_data import reject_sharded
-from ddp_runner.checkpoint.store import load_checkpoint
-from ddp_runner.distributed import gather_objects
+from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
+from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
 from ddp_runner.rank.rng import rng_state, set_rng_state
+from ddp_runner.rank.session import Session
 
 PARTS = {"task", "step", "objects", "rng"}
 
@@ -31,16 +32,13 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
             )
 
 
-def state_of(
-    objects: Mapping[str, Any], *, task: str, step: int, device: torch.device
-) -> dict[str, Any]:
+def state_of(objects: Mapping[str, Any], session: Session, *, step: int) -> dict[str, Any]:
     """Return the state of the objects and of all ranks' random numbers. Collective.
 
     Args:
         objects: by name; rank 0's state is the one that is saved.
-        task: whose objects they are.
+        session: of this rank.
         step: steps taken.
-        device: the rank's first.
 
     Raises:
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard. Such a
@@ -59,23 +57,41 @@ def state_of(
         for name, value in objects.items()
     }
     reject_sharded(states)
-    rng = gather_objects(rng_state(device))
-    return {"task": task, "step": step, "objects": states, "rng": rng}
+    rng = gather_objects(rng_state(session.devices[0]))
+    return {"task": session.config.task, "step": step, "objects": states, "rng": rng}
 
 
-def load_state(
-    objects: Mapping[str, Any], path: Path, *, task: str, rank: int, device: torch.device
-) -> tuple[int, bool]:
-    """Load a checkpoint into the objects, and this rank's random numbers.
+def load_newest(objects: Mapping[str, Any], session: Session) -> int | None:
+    """Load the run's newest valid checkpoint, if it has any. Collective: every rank must call.
 
     Returns:
-        The steps taken, and whether the random numbers were loaded: they are only if the number of
-        ranks is the checkpoint's.
+        The steps taken; None if the run begins at step 0.
 
     Raises:
-        UserError: the checkpoint has other objects, or one does not fit.
+        UserError: the checkpoint does not fit the objects, or every checkpoint is damaged.
     """
+    folder, log = session.run_dir.checkpoints, session.log
+    path = from_rank_zero(lambda: latest_checkpoint(folder, log=log))
+    if path is None:
+        if session.config.resume is not None:
+            log(f"{folder} holds no checkpoint: the run begins at step 0")
+        return None
     content: Any = load_checkpoint(path)
+    _load(objects, content, path, task=session.config.task)
+    if len(content["rng"]) == session.env.world_size:
+        set_rng_state(content["rng"][session.env.rank], session.devices[0])
+    else:
+        log("the world size differs from the checkpoint's: each rank draws new random numbers")
+    log(f"resumed from {path}, step {content['step']}")
+    return int(content["step"])
+
+
+def _load(objects: Mapping[str, Any], content: Any, path: Path, *, task: str) -> None:
+    """Load the objects' states from a checkpoint's content.
+
+    Raises:
+        UserError: it is of another task, has other objects, or one does not fit.
+    """
     if not isinstance(content, dict) or not content.keys() >= PARTS or content["task"] != task:
         made_by = content.get("task", "train") if isinstance(content, dict) else "no task"
         raise UserError(
@@ -98,10 +114,6 @@ def load_state(
         except Exception as error:  # of anybody's class: any kind
             reason = str(error) if isinstance(error, UserError) else typed(error)
             raise UserError(f"checkpoint {path} does not fit {name}: {reason}") from error
-    has_all_ranks = len(content["rng"]) == torch.distributed.get_world_size()
-    if has_all_ranks:
-        set_rng_state(content["rng"][rank], device)
-    return int(content["step"]), has_all_ranks
 
 
 def _listed(names: Any) -> str:

@@ -1,11 +1,13 @@
 """Modules under the run's mode of parallelism, in a loop that the runner does not know."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
-def bare(module: object) -> object:
+def bare(module: Any) -> Any:
     """Return the module that a mode has wrapped; anything else as it is."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return module.module

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -174,12 +174,19 @@ def progress(
 
 
 def end_summary(
-    status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path, title: str = ""
+    status: str,
+    metrics: Mapping[str, Any],
+    *,
+    wall_s: float,
+    run_dir: Path,
+    title: str = "",
+    allowed: Sequence[str] = (),
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
-    not finite. `wall_s` is what this command took.
+    not finite. `wall_s` is what this command took. A resumed run allows nothing by itself, so the
+    command to go on names what this one allowed.
     """
     known = [name for name, value in metrics.items() if value is not None]
     results = {name: metrics[name] for name in headlines(known)}
@@ -197,7 +204,9 @@ def end_summary(
             else:
                 lines.append(f"  {part}")
     if status == Status.PREEMPTED:
-        lines.append(f"go on: python -m ddp_runner {RunDir(run_dir).resume_argument}")
+        again = [RunDir(run_dir).resume_argument]
+        again += [f'"allowed_targets=[{",".join(allowed)}]"'] if allowed else []
+        lines.append(f"go on: python -m ddp_runner {' '.join(again)}")
     if not title:
         folder = shown_path(run_dir)
         # The folder below which TensorBoard shows the run by its name.

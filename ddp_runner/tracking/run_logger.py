@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self, Unpack
 
+import yaml
+
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.host.load import load_record, measure_load
@@ -63,6 +65,7 @@ class RunLogger:
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
         config_text = run_dir.config.read_text(encoding="utf-8")
+        self._config_text = config_text
         self._tracker = Tracker(run_dir.path, config_text=config_text, resume_step=resume_step)
         self._progress = progress(
             max_steps,
@@ -138,7 +141,13 @@ class RunLogger:
             )
         wall_s = time.time() - self._started_at  # of this session: what this command took
         folder, title = self._run_dir.path, self._title
-        print(end_summary(status, metrics, wall_s=wall_s, run_dir=folder, title=title), flush=True)
+        allowed: list[str] = []
+        if status == Status.PREEMPTED:
+            allowed = yaml.safe_load(self._config_text).get("allowed_targets", allowed)
+        summary = end_summary(
+            status, metrics, wall_s=wall_s, run_dir=folder, title=title, allowed=allowed
+        )
+        print(summary, flush=True)
 
 
 Logger = NullLogger | RunLogger
