@@ -192,7 +192,9 @@ def end_summary(
     results = {name: metrics[name] for name in headlines(known)}
     took = f"{status} in {wall_s:.1f} s"
     if title:
-        rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
+        parts = _parts(results, evaluated=_first_evaluated(results))
+        parts = parts or [f"{name} {value:.4f}" for name, value in results.items()]
+        rest = "  ".join([took, *parts])
         if width := line_width(sys.stdout):
             title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]

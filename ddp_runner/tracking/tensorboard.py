@@ -134,8 +134,9 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
         experiment.experiment.hparam_infos.add(
             name=key, type=DataType.Value(f"DATA_TYPE_{kind}"), differs=key in shown
         )
-    if has_own_loop(config.get("task", "train")):  # its metrics are not known yet
-        return _hparams_summary(experiment=experiment, session_start_info=start)
+    if has_own_loop(config.get("task", "train")):
+        # Nobody knows its metrics yet. Without a list TensorBoard collects them from the runs.
+        return _hparams_summary(session_start_info=start)
     has_classes = config.get("dataset", {}).get("num_classes") is not None
     # All of them: TensorBoard uses the list of one run for all runs that it shows.
     for metric in sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes):
