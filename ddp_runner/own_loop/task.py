@@ -97,7 +97,8 @@ def _log_start(session: Session) -> None:
     config, job = session.config, session.job
     for warning in job.warnings:
         session.log(f"warning: {warning}")
-    arguments = ", ".join(f"{key}={value}" for key, value in config.loop.items())
+    written = job.secrets.written(config).loop
+    arguments = ", ".join(f"{key}={value}" for key, value in written.items())
     facts = {
         "run": "" if job.run_dir else str(shown_path(session.run_dir.path)),
         "task": f"{config.task}({arguments})",

@@ -134,8 +134,9 @@ def assert_same(run: Path, other: Path) -> None:
 
 
 def test_a_stopped_gan_goes_on(tmp_path: Path) -> None:
-    """SIGTERM: the step is finished and saved; the printed command continues the run."""
-    with background(*GAN, "world_size=2", folder=tmp_path, environ=HERE) as process:
+    """SIGTERM: the step is finished and saved; the same command again continues the run."""
+    command = (*GAN, "world_size=2", "resume=auto")
+    with background(*command, folder=tmp_path, environ=HERE) as process:
         wait_for(lambda: last_step(tmp_path) >= 10)
         process.send_signal(signal.SIGTERM)
         stopped = wait_for_end(process, tmp_path)
@@ -144,10 +145,8 @@ def test_a_stopped_gan_goes_on(tmp_path: Path) -> None:
     fields = record(run)
     assert (fields["status"], [fields["step"]]) == ("preempted", checkpoint_steps(run)[-1:])
     assert f'resume={run} "allowed_targets=[examples.gan]"' in stopped.stdout
-    again = run_command(
-        f"resume={run}", "allowed_targets=[examples.gan]", folder=tmp_path, environ=HERE
-    )
-    assert again.exit_code == 0
+    again = run_command(*command, folder=tmp_path, environ=HERE)
+    assert again.exit_code == 0, again.stderr
     assert f"step {fields['step']}" in rank_log(run).partition("resumed from")[2]
     assert (record(run)["status"], record(run)["step"]) == ("completed", STEPS)
 
