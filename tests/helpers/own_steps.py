@@ -12,6 +12,19 @@ from torch.utils.data import Dataset
 from ddp_runner.train.step import Step
 
 NUM_WORDS = 12
+# The command line of a model that classifies each word.
+WORDS = (
+    "dataset=torch_dataset",
+    "dataset.train={_target_:own_steps.Sentences,size:27}",
+    "dataset.eval={_target_:own_steps.Sentences,size:10}",
+    "dataset.collate_fn={_target_:own_steps.padded,_partial_:true}",
+    "model=toy",
+    "model._target_=own_steps.Tagger",
+    "train.step=own_steps.tag",
+    "batch.count=tokens",
+    "optimizer.lr=0.5",
+    "allowed_targets=[own_steps]",
+)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from configs import config_error
-from own_steps import Sentences, Tagger, padded
+from own_steps import WORDS, Sentences, Tagger, padded
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,18 +21,6 @@ from ddp_runner.train.losses import mse
 from ddp_runner.train.step import supervised
 
 OWN = "allowed_targets=[own_steps]"
-WORDS = (
-    "dataset=torch_dataset",
-    "dataset.train={_target_:own_steps.Sentences,size:27}",
-    "dataset.eval={_target_:own_steps.Sentences,size:10}",
-    "dataset.collate_fn={_target_:own_steps.padded,_partial_:true}",
-    "model=toy",
-    "model._target_=own_steps.Tagger",
-    "train.step=own_steps.tag",
-    "batch.count=tokens",
-    "optimizer.lr=0.5",
-    OWN,
-)
 
 
 def of(name: str, *keys: str) -> tuple[str, ...]:
@@ -238,12 +226,20 @@ def traced(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "grad_accum_steps", "workers"), [(1, 1, 0), (1, 3, 0), (3, 1, 0), (3, 1, 1)]
+    ("world_size", "grad_accum_steps", "workers", "step"),
+    [(1, 1, 0, "own"), (1, 3, 0, "own"), (3, 1, 0, "own"), (3, 1, 1, "own"), (3, 1, 0, "ordinary")],
 )
-def test_every_token_weighs_the_same(world_size: int, grad_accum_steps: int, workers: int) -> None:
+def test_every_token_weighs_the_same(
+    world_size: int, grad_accum_steps: int, workers: int, step: str
+) -> None:
     """However sentences of 1 to 7 words are split over ranks and micro-batches."""
+    ordinary = (
+        "train.step=ddp_runner.train.step.supervised",
+        "model.loss=ddp_runner.train.losses.cross_entropy",
+    )
     config = compose_config(
         *WORDS,
+        *(ordinary if step == "ordinary" else ()),
         "batch.global_size=9",
         f"train.grad_accum_steps={grad_accum_steps}",
         f"dataset.num_workers={workers}",
