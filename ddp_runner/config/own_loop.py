@@ -3,10 +3,11 @@
 Such a function builds what it likes, so the groups need not fit each other.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from ddp_runner.config.schema import RUNNER_KEYS, Config, mode_needs
+from ddp_runner.config.schema import RUNNER_KEYS, Config, TrainConfig, leaves, mode_needs
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import is_lower_better
 
@@ -18,17 +19,25 @@ def has_own_loop(task: str) -> bool:
     return "." in task
 
 
-def only_used(config: Mapping[str, Any], *, uses: Collection[str] | None) -> dict[str, Any]:
-    """Return a config without the groups that the user's own loop did not build from.
+def only_used(keys: Mapping[str, Any], *, uses: Any) -> dict[str, Any]:
+    """Return dotted keys without those that the user's own loop has left as they were.
+
+    It trains nothing by itself, so a default under train says nothing about it, nor does a group
+    that it did not build from.
 
     Args:
-        config: top-level keys and their values, or dotted keys and theirs.
+        keys: of a config, with their values.
         uses: the groups that it used, as run.json has them; anything else for another task.
     """
-    if not isinstance(uses, list | tuple) or not has_own_loop(str(config.get("task"))):
-        return dict(config)
-    unused = RUNNER_KEYS.keys() - {"parallelism", *uses}
-    return {key: value for key, value in config.items() if key.partition(".")[0] not in unused}
+    if not isinstance(uses, list) or not has_own_loop(str(keys.get("task"))):
+        return dict(keys)
+    unused = RUNNER_KEYS.keys() - {"parallelism", *map(str, uses)}
+    defaults = dict(leaves({"train": asdict(TrainConfig())}))
+    return {
+        key: value
+        for key, value in keys.items()
+        if key.partition(".")[0] not in unused and (key not in defaults or value != defaults[key])
+    }
 
 
 def validate_own_loop(config: Config) -> None:

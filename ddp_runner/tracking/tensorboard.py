@@ -82,10 +82,7 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
         return cards
     varied = {part.partition("=")[0].lstrip("+~") for part in run_dir.name.split(",")}
     if has_own_loop(task):
-        config = only_used(config, uses=record.get("uses"))
-        # Such a loop may read a key of train, but the others would say what no loop has done.
-        train = config.get("train", {}).items()
-        config["train"] = {key: value for key, value in train if f"train.{key}" in varied}
+        config = only_used(dict(leaves(config)), uses=record.get("uses"))
     return [*cards, session_start(config, varied=varied)]
 
 

@@ -200,7 +200,7 @@ def test_a_sweeps_jobs_show_first_what_they_vary(tmp_path: Path) -> None:
 
 def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
     """Its arguments and the groups that it built from, not those that it left; its own metrics."""
-    own = {"task": "mine.train", "loop": {"latent": 8, "width": 4}}
+    own = {"task": "mine.train", "train": {"epochs": 10, "max_steps": 7}}  # 10 is the default
     wanted = {}
     for latent in (8, 16):
         run_dir = tmp_path / f"loop.latent={latent}"
@@ -214,8 +214,10 @@ def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
         shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
         rows = session_groups(url)
     assert [one["name"] for one in shown if one["differs"]] == ["loop.latent"]
-    groups = {one["name"].partition(".")[0] for one in shown}
-    assert groups == {"world_size", "seed", "batch", "dataset", "parallelism", "loop"}
+    names = {one["name"] for one in shown}
+    groups = {name.partition(".")[0] for name in names}
+    assert groups == {"world_size", "seed", "batch", "dataset", "parallelism", "loop", "train"}
+    assert {name for name in names if name.startswith("train.")} == {"train.max_steps"}
     assert [row["metricValues"][0]["value"] for row in rows.values()] == [0.5, 0.5]
 
 
