@@ -146,7 +146,8 @@ class Run:
     def restore(self, **objects: Any) -> int:
         """Name what a checkpoint holds, and load the newest one if the run has any.
 
-        Call it once, before the loop. Collective: every rank must call.
+        Call it once, before the loop, even with nothing to save: the run's records begin here.
+        Collective: every rank must call.
 
         Args:
             objects: whatever has ``state_dict`` and ``load_state_dict``: modules, optimizers,
@@ -159,10 +160,7 @@ class Run:
             UserError: an object has no state, or the checkpoint does not fit.
         """
         if self._records is not None:
-            raise UserError(
-                "run.restore was called after the loop had begun; call it once, before run.log, "
-                "run.save and run.should_stop"
-            )
+            raise UserError("run.restore was called twice; call it once, with all that is saved")
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects)
         seed_rng(derive(self.seed, "own loop", self.rank))
@@ -210,9 +208,7 @@ class Run:
             UserError: ``restore`` has named nothing, or a parameter is not finite.
         """
         if not self._objects:
-            raise UserError(
-                "run.save has nothing to save; call run.restore(NAME=OBJECT, …) before the loop"
-            )
+            raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
         content = state_of(self._objects, self._session, step=self._at(step))
         self._recording().save(content, step=step)
         self._saved_step = step
@@ -246,15 +242,19 @@ class Run:
         return step
 
     def _recording(self) -> Records:
-        if self._records is None:
-            self.restore()
-        assert self._records is not None
+        if self._records is None:  # log may be called on one rank, restore not
+            raise UserError(
+                "the loop began without run.restore; call it before, with what a checkpoint holds, "
+                "as in step = run.restore(model=model), or with nothing"
+            )
         return self._records
 
 
 def finish(run: Run) -> Status:
     """Write how a run ended whose function has returned. Collective: every rank must call."""
     run._vote.close()
+    if run._records is None:
+        run.restore()
     status = Status.PREEMPTED if run._is_stopped else Status.COMPLETED
     run._recording().finish(status, step=run._step, loaders=run._loaders)
     return status

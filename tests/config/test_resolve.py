@@ -121,6 +121,7 @@ INVALID = [
      "allowed_targets=[torch.save]"),
     ("task=mine..train allowed_targets=[mine]",
      "task (mine..train) is not a dotted name; write PACKAGE.MODULE.FUNCTION"),
+    ("loop.latent=64", "loop.latent is an argument that no YAML gives; write +loop.latent=VALUE"),
     ("+loop.latent=64",
      "loop.latent is an argument of a function of your own and task is train; write "
      "task=PACKAGE.MODULE.FUNCTION, or leave it out"),

@@ -4,12 +4,12 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
-from commands import CommandResult, background, error_line, run_command, wait_for, wait_for_end
+from commands import CommandResult, background, run_command, wait_for, wait_for_end
 from injection import At, Fault, inject, kill_tree, send_signal
+from own_loops import run_function
 from run_folders import (
     checkpoint_dir,
     checkpoint_steps,
@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"PYTHONPATH": str(ROOT)}  # where examples.gan is found
-SMALL = ("loop.width=16", "loop.latent=16", "loop.epochs=2")
+SMALL = ("loop.width=16", "loop.latent=16", "loop.epochs=2", "train.num_threads=1")
 GAN = (f"--config-dir={ROOT}/examples/gan/conf", "experiment=gan", *SMALL)
 COMPARE = (sys.executable, "-m", "ddp_runner.compare")
 STEPS = 46  # two epochs of 1437 digits
@@ -36,20 +36,6 @@ CHOICES = ("world_size=2", "checkpoint.every_steps=7", "checkpoint.keep=99")
 def gan(*args: str, folder: Path, **options: object) -> CommandResult:
     """Run the GAN to its end."""
     return run_command(*GAN, *args, folder=folder, environ=HERE, **options)
-
-
-def own(source: str, *args: str, folder: Path) -> CommandResult:
-    """Run a function ``train`` of a module ``mine`` on two ranks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mine.py").write_text(dedent(source))
-    return run_command(
-        "task=mine.train",
-        "allowed_targets=[mine]",
-        "world_size=2",
-        *args,
-        folder=folder,
-        environ={"PYTHONPATH": str(folder)},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +162,11 @@ def test_a_mistake_in_the_function_is_one_line_with_its_place(tmp_path: Path) ->
         return torch.cat([a, b])
 
     def train(run):
+        run.restore()
         run.log({"loss": 1.0}, step=1)
         mix(torch.zeros(2, 3), torch.zeros(2, 4))
     """
-    result = own(source, folder=tmp_path)
+    result = run_function(source, folder=tmp_path)
     assert result.exit_code == 1
     (line,) = [one for one in result.stderr.splitlines() if one.startswith("error: ")]
     assert "raised RuntimeError: Sizes of tensors must match" in line
@@ -190,7 +177,8 @@ def test_a_mistake_in_the_function_is_one_line_with_its_place(tmp_path: Path) ->
 def test_a_loop_that_never_asks_still_ends(tmp_path: Path) -> None:
     """After launch.shutdown_timeout_s, without a checkpoint."""
     (tmp_path / "mine.py").write_text(
-        "import time\n\ndef train(run):\n    run.log({'a': 1.0}, step=1)\n    time.sleep(600)\n"
+        "import time\n\ndef train(run):\n    run.restore()\n"
+        "    run.log({'a': 1.0}, step=1)\n    time.sleep(600)\n"
     )
     with background(
         "task=mine.train",
@@ -208,12 +196,4 @@ def test_a_loop_that_never_asks_still_ends(tmp_path: Path) -> None:
     assert (fields["status"], fields["error"]["sentence"]) == (
         "preempted",
         "ended without a checkpoint",
-    )
-
-
-def test_arguments_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    """Reported by the ranks, since only they import the function."""
-    source = "def train(run, *, latent):\n    pass\n"
-    assert "mine.train needs loop.latent; add +loop.latent=VALUE" in error_line(
-        own(source, folder=tmp_path)
     )
