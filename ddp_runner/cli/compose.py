@@ -115,13 +115,19 @@ def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Jo
             code=invocation.code,
             overrides=overrides,
             secrets=secrets,
-            choices={
-                str(group): str(option)
-                for group, option in node.runtime.choices.items()
-                if option is not None and "/" not in str(group)
-            },
+            choices=_choices(node, config),
             warnings=(*invocation.warnings, *map(secrets.hide, warnings)),
         )
+
+
+def _choices(node: HydraConf, config: Config) -> dict[str, str]:
+    """Return the option of each group; of ``metrics``, which Hydra leaves out, a list."""
+    choices = {
+        str(group): str(option)
+        for group, option in node.runtime.choices.items()
+        if option is not None and "/" not in str(group)
+    }
+    return choices | {"metrics": f"[{','.join(config.metrics)}]"} if config.metrics else choices
 
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:

@@ -14,7 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from ddp_runner.cli.command_line import known_keys, nearest_key
-from ddp_runner.config.schema import KINDS, Config
+from ddp_runner.config.schema import CONFIG_DIR, KINDS, Config
 from ddp_runner.errors import UserError
 
 OURS = "ddp_runner"
@@ -121,7 +121,8 @@ def _missing_option(error: BaseException) -> str | None:
         return None
     if "optuna" in option:
         return f"{group}={option} needs Hydra's Optuna plugin; pip install 'ddp-runner[optuna]'"
-    options = list(error.options or [])
+    # Of an option in a list, as in metrics=[auc,top_k], Hydra does not say what there is.
+    options = list(error.options or sorted(one.stem for one in (CONFIG_DIR / group).glob("*.yaml")))
     if not options:
         return f"{group}={option} does not exist, and a YAML's defaults name it"
     meant = nearest_key(option, options)

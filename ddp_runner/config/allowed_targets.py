@@ -23,6 +23,7 @@ OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.train.schedules": (ast.FunctionDef,),
     "ddp_runner.train.losses": (ast.FunctionDef,),
     "ddp_runner.train.step": (ast.FunctionDef,),
+    "ddp_runner.metrics": (ast.ClassDef,),
 }
 # Of torch only these modules, and in each only the subclasses of one class: see ``instantiate``.
 # Other modules load files (torch.load, torch.hub), run commands (torch.utils) or compile code.
