@@ -157,6 +157,13 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     model, dataset, data_root = config.model, config.dataset, Path(config.data_root)
     if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
         raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
+    for metric, keys in config.metrics.items():
+        is_theirs = str(keys["_target_"]).startswith("torchmetrics.")
+        if is_theirs and importlib.util.find_spec("torchmetrics") is None:
+            raise UserError(
+                f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
+                "installed; pip install 'ddp-runner[metrics]'"
+            )
     if (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
         raise UserError(
             f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "

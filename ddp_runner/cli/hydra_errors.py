@@ -44,6 +44,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      r"\2 comes from \1, which this dataset does not have; choose another dataset, or set \2"),
     (r"Cannot merge DictConfig with ListConfig",
      "a YAML holds a list where keys belong; write KEY: VALUE in it"),
+    (r'can only concatenate str \(not "dict"\) to str',
+     "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
     (r"Exceeds the limit \((\d+) digits\) for integer", r"a number has more than \1 digits"),
 )  # fmt: skip
 
@@ -140,6 +142,8 @@ def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
     if package:
         return f"{match[1]} puts {key} where no run reads it; write {key}=OPTION, without @"
     known = known_keys(arguments)
+    if key in known:
+        return f"{key} has no key of this name yet; write +{key}.KEY=VALUE"
     meant, parent = nearest_key(key, known), key.rpartition(".")[0]
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
     hint = "see --help for all keys"
