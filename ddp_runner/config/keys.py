@@ -64,7 +64,8 @@ def page() -> str:
     """Return docs/keys.md: a table for each group of keys."""
     lines = [HEADER]
     kinds = {field.name: field.type for field in fields(Config)}
-    for group, keys in groupby(all_keys(), key=lambda key: key.name.rpartition(".")[0]):
+    sections = sorted(all_keys(), key=lambda key: "." in key.name)  # the keys of no group first
+    for group, keys in groupby(sections, key=lambda key: key.name.rpartition(".")[0]):
         lines += [f"## {group or 'The run'}", ""]
         if group:
             lines += [" ".join((inspect.getdoc(kinds[group]) or "").split()), ""]

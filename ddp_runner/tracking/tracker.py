@@ -52,6 +52,8 @@ class Tracker:
         from torch.utils.tensorboard import FileWriter
 
         self._run_dir = run_dir
+        # What was logged at the checkpoint's own step: a loop may come by there once more.
+        self._logged_at, self._logged = resume_step, set[str]()
         self.last_metrics: dict[str, float | None] = {}  # also before a resume; None: not finite
         first_step = 0 if resume_step is None else resume_step + 1
         with self._writing():
@@ -76,11 +78,13 @@ class Tracker:
             for line in lines:
                 metrics = {name: line[name] for name in line if name not in NO_METRICS}
                 self._add(metrics, step=line["step"], time_s=line["time_s"])
+                self._logged |= metrics.keys() if line["step"] == resume_step else set()
             for line in evaluations:
                 self._add_picture(line["counts"], step=line["step"], time_s=line["time_s"])
             for name, step, path in images:
                 summary = image_summary(name, path.read_bytes())
                 self._events.add_summary(summary, step, path.stat().st_mtime)
+                self._logged |= {f"image {name}"} if step == resume_step else set()
             if earlier_files:
                 self._events.flush()
             for path in earlier_files:
@@ -91,11 +95,15 @@ class Tracker:
 
         The line also has `time_s`, seconds since the run began, without the time between a stop and
         a resume. NaN and infinities are null in the line, since JSON does not have them.
-        TensorBoard keeps float32.
+        TensorBoard keeps float32. What a killed run logged at its checkpoint's step stays once.
 
         Raises:
             UserError: the files cannot be written, as on a full disk.
         """
+        if step == self._logged_at:
+            metrics = {name: metrics[name] for name in metrics if name not in self._logged}
+            if not metrics:
+                return
         time_s = self._time_s()
         line = {"step": step, "epoch": epoch, "time_s": time_s, **json_safe(metrics)}
         with self._writing():
@@ -126,6 +134,8 @@ class Tracker:
         Raises:
             UserError: the name cannot be one of a folder, or the files cannot be written.
         """
+        if step == self._logged_at and f"image {name}" in self._logged:
+            return
         with self._writing():
             keep_image(RunDir(self._run_dir).images, name, png, step=step)
             self._events.add_summary(image_summary(name, png), step)

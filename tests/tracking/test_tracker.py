@@ -157,6 +157,27 @@ def test_pictures_of_ones_own_are_files_and_come_back_after_a_resume(tmp_path: P
     assert resumed[0].wall_time == pytest.approx(files[0].stat().st_mtime)
 
 
+def test_what_a_killed_run_logged_at_its_checkpoint_is_there_once(tmp_path: Path) -> None:
+    """A kill may come between a checkpoint and what else is logged at its step."""
+    png = encoded(np.zeros((2, 3, 3), dtype=np.uint8))
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    tracker.log({"a": 1.0}, step=4, epoch=1)
+    tracker.log_image("drawn", png, step=4)
+    tracker.close()
+    tracker = Tracker(tmp_path, config_text=CONFIG, resume_step=4)
+    tracker.log({"a": 1.0}, step=4, epoch=1)
+    tracker.log({"a": 1.0, "b": 2.0}, step=4, epoch=1)
+    tracker.log_image("drawn", png, step=4)
+    tracker.log({"a": 3.0}, step=5, epoch=1)
+    tracker.log_image("drawn", png, step=5)
+    tracker.close()
+    events = read_events(tmp_path)
+    assert curve(events, "a") == [(4, 1.0), (5, 3.0)]
+    assert curve(events, "b") == [(4, 2.0)]
+    assert [event.step for event in events.Images("drawn")] == [4, 5]
+    assert [line["step"] for line in read_lines(tmp_path)] == [4, 4, 5]
+
+
 def test_more_classes_than_can_be_drawn_have_no_picture(tmp_path: Path) -> None:
     """And no file of counts, which would grow by megabytes."""
     tracker = Tracker(tmp_path, config_text=CONFIG)
