@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
+from ddp_runner.config.own_loop import TASKS, has_own_loop
 from ddp_runner.config.schema import (
     AUTO,
     CONFIG_DIR,
@@ -57,7 +58,6 @@ RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math
     "collectives.steps": (1, math.inf),
 }
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
-    "task": ("train", "collectives", "check"),
     "train.precision": ("fp32", "bf16", "fp16"),
     "backend.name": ("auto", "gloo", "nccl", "mpi"),
     "sweep.retry": (None, "failed"),
@@ -82,6 +82,13 @@ def validate_values(config: Config) -> None:
                 f"{group} has no _target_, the name of what is built; choose an option, as in "
                 f"{group}=NAME: see --help"
             )
+    if config.task not in TASKS and not has_own_loop(config.task):
+        meant = nearest(config.task, TASKS)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise UserError(
+            f"task ({config.task}) must be one of {', '.join(TASKS)}, or a function of your own, "
+            f"as PACKAGE.MODULE.FUNCTION{hint}"
+        )
     step = config.train.step
     if not isinstance(step.get("_target_") if isinstance(step, Mapping) else step, str):
         raise UserError(

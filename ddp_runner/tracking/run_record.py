@@ -56,6 +56,7 @@ class RunFields(TypedDict, total=False):
     parallel_jobs: bool  # ran as a parallel job of a sweep
     cores: Sequence[int]
     cuda_visible_devices: str | None
+    uses: Sequence[str]  # the groups that a loop of the user's own builds from
     num_parameters: int
     gradient_bytes: int
     epoch: int

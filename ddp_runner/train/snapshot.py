@@ -13,7 +13,7 @@ from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
-from ddp_runner.rank.cuda import rng_states, set_rng_states
+from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
@@ -43,9 +43,6 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
                 "not saved: start again with a smaller optimizer.lr, or resume from a checkpoint "
                 "whose loss was still small"
             )
-    device, rng = state.setup.devices[0], dict[str, Any](cpu=torch.get_rng_state())
-    if device.type == "cuda":
-        rng["cuda"] = rng_states(device)
     position = asdict(replace(state.position, outstanding=state.gradients.outstanding(state)))
     del position["metrics"]  # the manifest keeps them
     return {
@@ -53,7 +50,7 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
         "scheduler": state.schedule.scheduler.state_dict(),
         "scaler": state.scaler.state_dict(),
         "position": position,
-        "rng": gather_objects(rng, group=state.setup.group),
+        "rng": gather_objects(rng_state(state.setup.devices[0]), group=state.setup.group),
         **identity(config, state.setup.dataset),
     }
 
@@ -114,12 +111,7 @@ def _load(
     if content["scaler"]:  # empty if the run's precision scaled no loss
         state.scaler.load_state_dict(content["scaler"])
     if len(saved_rngs) == setup.env.world_size:
-        rng = saved_rngs[setup.env.rank]
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and setup.devices[0].type == "cuda":
-            states = rng["cuda"]  # earlier versions saved only the first device's
-            states = [states] if isinstance(states, torch.Tensor) else states
-            set_rng_states(states, setup.devices[0])
+        set_rng_state(saved_rngs[setup.env.rank], setup.devices[0])
     elif setup.env.is_rank_zero:
         log("the world size differs from the checkpoint's: dropout draws new random numbers")
 
