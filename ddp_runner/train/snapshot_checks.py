@@ -12,6 +12,8 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
 
+# How samples are loaded, which changes none of them.
+LOADING = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
@@ -26,6 +28,8 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     # A model and its _mp form have the same parameters, so each can resume the other.
     groups.pop("model.num_stages", None)
     groups.pop("model.weights", None)  # only read at step 0
+    for key in LOADING:
+        groups.pop(f"dataset.{key}", None)
     keys = {
         **groups,
         "model.name": str(config.model.get("name")).removesuffix("_mp"),
@@ -119,8 +123,10 @@ def _validate_same_data(
         for key, noun in nouns.items()
         if saved.get(key) != current[key]
     ]
-    digests = {saved.get("digest"), current["digest"]}
-    if not changed and None not in digests and len(digests) > 1:
+    digests = [str(one["digest"]) for one in (saved, current) if one.get("digest") is not None]
+    # A run whose pictures were prepared may go on with those in their files.
+    kinds = {one.rpartition(":")[0] for one in digests}
+    if not changed and len(set(digests)) > 1 and len(kinds) == 1:
         changed = [
             f"{current['train_samples']:,} training samples then and now, but different ones"
         ]

@@ -1,0 +1,92 @@
+"""Finds a user's pictures, one folder per class, and tells whether they changed."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_runner.data.pictures import SUFFIXES, Samples
+from ddp_runner.data.sources import shared
+from ddp_runner.errors import UserError
+
+SPLIT_SEED = 0
+
+
+def find_pictures(
+    root: Path, *, num_classes: int, eval_fraction: float | None
+) -> dict[str, Samples]:
+    """Return the files of ``train`` and of ``eval`` with their classes, in a fixed order.
+
+    Raises:
+        UserError: a folder is missing or empty, or the classes of the splits differ or do not
+            match num_classes.
+    """
+    if eval_fraction is not None:
+        _, samples = _classes(root, num_classes)
+        parts = shared.shuffled_split(
+            len(samples), eval_fraction, seed=SPLIT_SEED, noun="pictures", place=root
+        )
+        return {split: [samples[i] for i in part] for split, part in parts.items()}
+    present = [name for name in ("val", "eval") if (root / name).is_dir()]
+    if not (root / "train").is_dir() or len(present) != 1:
+        raise UserError(
+            f"{root.absolute()} must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/ "
+            "with the pictures; name it with data_root and dataset.folder, or write "
+            "dataset.eval_fraction=0.1 if it holds the folders of the classes itself"
+        )
+    names, train = _classes(root / "train", num_classes)
+    eval_names, rest = _classes(root / present[0], num_classes)
+    if differing := names ^ eval_names:
+        raise UserError(
+            f"the classes in {root / 'train'} and {root / present[0]} differ: "
+            f"{', '.join(sorted(differing))} is in only one of them; give both the same classes"
+        )
+    return {"train": train, "eval": rest}
+
+
+def _classes(root: Path, num_classes: int) -> tuple[set[str], Samples]:
+    """Return the names of the classes, and the pictures sorted by class and path."""
+    folders = [path for path in root.glob("*") if path.is_dir() and path.name[0] != "."]
+    classes = {
+        folder.name: sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES)
+        for folder in sorted(folders)
+    }
+    for name, paths in classes.items():
+        if not paths:
+            raise UserError(
+                f"{root / name} holds no picture ({', '.join(SUFFIXES)}); add some, or remove "
+                "the folder"
+            )
+    if len(classes) != num_classes:
+        raise UserError(
+            f"{root.absolute()} holds {len(classes)} folders of classes, dataset.num_classes "
+            f"is {num_classes}; "
+            + (f"write dataset.num_classes={len(classes)}" if classes else "add pictures")
+        )
+    numbered = enumerate(classes.values())
+    return set(classes), [(path, label) for label, paths in numbered for path in paths]
+
+
+def digest_of_files(samples: Mapping[str, Samples], root: Path | None = None) -> str:
+    """Return a digest of the files of both splits.
+
+    With `root` the paths below it count, and the modification times do not. So a copy of the
+    pictures on another machine has the same digest, and other pictures have another one, unless
+    names and sizes are the same.
+    """
+    digest = hashlib.sha256()
+    for of_split in samples.values():
+        for path, label in of_split:
+            try:
+                stat = path.stat()
+            except OSError as error:  # a dangling link, or a file removed meanwhile
+                raise UserError(
+                    f"{path.absolute()} cannot be read ({error.strerror}); replace or remove it"
+                ) from error
+            if root is None:
+                line = f"{path}\0{label}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+            else:
+                line = f"{path.relative_to(root)}\0{label}\0{stat.st_size}\n"
+            digest.update(os.fsencode(line))
+        digest.update(b"\n")
+    return digest.hexdigest()
