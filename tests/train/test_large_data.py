@@ -1,9 +1,9 @@
-"""Pictures that are decoded while the model trains give the losses of those prepared beforehand."""
+"""Data that stay in their files give the losses of prepared data, and resume exactly."""
 
 import gc
 from pathlib import Path
 
-from pictures import write_folders
+from pictures import write_folders, write_shards
 from ranks import run_ranks
 from train_states import Trace, compose_config, run_loop
 
@@ -12,7 +12,7 @@ from ddp_runner.dist_env import DistEnv
 
 NUM_STEPS, MIDDLE = 12, 6  # four steps an epoch, so that the middle is inside the second
 PICTURES = (
-    "model=convnet", "dataset=image_folder", "dataset.folder=pets", "dataset.num_classes=3",
+    "model=convnet", "dataset.num_classes=3",
     "dataset.height=8", "dataset.width=8", "batch.global_size=8", "optimizer.lr=0.05",
     "dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=1",
     "train.log_every_steps=1", f"train.max_steps={NUM_STEPS}",
@@ -36,7 +36,7 @@ def loops(env: DistEnv, plans: list[list[tuple[Config, int]]], folders: list[Pat
 def test_both_ways_give_the_same_losses(tmp_path: Path) -> None:
     """Bit for bit, with augmentation and two ranks; a run that changes the way midway agrees."""
     write_folders(tmp_path / "pets", num_train=27, num_eval=7)
-    keys = (*PICTURES, f"data_root={tmp_path}")
+    keys = (*PICTURES, f"data_root={tmp_path}", "dataset=image_folder", "dataset.folder=pets")
     prepared, files, workers = (
         compose_config(*keys, *way, world_size=2) for way in (PREPARED, FILES, WORKERS)
     )
@@ -47,7 +47,23 @@ def test_both_ways_give_the_same_losses(tmp_path: Path) -> None:
         [(files, MIDDLE), (prepared, NUM_STEPS)],
     ]
     folders = [tmp_path / f"run{index}" for index in range(len(plans))]
-    whole, *others = run_ranks(loops, 2, plans, folders)[0]
+    assert_same_runs(run_ranks(loops, 2, plans, folders)[0])
+
+
+def test_shards_resume_exactly(tmp_path: Path) -> None:
+    """Bit for bit, with two ranks, workers, shards of unequal sizes and a stop amid an epoch."""
+    write_shards(tmp_path / "tars", num_train=27, num_eval=7)
+    keys = (*PICTURES, f"data_root={tmp_path}", "dataset=shards", "dataset.folder=tars")
+    alone, workers = (
+        compose_config(*keys, f"dataset.num_workers={number}", world_size=2) for number in (0, 1)
+    )
+    plans = [[(alone, NUM_STEPS)], [(alone, MIDDLE), (workers, NUM_STEPS)]]
+    assert_same_runs(run_ranks(loops, 2, plans, [tmp_path / "whole", tmp_path / "parts"])[0])
+
+
+def assert_same_runs(traces: list[Trace]) -> None:
+    """Assert that each run ends as the first, and logged what that one did."""
+    whole, *others = traces
     assert len(whole.losses) == NUM_STEPS
     expected = without_times(whole)
     for trace in others:

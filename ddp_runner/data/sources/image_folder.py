@@ -50,26 +50,12 @@ class ImageFolder:
     pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
-        shared.require_at_least(self, height=1, width=1)
+        shared.validate_pictures(self)
         for key in ("train_transform", "eval_transform"):
-            transform = getattr(self, key)
-            if transform is not None and not callable(transform):
-                raise UserError(
-                    f"dataset.{key} ({transform}) cannot be called; write "
-                    f"dataset.{key}._target_=torchvision.transforms.v2.NAME and its keywords"
-                )
-            if transform is not None and self.prepared:
+            if getattr(self, key) is not None and self.prepared:
                 raise UserError(
                     f"dataset.prepared=true leaves no place for dataset.{key}, which may change a "
                     "picture anew in each epoch; leave one of them out"
-                )
-        if self.channels not in (1, 3):
-            raise UserError(f"dataset.channels ({self.channels}) must be 1 (grey) or 3 (colours)")
-        for key, value in (("mean", self.mean), ("std", self.std)):
-            if not isinstance(value, float | int) and len(value) != self.channels:
-                raise UserError(
-                    f"dataset.{key} ({list(value)}) must be one number, or one for each of "
-                    f"dataset.channels ({self.channels})"
                 )
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise UserError(

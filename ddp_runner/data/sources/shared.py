@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
@@ -85,6 +85,31 @@ def loader_split(
         persistent_workers=source.persistent_workers,
         pin_memory=source.pin_memory,
     )
+
+
+def validate_pictures(source: Any) -> None:
+    """Reject fields that no source of pictures can use.
+
+    Raises:
+        UserError: a size, the number of channels, mean, std or a transform is unusable.
+    """
+    require_at_least(source, height=1, width=1)
+    for key in ("train_transform", "eval_transform"):
+        transform = getattr(source, key)
+        if transform is not None and not callable(transform):
+            raise UserError(
+                f"dataset.{key} ({transform}) cannot be called; write "
+                f"dataset.{key}._target_=torchvision.transforms.v2.NAME and its keywords"
+            )
+    if source.channels not in (1, 3):
+        raise UserError(f"dataset.channels ({source.channels}) must be 1 (grey) or 3 (colours)")
+    for key in ("mean", "std"):
+        value = getattr(source, key)
+        if not isinstance(value, float | int) and len(value) != source.channels:
+            raise UserError(
+                f"dataset.{key} ({list(value)}) must be one number, or one for each of "
+                f"dataset.channels ({source.channels})"
+            )
 
 
 def require_at_least(source: TensorSource, **least: int) -> None:
