@@ -17,7 +17,7 @@ from ddp_runner.check.compare_ranks import Finding, equality, tolerance
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.train.loop import backward, forward
+from ddp_runner.train.loop import backward, forward, token_factor
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 
@@ -31,8 +31,9 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     """Return the gradients of only this rank's samples, without changing the state.
 
     A copy of the model computes them, with the random numbers that the next backward will draw.
-    They are scaled like the reduced ones.
+    They are scaled like the reduced ones. Collective: every rank must call.
     """
+    factor, num_tokens = 1.0, torch.zeros((), device=state.setup.devices[-1])
     copied = copy.deepcopy(state.module).train()  # parameters, without their gradients
     cuda = [device for device in state.setup.devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
@@ -40,8 +41,11 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
             step = forward(state, copied, micro_batch)
             share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
             (step.loss_sum * share).backward()
+            num_tokens += step.count * micro_batch.weight
+    if state.setup.config.batch.count == "tokens":
+        factor = token_factor(num_tokens, batch, group=state.setup.group).item()
     return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * factor
         for name, parameter in copied.named_parameters()
         if parameter.requires_grad
     }

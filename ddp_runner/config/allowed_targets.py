@@ -57,10 +57,10 @@ def validate_targets(config: Config) -> None:
                 "without a backslash before the $, or leave it out"
             )
     names = [(key, value) for key, value in values if "_target_" in key.split(".")]
-    if config.model.get("loss") is not None:
-        names.append(("model.loss", config.model["loss"]))
-    if not isinstance(config.train.step, Mapping):
-        names.append(("train.step", config.train.step))
+    functions = {"model.loss": config.model.get("loss"), "train.step": config.train.step}
+    for key, value in functions.items():
+        if value is not None and not isinstance(value, Mapping):  # else its _target_ is above
+            names.append((key, value))
     for key, name in names:
         validate_name(name, key=key, allowed=config.allowed_targets)
 
@@ -76,7 +76,8 @@ def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
     """
     is_loss, parts = key == "model.loss", str(name).split(".")
     if len(parts) == 1 or not all(one.isidentifier() and one[:2] != "__" for one in parts):
-        fix = _nearest_losses(name) if is_loss else "one such as ddp_runner.models.convnet.ConvNet"
+        example = "train.step.supervised" if key == "train.step" else "models.convnet.ConvNet"
+        fix = _nearest_losses(name) if is_loss else f"one such as ddp_runner.{example}"
         raise UserError(f"{key} ({name}) is not a dotted name; write {fix}")
     if is_inside(name, allowed):
         return

@@ -13,6 +13,7 @@ from ddp_runner.data.splits import Split, TensorSplit
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 
+IGNORED = -100  # a target that torch's losses leave out by default
 KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
 
 
@@ -225,13 +226,15 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
 
 
 def _validate_classes(subject: str, targets: Tensor, num_classes: int) -> None:
-    if targets.dtype != torch.int64 or targets.ndim != 1:
+    if targets.dtype != torch.int64:
         dtype = str(targets.dtype).removeprefix("torch.")
         raise UserError(
             f"{subject} are {dtype} of shape {tuple(targets.shape)}; {num_classes} classes need "
-            f"int64 of shape ({len(targets)},), or num_classes=None for a regression"
+            "int64, or num_classes=None for a regression"
         )
     lowest, highest = map(int, targets.aminmax())
+    if lowest == IGNORED:
+        lowest = int(targets.where(targets != IGNORED, 0).min())
     if lowest < 0 or highest >= num_classes:
         raise UserError(
             f"{subject} go from {lowest} to {highest}; {num_classes} classes are numbered from 0 "

@@ -1,29 +1,34 @@
 """Batches as trees: tensors in tuples, lists, mappings and dataclasses, nested at will."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return the tree with the function's result in place of each tensor.
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Return the tree with its tensors on the device; from pinned memory without waiting.
 
-    Other leaves, such as texts and None, stay as they are.
+    Objects with a method ``to`` of their own, such as a PackedSequence, move by it. Other leaves,
+    such as texts and None, stay as they are.
     """
     if isinstance(tree, Tensor):
-        return function(tree)
+        return tree.to(device, non_blocking=True)
+    if callable(getattr(tree, "to", None)):
+        return tree.to(device)
+    move = partial(to_device, device=device)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+        return {key: move(value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple
-        return type(tree)(*(map_tensors(function, value) for value in tree))
+        return type(tree)(*map(move, tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(function, value) for value in tree)
+        return type(tree)(map(move, tree))
     if is_dataclass(tree) and not isinstance(tree, type):
         names = [one.name for one in fields(tree) if one.init]
-        return replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
+        return replace(tree, **{name: move(getattr(tree, name)) for name in names})
     return tree
 
 
@@ -46,11 +51,6 @@ def tensors_of(tree: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
 def first_tensor(tree: Any) -> Tensor | None:
     """Return the first tensor of a tree; None: it has none."""
     return next((tensor for _, tensor in tensors_of(tree)), None)
-
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on the device; from pinned memory without waiting."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
 
 
 def shape_of(tree: Any) -> str:

@@ -97,8 +97,9 @@ def build_setup(
 def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFunction:
     """Return the training step that ``train.step`` names.
 
-    If it takes the keyword ``loss``, it gets the function that ``model.loss`` names. A step or a
-    loss that is a module moves to the devices, but is not trained.
+    If it takes the keywords ``loss`` and ``count``, it gets the function that ``model.loss`` names
+    and the value of ``batch.count``. A step or a loss that is a module moves to the devices, but is
+    not trained.
 
     Raises:
         UserError: a name is not allowed or does not exist, or its keys do not fit.
@@ -110,7 +111,13 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
         own = make_function(config.model.get("loss"), key="model.loss", allowed=allowed)
         return own.to(devices[-1]) if isinstance(own, nn.Module) else own
 
-    step = make_function(config.train.step, key="train.step", allowed=allowed, loss=loss)
+    step = make_function(
+        config.train.step,
+        key="train.step",
+        allowed=allowed,
+        loss=loss,
+        count=lambda: config.batch.count,
+    )
     return step.to(devices[0]) if isinstance(step, nn.Module) else step
 
 

@@ -141,9 +141,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
         if setup.config.batch.count == "tokens":
             num_tokens += step.count * micro_batch.weight
     if setup.config.batch.count == "tokens":
-        # How many tokens the global batch has is known only now.
-        dist.all_reduce(num_tokens, group=setup.group)
-        factor = batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
+        factor = token_factor(num_tokens, batch, group=setup.group)
         for parameter in state.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.device))
@@ -151,6 +149,17 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
         scalars = {name: one * factor for name, one in scalars.items()}
     state.scalars = scalars
     return total
+
+
+def token_factor(
+    num_tokens: Tensor, batch: StepBatch, *, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return what turns a mean over the global batch's samples into one over its tokens.
+
+    How many tokens there are is known only after the forward. Collective: every rank must call.
+    """
+    dist.all_reduce(num_tokens, group=group)
+    return batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
 
 
 def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> Step:

@@ -1,19 +1,19 @@
 """Validates that a checkpoint belongs to the run: this program, model, order and data."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.config.moved import present_name
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.schema import RunConfig, leaves
 from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
 
-# How samples are loaded, which changes none of them.
-LOADING = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+HOW_LOADED = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
@@ -28,10 +28,15 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     # A model and its _mp form have the same parameters, so each can resume the other.
     groups.pop("model.num_stages", None)
     groups.pop("model.weights", None)  # only read at step 0
-    for key in LOADING:
+    for key in HOW_LOADED:
         groups.pop(f"dataset.{key}", None)
+    own = {key: config.dataset[key] for key in ("train", "eval") if config.dataset.get(key)}
+    step = config.train.step
     keys = {
         **groups,
+        **{f"dataset.{key}": value for key, value in leaves(own)},
+        "train.step": step["_target_"] if isinstance(step, Mapping) else step,
+        "batch.count": config.batch.count,
         "model.name": str(config.model.get("name")).removesuffix("_mp"),
         "optimizer.name": config.optimizer.get("name"),
         "scheduler.name": config.scheduler.get("name"),
@@ -87,7 +92,8 @@ def validate_same_run(
     if not is_amid_epoch:
         saved["batch.global_size"] = config.batch.global_size  # it may change between epochs
     now = identity(config, setup.dataset)
-    changed = [key for key, value in now["made_of"].items() if saved.get(key) != value]
+    # An earlier version may not have saved a key yet.
+    changed = [key for key, value in now["made_of"].items() if saved.get(key, value) != value]
     if changed:
         raise UserError(
             f"checkpoint {path} was made with "

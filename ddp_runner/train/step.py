@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ddp_runner.data.dataset import IGNORED
 from ddp_runner.data.trees import first_tensor, shape_of, to_device
 from ddp_runner.errors import UserError
 
@@ -38,6 +39,7 @@ def supervised(
     *,
     loss: Callable[[Any, Any], Tensor],
     targets: str | None = None,
+    count: str = "samples",
 ) -> Step:
     """Return the loss of the model's outputs: the ordinary training step.
 
@@ -46,6 +48,8 @@ def supervised(
         batch: the pair (inputs, targets), or a mapping.
         loss: (outputs, targets) -> the sum over the samples, a scalar: the key model.loss.
         targets: the key of a mapping that holds the targets; the model gets all the others.
+        count: what the loss is divided by: samples, or tokens, which are all single targets but
+            those that torch's losses ignore (-100). It is the key batch.count.
 
     Raises:
         UserError: the batch is no pair, or has no such key.
@@ -72,7 +76,8 @@ def supervised(
             f"the targets of the dataset's batches are {shape_of(expected)}; return tensors, or "
             "write a training step of your own: train.step=my_package.step"
         )
-    return Step(loss(outputs, expected), len(labels), outputs=outputs, targets=expected)
+    counted = len(labels) if count == "samples" else labels.ne(IGNORED).sum()
+    return Step(loss(outputs, expected), counted, outputs=outputs, targets=expected)
 
 
 def _misfit(batch: Any, targets: str | None) -> str:

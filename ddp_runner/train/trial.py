@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,14 +48,15 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
     """Try the ordinary step with a loss that looks at the model's outputs."""
     trials = list[Trial]()
 
-    def probe(outputs: Tensor, targets: Tensor) -> Tensor:
-        trials.append(_try_outputs(outputs, targets, state))
-        return targets.new_zeros(())
+    def probe(outputs: Any, targets: Any) -> Tensor:
+        if isinstance(targets, Tensor):
+            trials.append(_try_outputs(outputs, targets, state))
+        return torch.zeros(())
 
     step = cast("partial[Step]", state.setup.step)
     probing = partial(step.func, **(step.keywords | {"loss": probe}))
     forward(replace(state, setup=replace(state.setup, step=probing)), state.module, batch)
-    return trials[0]
+    return trials[0] if trials else try_step(state, batch)  # only a tensor can be given twice
 
 
 @torch.enable_grad()
@@ -126,12 +127,12 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
             f"{model} returns a {type(outputs).__name__}{keys}, not a tensor; return only the "
             "outputs"
         )
-    classes = dataset.num_classes
-    if classes and (outputs.ndim != 2 or outputs.shape[1] < classes):
+    classes, places = dataset.num_classes, targets.shape[1:]  # of a segmentation: the pixels
+    if classes and (outputs.ndim < 2 or outputs.shape[1] < classes or outputs.shape[2:] != places):
         raise UserError(
             f"{model} returns {tuple(outputs.shape)} for {len(targets)} samples of "
             f"dataset={dataset.name} with {classes} classes; return a score for each class: "
-            f"({len(targets)}, {classes})"
+            f"{(len(targets), classes, *places)}"
         )
     once, gradient = _loss_and_gradient(outputs, targets, state)
     if len(outputs) != len(targets):  # only the loss knows which dimension is the batch

@@ -16,6 +16,7 @@ from broken_models import (
 )
 from commands import CommandResult, run_command
 from configs import config_error
+from own_steps import WORDS
 from ranks import run_ranks
 from run_folders import record
 from train_states import MNIST_NET, build, compose_config
@@ -36,6 +37,7 @@ GOOD = {
     "bf16": (*TOY, "train.precision=bf16"),
     "BatchNorm": ("model=convnet", "dataset=fake_images", *SMALL),
     "dropout": (*MNIST_NET, *SMALL),
+    "own data and step, by tokens": (*WORDS, "batch.global_size=6"),
     "fewer samples than ranks to evaluate": (*TOY, "dataset.eval_samples=2"),
 }
 

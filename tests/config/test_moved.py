@@ -98,6 +98,8 @@ def test_an_earlier_run_goes_on(tmp_path: Path) -> None:
     frozen, saved = tmp_path / "run" / ".hydra" / "config.yaml", tmp_path / "run" / "checkpoints"
     text = frozen.read_text()
     for now, before in {
+        "  step: ddp_runner.train.step.supervised\n": "",
+        "  count: samples\n": "",
         "ddp_runner.train.": "ddp_runner.",
         "ddp_runner.data.sources.offline.": "ddp_runner.data.random.",
         "skip_invalid": "skip_refused",

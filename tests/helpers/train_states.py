@@ -79,7 +79,9 @@ def build(env: DistEnv, config: Config) -> TrainState:
 
     Samples and parameters have torch's default dtype.
     """
-    source = make("dataset", config.dataset, kind=Source | TensorSource)
+    source = make(
+        "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
+    )
     data_root = Path(config.data_root)
     dataset = load_dataset(source, data_root=data_root, log=lambda _: None)
     if torch.get_default_dtype() != torch.float32:

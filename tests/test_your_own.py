@@ -1,0 +1,30 @@
+"""The pages about your own work: each file that they show runs, by the command beside it."""
+
+import math
+from pathlib import Path
+
+import pytest
+from commands import run_command
+from pages import commands, write_files
+from run_folders import metrics, record
+
+PAGES = ("docs/your_own_model.md", "docs/your_own_data.md", "docs/your_own_step.md")
+CASES = [(page, number) for page in PAGES for number in range(len(commands(page)))]
+
+
+@pytest.mark.parametrize(("page", "number"), CASES)
+def test_each_command_of_a_page_runs(page: str, number: int, tmp_path: Path) -> None:
+    """On two ranks, in the folder that holds the page's files, and learns something."""
+    write_files(page, tmp_path)
+    done = run_command(
+        *commands(page)[number],
+        "world_size=2",
+        folder=tmp_path,
+        environ={"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.exit_code == 0, done.stderr
+    lines = metrics(done.run_dir)
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    assert record(done.run_dir)["status"] == "completed"
+    assert losses
+    assert all(map(math.isfinite, losses))

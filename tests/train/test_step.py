@@ -1,0 +1,263 @@
+"""The training step: the ordinary one, steps of a user's own, and what they count."""
+
+from typing import Any
+
+import pytest
+import torch
+from configs import config_error
+from own_steps import WORDS, Sentences, Tagger, padded
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from train_states import TOLERANCES, TOY, build, compose_config, run_loop, take_steps
+
+from ddp_runner.config.schema import Config
+from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.splits import TensorSplit
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.train.first_batch import try_first_batch, warnings_of
+from ddp_runner.train.losses import mse
+from ddp_runner.train.step import supervised
+
+OWN = "allowed_targets=[own_steps]"
+
+
+def of(name: str, *keys: str) -> tuple[str, ...]:
+    """Return the command line of a training step of the tests' own."""
+    return (*(keys or TOY), f"train.step=own_steps.{name}", OWN)
+
+
+class Sum(nn.Module):
+    """Add the inputs, whatever their names."""
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        """Return the sum of all inputs."""
+        return torch.stack([*inputs, *named.values()]).sum(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "targets"),
+    [
+        ((torch.ones(3, 2), torch.zeros(3, 2)), None),
+        ([(torch.ones(3, 2) / 2, torch.ones(3, 2) / 2), torch.zeros(3, 2)], None),
+        (({"a": torch.ones(3, 2)}, torch.zeros(3, 2)), None),
+        ({"a": torch.ones(3, 2), "goal": torch.zeros(3, 2)}, "goal"),
+    ],
+    ids=["tensor", "several", "by name", "a mapping"],
+)
+def test_the_ordinary_step_calls_the_model_with_its_inputs(batch: Any, targets: str | None) -> None:
+    """One tensor, several, or by name; the loss is the sum over the samples."""
+    step = supervised(Sum(), batch, loss=mse, targets=targets)
+    assert (float(step.loss_sum), step.count) == (3.0, 3)
+    assert step.outputs.equal(torch.ones(3, 2))
+    assert step.targets.equal(torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("batch", "targets", "found"),
+    [
+        (
+            torch.ones(3),
+            None,
+            "takes a pair (inputs, targets), and the dataset's batches are a Tensor",
+        ),
+        ((torch.ones(3),) * 3, None, "batches are a tuple of 3"),
+        ({"image": torch.ones(3)}, None, "batches are a dict with image; write train.step="),
+        ({"image": torch.ones(3)}, "label", "takes a mapping with label"),
+        ((torch.ones(3), ["cat"]), None, "the targets of the dataset's batches are (a str)"),
+    ],
+)
+def test_the_ordinary_step_says_what_a_batch_must_be(
+    batch: Any, targets: str | None, found: str
+) -> None:
+    """A batch of another form, with the fix."""
+    with pytest.raises(UserError) as raised:
+        supervised(Sum(), batch, loss=mse, targets=targets)
+    assert found in str(raised.value)
+
+
+# what is wrong: the step, and what the sentence says of it
+INVALID = {
+    "mean": ["train.step=own_steps.mean returns a mean over the samples, not a sum"],
+    "a_tensor": ["returns a Tensor; return a ddp_runner.train.step.Step(loss_sum, count)"],
+    "each_sample": ["returns (2,) of float32 as loss_sum; return a tensor without dims"],
+    "detached": ["returns a loss_sum that depends on no parameter"],
+    "of_elements": ["returns count=10 for 2 samples; write batch.count=tokens"],
+    "number_as_scalar": ["returns a float as the scalar one; return a tensor of one number"],
+    "failing": ["train.step=own_steps.failing cannot take dataset=random", "KeyError: 'image'"],
+}
+KINDS = {"squares": "sum", "random": "sum", "of_pairs": "other"}
+
+
+def attempts(env: DistEnv) -> dict[str, str]:
+    """Try each step; return what is wrong, or what kind it is of."""
+    found = {}
+    for name in (*INVALID, *KINDS):
+        state = build(env, compose_config(*of(name)))
+        before = torch.get_rng_state()
+        try:
+            trial = try_first_batch(state)
+            warned = any("not a sum" in one for one in warnings_of(trial, state))
+            assert warned == (trial.kind == "other")
+            found[name] = trial.kind
+        except UserError as error:
+            found[name] = str(error)
+        assert torch.equal(before, torch.get_rng_state())
+    by_tokens = build(env, compose_config(*of("of_one"), "batch.count=tokens"))
+    try:
+        try_first_batch(by_tokens)
+    except UserError as error:
+        found["of_one"] = str(error)
+    return found
+
+
+def test_a_step_is_tried_before_training() -> None:
+    """A mistake is one sentence; a loss that depends on its batch is a warning."""
+    (found,) = run_ranks(attempts, 1)
+    for name, parts in INVALID.items():
+        assert len(found[name].splitlines()) == 1
+        for part in parts:
+            assert part in found[name]
+    assert {name: found[name] for name in KINDS} == KINDS
+    assert "count=1 for 2 samples and 1 for the same given twice" in found["of_one"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (of("squarse"), "did you mean own_steps.squares?"),
+        ((*TOY, "train.step=os.getcwd"), "train.step (os.getcwd) is not a part"),
+        (
+            (*TOY, "train.step=3"),
+            "train.step (3) is not a dotted name; write one such as ddp_runner.train.step",
+        ),
+        ((*TOY, "train.step={factor:2}"), "must be a dotted name, or a mapping with _target_"),
+        ((*TOY, "train.step={_target_:own_steps.squares,faktor:2}", OWN), "train.step.factor?"),
+    ],
+)
+def test_a_wrong_name_of_a_step_is_one_sentence(keys: tuple[str, ...], expected: str) -> None:
+    """Where the launcher can see it, before a rank starts."""
+    try:
+        found = config_error(*keys)
+    except AssertionError:  # only a rank imports the user's package
+        (found,) = run_ranks(refusal, 1, compose_config(*keys))
+    assert expected in found
+
+
+def refusal(env: DistEnv, config: Config) -> str:
+    """Build a state; return why it cannot be built."""
+    try:
+        build(env, config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def lines(env: DistEnv, config: Config) -> list[dict[str, float]]:
+    """Run the loop; return its lines."""
+    trace = run_loop(env, config, max_steps=None)
+    assert (trace.status, trace.error) == ("completed", "")
+    return trace.lines
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_scalars_are_logged_per_sample(world_size: int) -> None:
+    """In training and in evaluation; the mean error is the loss itself."""
+    config = compose_config(
+        *of("squares"),
+        "train.epochs=1",
+        "train.log_every_steps=1",
+        "batch.global_size=9",
+        world_size=world_size,
+    )
+    for found in run_ranks(lines, world_size, config):
+        training = [line for line in found if "train/loss" in line]
+        evaluation = [line for line in found if "eval/loss" in line]
+        assert training
+        assert evaluation
+        for line in training:
+            assert line["train/mean_error"] == pytest.approx(line["train/loss"], rel=1e-5)
+            assert line["train/worst"] >= line["train/loss"]
+        for line in evaluation:
+            assert line["eval/mean_error"] == pytest.approx(line["eval/loss"], rel=1e-5)
+
+
+def losses(env: DistEnv, config: Config) -> list[float]:
+    """Take some steps; return their losses."""
+    return take_steps(env, config, 6).losses
+
+
+def test_a_step_may_be_a_module_with_keywords() -> None:
+    """It gets the loss that the model names, and is not trained."""
+    keys = (*TOY, OWN)
+    doubled = "train.step={_target_:own_steps.Squares,factor:2.0}"
+    plain = run_ranks(losses, 1, compose_config(*keys))[0]
+    found = run_ranks(losses, 1, compose_config(*keys, doubled, "optimizer.lr=0.025"))[0]
+    assert found == pytest.approx([2 * one for one in plain], rel=1e-5)
+
+
+def by_hand(config: Config, num_steps: int) -> tuple[list[float], Tensor]:
+    """Train on whole global batches, divided by their words; return losses and weights."""
+    torch.manual_seed(config.seed)
+    model, data = Tagger(), Sentences(27)
+    optimizer = torch.optim.SGD(model.parameters(), **{
+        key: value for key, value in config.optimizer.items() if key not in ("name", "_target_")
+    })  # fmt: skip
+    numbers = TensorSplit(torch.arange(27), torch.arange(27))
+    batches = GlobalBatches(numbers, 9, 1, share=0, num_shares=1, seed=config.seed)
+    found = []
+    for step in range(num_steps):
+        order = batches.order(step // 3)
+        indices = order[9 * (step % 3) :][:9].tolist()
+        words, classes = padded([data[index] for index in indices])
+        loss = F.cross_entropy(model(words), classes)  # torch's mean over the words
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found, torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def traced(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
+    """Take some steps; return losses and weights."""
+    trace = take_steps(env, config, 6)
+    return trace.losses, trace.weights
+
+
+@pytest.mark.parametrize(
+    ("world_size", "grad_accum_steps", "workers", "step"),
+    [(1, 1, 0, "own"), (1, 3, 0, "own"), (3, 1, 0, "own"), (3, 1, 1, "own"), (3, 1, 0, "ordinary")],
+)
+def test_every_token_weighs_the_same(
+    world_size: int, grad_accum_steps: int, workers: int, step: str
+) -> None:
+    """However sentences of 1 to 7 words are split over ranks and micro-batches."""
+    ordinary = (
+        "train.step=ddp_runner.train.step.supervised",
+        "model.loss=ddp_runner.train.losses.cross_entropy",
+    )
+    config = compose_config(
+        *WORDS,
+        *(ordinary if step == "ordinary" else ()),
+        "batch.global_size=9",
+        f"train.grad_accum_steps={grad_accum_steps}",
+        f"dataset.num_workers={workers}",
+        world_size=world_size,
+    )
+    expected, weights = by_hand(config, 6)
+    for found, its_weights in run_ranks(traced, world_size, config):
+        assert found == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(its_weights, weights, **TOLERANCES[torch.float32])
+
+
+def test_an_evaluation_divides_by_the_tokens() -> None:
+    """The loss and the scalars of all ranks, over the words of all sentences."""
+    config = compose_config(
+        *WORDS, "batch.global_size=9", "train.epochs=1", "batch.eval_per_rank=2", world_size=3
+    )
+    first, *others = (found[-1] for found in run_ranks(lines, 3, config))
+    assert all(one["eval/loss"] == first["eval/loss"] for one in others)
+    assert 0.0 <= first["eval/hits"] <= 1.0
+    words = sum(len(Sentences(10)[index][0]) for index in range(10))
+    assert first["eval/hits"] * words == pytest.approx(round(first["eval/hits"] * words), abs=1e-6)
