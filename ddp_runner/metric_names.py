@@ -1,5 +1,10 @@
-"""Every metric, listed once: its name, whether less is better, where it is shown. Torch-free."""
+"""Every metric, listed once: its name, whether less is better, where it is shown. Torch-free.
 
+Metrics that are not listed are the user's own: those of the config's ``metrics``, and the scalars
+of a training step.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,20 +68,43 @@ METRICS = (
     Metric("ps/pushes_per_s", False, charts=(("ps", "pushes per second"),)),
     Metric("ps/num_trainers", None, charts=(("ps", "trainers"),)),
 )
-_BY_NAME = {metric.name: metric for metric in METRICS}
+LISTED = {metric.name: metric for metric in METRICS}
 _ALL_REDUCE = tuple(  # of the largest message of task=collectives
     f"collectives/all_reduce_{dtype}_sum/busbw_gb_per_s"
     for dtype in ("float32", "bfloat16", "float16")
 )
-HEADLINES = (*(metric.name for metric in METRICS if metric.is_headline), *_ALL_REDUCE)
+_HEADLINES = (*(metric.name for metric in METRICS if metric.is_headline), *_ALL_REDUCE)
 MONITORS = tuple(metric.name for metric in METRICS if metric.is_monitor)
 CLASS_METRICS = tuple(metric.name for metric in METRICS if metric.needs_classes)
+MOST_OWN = 8  # of the user's numbers among the headlines: one for each class would fill a terminal
 _COSTS = ("loss", "_ms", "_gib", "_share")  # endings of metrics of which less is better
 
 
-def is_lower_better(name: str) -> bool:
-    """Return whether less of a metric is better; a metric that is not listed goes by its ending."""
-    known = _BY_NAME.get(name)
-    if known is not None and known.lower_is_better is not None:
-        return known.lower_is_better
-    return name.endswith(_COSTS)
+def headlines(names: Iterable[str]) -> list[str]:
+    """Return the names that a terminal, or a table at first, shows: those listed, then own ones."""
+    given = list(names)
+    own = [name for name in given if name not in LISTED and name.startswith(("eval/", "best/"))]
+    return [*(name for name in _HEADLINES if name in given), *own[:MOST_OWN]]
+
+
+def best_end(name: str, directions: Mapping[str, str] | None = None) -> str | None:
+    """Return which value of a metric is best, min or max; None if nobody says.
+
+    Args:
+        name: of a metric; one that is not listed may also go by its ending.
+        directions: by the names of the user's metrics, as run.json has them. ``eval/NAME`` counts
+            for ``eval/NAME_KEY`` and for ``best/NAME``, too.
+    """
+    if name in LISTED:
+        lower = LISTED[name].lower_is_better
+        return None if lower is None else "min" if lower else "max"
+    evaluated = name.replace("best/", "eval/")
+    fits = [own for own in directions or () if f"{evaluated}_".startswith(f"{own}_")]
+    if fits:
+        return (directions or {})[max(fits, key=len)]
+    return "min" if name.endswith(_COSTS) else None
+
+
+def is_lower_better(name: str, directions: Mapping[str, str] | None = None) -> bool:
+    """Return whether less of a metric is better; see ``best_end``."""
+    return best_end(name, directions) == "min"

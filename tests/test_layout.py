@@ -22,6 +22,7 @@ ALLOWED = {
     "job": {"config", "scratch"},
     "scratch": {"errors", "files"},
     "distributed": GROUND,
+    "metrics": {*GROUND, "distributed"},
     "parallelism": {*GROUND, "dist_env", "job"},
     "models": set(),
     "data": {*GROUND, "config"},
@@ -33,8 +34,8 @@ ALLOWED = {
     },
     "collectives": {*GROUND, "config", "distributed", "job", "rank", "tracking"},
     "train": {
-        *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "parallelism"),
-        *("job", "rank", "scratch", "tracking"),
+        *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "metrics"),
+        *("job", "parallelism", "rank", "scratch", "tracking"),
     },
     "check": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "rank", "tracking"),
@@ -142,11 +143,11 @@ def test_no_import_leads_back(graph: str) -> None:
 
 
 def test_the_top_level_stays_small() -> None:
-    """Ten modules and fifteen packages: what is new has a subject, and goes to its package."""
+    """Ten modules and sixteen packages: what is new has a subject, and goes to its package."""
     modules = {path.stem for path in FILES if path.parent == PACKAGE} - {"__init__"}
     packages = {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
     assert len(modules) <= 10
-    assert len(packages) <= 15
+    assert len(packages) <= 16
     assert modules | packages == set(ALLOWED)
 
 

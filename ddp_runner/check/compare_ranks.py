@@ -104,7 +104,9 @@ def equal_buffers(state: TrainState) -> Finding:
     num_differed = len(differences(buffers))
     size = EVAL_STEPS * setup.eval_batch_size * setup.env.world_size
     part = _First(setup.dataset.eval, size)
-    evaluate(replace(state, setup=replace(setup, dataset=replace(setup.dataset, eval=part))))
+    dataset = replace(setup.dataset, eval=part)
+    # Without metrics: some cannot be computed from a part.
+    evaluate(replace(state, setup=replace(setup, dataset=dataset, metrics={})))
     saved = snapshot(state, setup.config)["model"]
     detail = (
         f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "

@@ -117,13 +117,19 @@ def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Jo
             code=invocation.code,
             overrides=overrides,
             secrets=secrets,
-            choices={
-                str(group): str(option)
-                for group, option in node.runtime.choices.items()
-                if option is not None and "/" not in str(group)
-            },
+            choices=_choices(node, config),
             warnings=(*invocation.warnings, *map(secrets.hide, warnings)),
         )
+
+
+def _choices(node: HydraConf, config: Config) -> dict[str, str]:
+    """Return the option of each group; of ``metrics``, which Hydra leaves out, a list."""
+    choices = {
+        str(group): str(option)
+        for group, option in node.runtime.choices.items()
+        if option is not None and "/" not in str(group)
+    }
+    return choices | {"metrics": f"[{','.join(config.metrics)}]"} if config.metrics else choices
 
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:
@@ -153,6 +159,13 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     model, dataset, data_root = config.model, config.dataset, Path(config.data_root)
     if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
         raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
+    for metric, keys in config.metrics.items():
+        is_theirs = str(keys["_target_"]).startswith("torchmetrics.")
+        if is_theirs and importlib.util.find_spec("torchmetrics") is None:
+            raise UserError(
+                f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
+                "installed; pip install 'ddp-runner[metrics]'"
+            )
     if (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
         raise UserError(
             f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "

@@ -14,7 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from ddp_runner.cli.command_line import known_keys, nearest_key
-from ddp_runner.config.schema import KINDS, Config
+from ddp_runner.config.schema import CONFIG_DIR, KINDS, Config
 from ddp_runner.errors import UserError
 
 OURS = "ddp_runner"
@@ -44,6 +44,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      r"\2 comes from \1, which this dataset does not have; choose another dataset, or set \2"),
     (r"Cannot merge DictConfig with ListConfig",
      "a YAML holds a list where keys belong; write KEY: VALUE in it"),
+    (r'can only concatenate str \(not "dict"\) to str',
+     "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
     (r"Exceeds the limit \((\d+) digits\) for integer", r"a number has more than \1 digits"),
 )  # fmt: skip
 
@@ -121,7 +123,8 @@ def _missing_option(error: BaseException) -> str | None:
         return None
     if "optuna" in option:
         return f"{group}={option} needs Hydra's Optuna plugin; pip install 'ddp-runner[optuna]'"
-    options = list(error.options or [])
+    # Of an option in a list, as in metrics=[auc,top_k], Hydra does not say what there is.
+    options = list(error.options or sorted(one.stem for one in (CONFIG_DIR / group).glob("*.yaml")))
     if not options:
         return f"{group}={option} does not exist, and a YAML's defaults name it"
     meant = nearest_key(option, options)
@@ -137,6 +140,8 @@ def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
     if package:
         return f"{match[1]} puts {key} where no run reads it; write {key}=OPTION, without @"
     known = known_keys(arguments)
+    if key in known:
+        return f"{key} has no key of this name yet; write +{key}.KEY=VALUE"
     meant, parent = nearest_key(key, known), key.rpartition(".")[0]
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
     hint = "see --help for all keys"

@@ -51,9 +51,8 @@ def resumed_overrides(
     given = {one.partition("=")[0] for one in overrides}
     implied = [
         f"{group}={option}"
-        for group, option in _choices(Path(str(value)))
+        for group, option in _choices(Path(str(value)), folders=folders)
         if group not in given
-        and any((folder / group / f"{option}.yaml").is_file() for folder in folders)
     ]
     return [*overrides[: place + 1], *implied, *overrides[place + 1 :]], implied
 
@@ -138,12 +137,20 @@ def _frozen(run_dir: Path) -> DictConfig:
     return frozen
 
 
-def _choices(run_dir: Path) -> list[tuple[str, str]]:
-    """Return the groups that a run was composed of, each with its option."""
+def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return the groups that a run was composed of, each with its options that the folders have."""
+
+    def exists(group: str, option: str) -> bool:
+        is_name = re.fullmatch(r"[\w.-]{1,99}", option) is not None
+        return is_name and any((one / group / f"{option}.yaml").is_file() for one in folders)
+
     try:
         choices = yaml.safe_load(RunDir(run_dir).choices.read_text(encoding="utf-8"))
         pairs = [(str(group), str(option)) for group, option in choices.items()]
     except Exception:  # PyYAML raises errors of any kind for odd tags
         return []  # of an older version, or not a run: with_resumed reports what is wrong
     groups = (*RUNNER_KEYS, "backend")
-    return [pair for pair in pairs if pair[0] in groups and re.fullmatch(r"[\w.-]{1,99}", pair[1])]
+    found = [pair for pair in pairs if pair[0] in groups and exists(*pair)]
+    listed = dict(pairs).get("metrics", "").strip("[]").split(",")
+    metrics = [name for name in listed if exists("metrics", name)]
+    return [*found, ("metrics", f"[{','.join(metrics)}]")] if metrics else found

@@ -167,10 +167,11 @@ def _order(value: Any) -> tuple[bool, bool, Any]:
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
     """Return the best run and the best row by a metric that a run has; `mode` as in ``compare``."""
-    mode = mode or ("min" if is_lower_better(metric) else "max")
-    sign = 1 if mode == "max" else -1
     results = [(run.result(metric), run) for row in rows for run in row.runs]
     values = [(value, run) for value, run in results if value is not None]
+    is_lower = any(is_lower_better(metric, run.directions) for _, run in values)
+    mode = mode or ("min" if is_lower else "max")
+    sign = 1 if mode == "max" else -1
     means = [(stat(run.result(metric) for run in row.runs), row) for row in rows]
     stats = [(mean, row) for mean, row in means if mean is not None]
     value, run = max(values, key=lambda pair: sign * pair[0])

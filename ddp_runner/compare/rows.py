@@ -97,6 +97,7 @@ def warnings_about(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterat
             yield f"the runs used {len(different)} {name} ({listed(different)})"
     if missing := missing_keys([run.setting for run in runs]):
         yield f"some runs, written by another version, lack keys ({listed(missing)})"
+    yield from _different_metrics(runs)
     for row in rows:
         for kind, scaling in row.scalings.items():
             if scaling.efficiency > SUPERLINEAR:
@@ -109,3 +110,19 @@ def warnings_about(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterat
                 f"{row.label}: the machine was busy during {len(shares)} of {len(row.runs)} runs: "
                 f"other work used up to {max(shares):.0%} of the cores' time; measure it again"
             )
+
+
+def _different_metrics(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the metrics of which one name means different things in different runs."""
+    meanings: dict[str, set[str]] = {}
+    for run in runs:
+        own: dict[str, list[str]] = {}
+        for key, value in run.config.items():
+            if key.startswith("metrics."):
+                own.setdefault(key.split(".")[1], []).append(f"{key}={value}")
+        for name, keys in own.items():
+            meanings.setdefault(name, set()).add(", ".join(sorted(keys)))
+    for name, different in meanings.items():
+        if len(different) > 1:
+            which = listed(sorted(different), separator=" or ")
+            yield f"eval/{name} is not the same metric in all runs: {which}; do not compare it"

@@ -13,6 +13,7 @@ from ddp_runner.metric_names import is_lower_better
 
 # The seed, over which a row averages, and keys that change neither the work nor its speed.
 IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
+IGNORED_GROUPS = ("launch.", "sweep.", "metrics.")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Run:
         config = {
             key: value
             for key, value in self.config.items()
-            if key not in IGNORED and not key.startswith(("launch.", "sweep."))
+            if key not in IGNORED and not key.startswith(IGNORED_GROUPS)
         }
         return config | {
             "world_size": self.world_size,
@@ -74,6 +75,13 @@ class Run:
         shares = [self.field("load", "end", name) for name in ("busy_share_others", "steal_share")]
         known = [share for share in shares if is_finite(share)]
         return sum(known) if known else None
+
+    @property
+    def directions(self) -> dict[str, str]:
+        """Whether the highest (max) or lowest (min) value of the user's own metrics is best."""
+        directions = self.record.get("directions")
+        items = directions.items() if isinstance(directions, dict) else ()
+        return {name: end for name, end in items if end in ("max", "min")}
 
     @property
     def seed(self) -> Any:
@@ -136,7 +144,7 @@ class Target:
 
     def time_s(self, run: Run) -> float | None:
         """Return when a run first reached it, without its start-up; None if it never did."""
-        sign = -1 if is_lower_better(self.metric) else 1
+        sign = -1 if is_lower_better(self.metric, run.directions) else 1
         for line in run.lines:
             value = line.get(self.metric)
             if value is not None and sign * value >= sign * self.value:

@@ -22,6 +22,7 @@ OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.train.schedules": (ast.FunctionDef,),
     "ddp_runner.train.losses": (ast.FunctionDef,),
     "ddp_runner.train.step": (ast.FunctionDef,),
+    "ddp_runner.metrics": (ast.ClassDef,),
 }
 # Of torch and torchvision only these modules, and in each only the subclasses of one class of it:
 # none takes a command, a file to read, or the name of a thing to import. Other modules load files

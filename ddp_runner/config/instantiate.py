@@ -26,7 +26,7 @@ def make(
     partial: bool = False,
     **arguments: Any,
 ) -> Any:
-    """Build what a group's ``_target_`` names from the group's keys.
+    """Build what the ``_target_`` of a group, or of ``metrics.NAME``, names from its keys.
 
     `kind` is the class or protocol that the object must have, or a union of them, and `allowed` the
     user's own packages. The `arguments` win over the keys. With `partial` return a
@@ -36,8 +36,8 @@ def make(
         UserError: the target may not be named, cannot be imported, does not take the keys, or
             builds another kind of object.
     """
-    keys = {key: value for key, value in settings.items() if key not in RUNNER_KEYS[group]}
-    named = f"{group}={settings.get('name')}"
+    keys = {key: value for key, value in settings.items() if key not in RUNNER_KEYS.get(group, ())}
+    named = f"{group}={settings.get('name')}" if group in RUNNER_KEYS else group
     if "_target_" not in keys:
         raise UserError(f"{named} has no _target_; name the class or function that builds it")
     named = f"{named} ({keys['_target_']})"

@@ -200,6 +200,7 @@ class Config:
     parallelism: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)  # of evaluations: NAME -> its _target_
 
 
 @dataclass(kw_only=True)

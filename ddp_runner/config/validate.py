@@ -7,10 +7,10 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
+from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError, nearest
-from ddp_runner.metric_names import MONITORS, is_lower_better
+from ddp_runner.errors import UserError
 
 OFFLINE = "ddp_runner.data.sources.offline."
 
@@ -39,7 +39,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
             f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
             f"({asked.max_bytes}); give both, the smaller as min_bytes"
         )
-    _validate_monitor(config)
+    validate_monitors(config)
     _validate_model(config)
     _validate_servers(config)
 
@@ -80,26 +80,12 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
 
 
 def validate_scheduler(config: RunConfig) -> None:
-    """Reject a metric that no evaluation gives, and a warm-up longer than the run.
-
-    The config has its batch filled in.
+    """Reject a warm-up longer than the run. The config has its batch filled in.
 
     Raises:
         UserError: a rule is broken.
     """
-    settings = config.scheduler
-    monitor, mode, warmup = (settings.get(key) for key in ("monitor", "mode", "warmup_steps"))
-    if monitor is not None:
-        known = [name for name in MONITORS if name.startswith("eval/")]
-        if monitor not in known:
-            raise UserError(f"scheduler.monitor ({monitor}) must be one of {', '.join(known)}")
-        _validate_evaluations(config, "scheduler", monitor)
-        better = "min" if is_lower_better(monitor) else "max"
-        if mode is not None and mode != better:
-            raise UserError(
-                f"scheduler.monitor={monitor} with scheduler.mode={mode} would lower the rate "
-                f"while it improves; write scheduler.mode={better}"
-            )
+    warmup = config.scheduler.get("warmup_steps")
     steps, samples = config.train.max_steps, config.dataset.get("num_samples")
     if steps is None and isinstance(samples, int):
         steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
@@ -107,38 +93,6 @@ def validate_scheduler(config: RunConfig) -> None:
         raise UserError(
             f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
             "shorten the warm-up or train longer"
-        )
-
-
-def _validate_monitor(config: Config) -> None:
-    monitor, mode = config.checkpoint.monitor, config.checkpoint.mode
-    if monitor is None:
-        if config.checkpoint.load_best:
-            raise UserError(
-                "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which "
-                "is best; write checkpoint.monitor=eval/accuracy"
-            )
-        return
-    if monitor not in MONITORS:
-        meant = nearest(monitor, MONITORS)
-        hint = f"; did you mean {meant}?" if meant else ""
-        raise UserError(
-            f"checkpoint.monitor ({monitor}) must be one of {', '.join(MONITORS)}{hint}"
-        )
-    if is_lower_better(monitor) and mode == "max":
-        raise UserError(
-            f"checkpoint.monitor={monitor} with checkpoint.mode=max would keep the worst; write "
-            "checkpoint.mode=min"
-        )
-    if monitor.startswith("eval/"):
-        _validate_evaluations(config, "checkpoint", monitor)
-
-
-def _validate_evaluations(config: Config, group: str, monitor: str) -> None:
-    if not config.train.eval_every_epochs:
-        raise UserError(
-            f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; write "
-            "train.eval_every_epochs=1"
         )
 
 

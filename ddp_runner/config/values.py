@@ -25,6 +25,7 @@ from ddp_runner.config.schema import (
 )
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.host.hardware import memory_bytes
+from ddp_runner.metric_names import LISTED
 
 MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
 YEAR_S = 365 * 86_400.0  # longer times overflow in the libraries
@@ -84,6 +85,7 @@ def validate_values(config: Config) -> None:
             f"train.step ({step}) must be a dotted name, or a mapping with _target_; write "
             "train.step=my_package.step"
         )
+    _validate_metrics(config.metrics)
     values = dict(leaves(asdict(config)))
     _validate_numbers(values)
     for group in RUNNER_KEYS:
@@ -141,6 +143,25 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
         raise UserError(f"{key} ({shown}) must be {KINDS[kind]}")
     if kind in (int, float) and default >= 0 > value:
         raise UserError(f"{key} ({value}) must be 0 or greater")
+
+
+def _validate_metrics(metrics: Mapping[Any, Any]) -> None:
+    for name, keys in metrics.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
+            raise UserError(
+                f"metrics.{name}: the name of a metric is letters, digits and _; write "
+                f"metrics.{re.sub(r'[^A-Za-z0-9_]', '_', f'_{name}').strip('_') or 'mine'}"
+            )
+        if f"eval/{name}" in LISTED:
+            raise UserError(
+                f"metrics.{name}: eval/{name} is a metric of every evaluation; give yours another "
+                f"name, such as metrics.own_{name}"
+            )
+        if not isinstance(keys, Mapping) or not isinstance(keys.get("_target_"), str):
+            raise UserError(
+                f"metrics.{name} has no _target_, the class of the metric; write "
+                f"metrics.{name}._target_=my_package.MyMetric"
+            )
 
 
 def _validate_needs(needs: Any) -> None:

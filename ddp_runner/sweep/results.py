@@ -10,7 +10,7 @@ from ddp_runner.compare.run import is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Status
-from ddp_runner.metric_names import HEADLINES
+from ddp_runner.metric_names import headlines
 from ddp_runner.sweep.ledger import Entry, Ledger
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -84,7 +84,7 @@ def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
         Status.PREEMPTED if is_abandoned else entry.status,
         *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
         f"{metrics[pace]:.0f}" if pace in metrics else "-",
-        "  ".join(f"{name} {metrics[name]:.4f}" for name in HEADLINES if name in metrics),
+        "  ".join(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)),
     )
 
 

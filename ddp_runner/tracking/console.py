@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ddp_runner.host.streams import ERASE_LINE, line_width, shortened
 from ddp_runner.job import Status
-from ddp_runner.metric_names import HEADLINES
+from ddp_runner.metric_names import headlines
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
@@ -25,7 +25,6 @@ from ddp_runner.tracking.start_block import shown_path
 REFRESH_S = 0.1  # between two redraws: drawing must not slow down training
 MIN_BAR, MAX_BAR, MIN_TITLE = 6, 40, 12  # columns
 LINE_WIDTH = 80  # of what is printed without asking the terminal
-EVALUATED = tuple(name for name in HEADLINES if name.startswith("eval/"))
 
 
 class PlainLines:
@@ -36,7 +35,8 @@ class PlainLines:
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
         """Print the loss, evaluation and samples/s of a step, if it has any."""
-        evaluated = {name: metrics[name] for name in metrics if name in EVALUATED}
+        shown = set(_evaluated(metrics))
+        evaluated = {name: metrics[name] for name in metrics if name in shown}
         parts = _parts(metrics, evaluated=evaluated)
         if parts:
             where = [f"epoch {epoch}/{self._total_epochs}", f"step {step}/{self._total_steps}"]
@@ -156,7 +156,7 @@ def end_summary(
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
     not finite. `wall_s` is what this command took.
     """
-    results = {name: metrics[name] for name in HEADLINES if metrics.get(name) is not None}
+    results = {name: metrics[name] for name in headlines(metrics) if metrics[name] is not None}
     took = f"{status} in {wall_s:.1f} s"
     if title:
         rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
@@ -197,8 +197,12 @@ def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> l
 
 def _first_evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the first headline of an evaluation, by a brief name."""
-    for name in EVALUATED:
-        if name in metrics:
-            brief = name if name.endswith("loss") else name.removeprefix("eval/")
-            return {brief: metrics[name]}
+    for name in _evaluated(metrics)[:1]:
+        brief = name if name.endswith("loss") else name.removeprefix("eval/")
+        return {brief: metrics[name]}
     return {}
+
+
+def _evaluated(metrics: Mapping[str, float]) -> list[str]:
+    """Return the headlines of an evaluation, the first one first."""
+    return [name for name in headlines(metrics) if name.startswith("eval/")]

@@ -62,6 +62,7 @@ class RunFields(TypedDict, total=False):
     step: int
     first_loss: float | None
     metrics: Mapping[str, float | None]
+    directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
     lost_ranks: Sequence[int]

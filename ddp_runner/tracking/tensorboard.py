@@ -15,7 +15,7 @@ import yaml
 from numpy.typing import NDArray
 
 from ddp_runner.config.schema import OPS, leaves
-from ddp_runner.metric_names import METRICS
+from ddp_runner.metric_names import LISTED, METRICS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -127,8 +127,10 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
         )
     has_classes = config.get("dataset", {}).get("num_classes") is not None
     # All of them: TensorBoard uses the list of one run for all runs that it shows.
-    for metric in sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes):
-        experiment.experiment.metric_infos.add().name.tag = metric.name
+    ordered = sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes)
+    own = [f"{part}/{name}" for part in ("eval", "best") for name in config.get("metrics") or ()]
+    for name in (*(metric.name for metric in ordered), *own):
+        experiment.experiment.metric_infos.add().name.tag = name
     return _hparams_summary(experiment=experiment, session_start_info=start)
 
 
@@ -157,9 +159,17 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
 
 
 def layout(tags: Collection[str]) -> Any:
-    """Return the summary with the charts of the Custom Scalars tab that have one of these tags."""
+    """Return the summary with the charts of the Custom Scalars tab that have one of these tags.
+
+    A metric of the user's own has a chart of its own.
+    """
     from torch.utils.tensorboard.summary import custom_scalars
 
+    listed = _charts()
+    for tag in tags:
+        category, _, title = tag.partition("/")
+        if category in CATEGORIES and tag not in LISTED:
+            listed[category][title] = [re.escape(tag)]
     categories = {
         category: {
             # TensorBoard matches the beginning of a tag.
@@ -167,7 +177,7 @@ def layout(tags: Collection[str]) -> Any:
             for chart, patterns in charts.items()
             if any(re.fullmatch(pattern, tag) for pattern in patterns for tag in tags)
         }
-        for category, charts in _charts().items()
+        for category, charts in listed.items()
     }
     return custom_scalars({category: charts for category, charts in categories.items() if charts})
 

@@ -21,7 +21,7 @@ from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import CLASS_METRICS
+from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
@@ -64,11 +64,10 @@ def build_setup(
     """Return what stays the same while a rank trains. Collective: every rank must call.
 
     Raises:
-        UserError: the dataset has fewer samples than there are ranks, or the loss or what the
-            scheduler monitors does not exist.
+        UserError: the dataset has fewer samples than there are ranks, or the loss, the training
+            step or a metric cannot be built.
     """
     validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
-    validate_monitor("scheduler", config.scheduler.get("monitor"), dataset)
     role = mode.role(env)
     return Setup(
         config=config,
@@ -89,6 +88,10 @@ def build_setup(
         ),
         eval_batch_size=config.batch.eval_size,
         step=build_step(config, devices),
+        metrics={
+            name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
+            for name, keys in config.metrics.items()
+        },
         timer=StepTimer(devices[0]),
         group=loop_group(takes_part=role.loop is not None),
     )
@@ -206,19 +209,6 @@ def build_schedule(
             "metric; leave it out"
         )
     return Schedule(scheduler)
-
-
-def validate_monitor(group: str, monitor: str | None, dataset: Dataset) -> None:
-    """Validate that evaluations of this dataset have the metric ``<group>.monitor``.
-
-    Raises:
-        UserError: the metric needs classes, and the dataset has none.
-    """
-    if monitor in CLASS_METRICS and dataset.num_classes is None:
-        raise UserError(
-            f"{group}.monitor={monitor} needs classes and dataset={dataset.name} has none; "
-            f"write {group}.monitor=eval/loss {group}.mode=min"
-        )
 
 
 def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:

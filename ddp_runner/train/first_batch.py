@@ -10,9 +10,14 @@ from contextlib import contextmanager
 
 import torch
 
+from ddp_runner.config.monitors import KnownMetrics
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, typed
-from ddp_runner.train.loop import forward
+from ddp_runner.metric_names import CLASS_METRICS
+from ddp_runner.metrics.confusion import confusion_counts
+from ddp_runner.metrics.evaluation import Evaluation
+from ddp_runner.metrics.metric import direction
+from ddp_runner.train.loop import forward, has_classes
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.trial import (
     NUM_SAMPLES,
@@ -51,6 +56,38 @@ def try_first_batch(state: TrainState) -> Trial:
             f"{who} cannot take dataset={setup.dataset.name}, whose samples are "
             f"{shape_of(samples)}: {typed(error)}; choose a dataset or a model that fits"
         ) from error
+
+
+@torch.no_grad()
+def try_evaluation(state: TrainState) -> KnownMetrics:
+    """Evaluate two training samples on this rank, and return which metrics the run will have.
+
+    A metric that cannot take the outputs would otherwise end the run after its first epoch.
+
+    Raises:
+        UserError: a metric cannot take the outputs of the training step, or computes no number.
+    """
+    setup, names = state.setup, {"eval/loss"}
+    with _restored_after(state):
+        step = forward(state, state.module, setup.batches.samples(range(NUM_SAMPLES)))
+        metrics = Evaluation(setup.metrics, device=setup.devices[-1])
+        metrics.update(step.outputs, step.targets)
+        own, unknown = metrics.try_compute()
+    num_classes = setup.dataset.num_classes
+    if num_classes and has_classes(step):
+        targets = step.targets.to(step.outputs.device)
+        confusion_counts(step.outputs, targets, num_classes=num_classes)  # raises, as later
+        names |= {name for name in CLASS_METRICS if name.startswith("eval/")}
+    for name in step.scalars:
+        if f"eval/{name}" in names | own:
+            raise UserError(
+                f"{step_of(setup.config)} returns the scalar {name}, and eval/{name} is another "
+                "metric of the run; rename the scalar"
+            )
+    names |= {f"{part}/{name}" for part in ("train", "eval") for name in step.scalars}
+    ends = {f"eval/{name}": direction(metric) for name, metric in setup.metrics.items()}
+    directions = {name: end for name, end in ends.items() if end is not None}
+    return KnownMetrics(names | own, unknown, directions)
 
 
 def warnings_of(trial: Trial, state: TrainState) -> list[str]:

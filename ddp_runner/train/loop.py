@@ -21,8 +21,10 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
+from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
+from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.train.metrics import classification_metrics, confusion_counts, step_metrics
+from ddp_runner.train.metrics import step_metrics
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 
@@ -178,10 +180,10 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     Collective: every rank must call.
 
     Returns:
-        Metrics: eval/loss, the scalars of the training step and, if the dataset has classes,
-        eval/accuracy, eval/precision, eval/recall and eval/f1. Confusion counts (num_classes,
-        num_classes), a row per true class, or None without classes. A prediction outside the
-        classes counts as wrong and is in no column.
+        Metrics: eval/loss, the scalars of the training step, the configured metrics and, if the
+        dataset has classes, eval/accuracy, eval/precision, eval/recall and eval/f1. Confusion
+        counts (num_classes, num_classes), a row per true class, or None without classes. A
+        prediction outside the classes counts as wrong and is in no column.
     """
     setup, device = state.setup, state.setup.devices[-1]
     # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
@@ -190,7 +192,7 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     num_classes = setup.dataset.num_classes or 0
     loss_sum, count, zero = torch.zeros(3, dtype=torch.float64, device=device)
     confusion = torch.zeros((num_classes, num_classes + 1), dtype=torch.int64, device=device)
-    scalars = dict[str, Tensor]()
+    scalars, metrics = dict[str, Tensor](), Evaluation(setup.metrics, device=device)
     for batch in eval_batches(
         setup.dataset.eval,
         batch_size=setup.eval_batch_size,
@@ -203,7 +205,8 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
         count += step.count
         for name, value in step.scalars.items():
             scalars[name] = scalars.get(name, zero) + value
-        if num_classes and isinstance(step.outputs, Tensor):
+        metrics.update(step.outputs, step.targets)
+        if num_classes and has_classes(step):
             targets = step.targets.to(step.outputs.device)
             confusion += confusion_counts(step.outputs, targets, num_classes=num_classes)
     sums = sum_over_ranks([loss_sum.item(), count.item()], group=setup.group)
@@ -213,12 +216,18 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     for of_rank in gather_objects(own, group=setup.group):
         for name, part in of_rank.items():
             results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / sums[1]
+    results |= metrics.compute(group=setup.group)
     confusion = add_over_ranks(confusion, group=setup.group)
     if not confusion.any():
         return results, None
     matches = classification_metrics(confusion)
     results |= {f"eval/{name}": value for name, value in matches.items()}
     return results, confusion[:, :-1].tolist()
+
+
+def has_classes(step: Step) -> bool:
+    """Return whether a step has what accuracy, precision, recall and F1 are computed from."""
+    return isinstance(step.outputs, Tensor) and isinstance(step.targets, Tensor)
 
 
 def _due(count: int, every: int | None) -> bool:

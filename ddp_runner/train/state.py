@@ -11,6 +11,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.step import StepFunction
@@ -44,6 +45,7 @@ class Setup:
     batches: GlobalBatches
     eval_batch_size: int
     step: StepFunction
+    metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
     timer: StepTimer
     group: ProcessGroup | None  # the ranks of the loop; None: all
 

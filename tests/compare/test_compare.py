@@ -315,3 +315,53 @@ def test_a_warning_names_three_of_many(tmp_path: Path) -> None:
         write_run(tmp_path / str(number), record={"git_revision": str(number)})
     (sentence,) = compared(tmp_path).warnings
     assert sentence == "the runs used 5 git revisions (0, 1, 2 and 2 more)"
+
+
+def write_evaluated(folder: Path, errors: list[float], **record: Any) -> None:
+    """Write a run whose own metric, an error, has a value at each step."""
+    lines = [
+        {"step": step, "epoch": 1, "time_s": float(step), "eval/error_rate": value}
+        for step, value in enumerate(errors)
+    ]
+    write_run(folder, lines=lines, record={"metrics": {"eval/error_rate": errors[-1]}, **record})
+
+
+@pytest.mark.parametrize(
+    ("directions", "best", "reached_s"),
+    [({"eval/error_rate": "min"}, 0.1, 2.0), ({}, 0.3, 0.0), ("damaged", 0.3, 0.0)],
+)
+def test_the_best_end_of_an_own_metric_is_in_run_json(
+    tmp_path: Path, directions: Any, best: float, reached_s: float
+) -> None:
+    """Without it, the name decides."""
+    write_evaluated(tmp_path / "a", [0.9, 0.5, 0.1], directions=directions)
+    write_evaluated(tmp_path / "b", [0.9, 0.5, 0.3], directions=directions)
+    comparison = compared(
+        tmp_path, best="eval/error_rate", target=Target("eval/error_rate", 0.2), each=True
+    )
+    assert comparison.best is not None
+    assert comparison.best.value == best
+    times = [row.time_to_target_s for row in comparison.rows if row.time_to_target_s]
+    assert min(stat.mean for stat in times) == reached_s
+
+
+def test_an_own_metric_is_a_column_and_splits_no_row(tmp_path: Path) -> None:
+    """A metric changes neither the work nor its speed; a name with two meanings is a warning."""
+    key = "metrics.error_rate.k"
+    write_run(tmp_path / "none", lines=lines_of([1.0, 2.0]))
+    for k in (1, 2):
+        write_evaluated(tmp_path / f"with-{k}", [0.5])
+    comparison = compared(tmp_path)
+    (row,) = comparison.rows
+    assert len(row.runs) == 3
+    assert "eval/error_rate" in as_text(comparison)
+    assert not [line for line in comparison.warnings if "error_rate" in line]
+    for k in (1, 2):
+        write_run(
+            tmp_path / f"of-{k}",
+            config={key: k},
+            record={"metrics": {"eval/error_rate": 0.5}},
+        )
+    assert [line for line in compared(tmp_path).warnings if "error_rate" in line] == [
+        f"eval/error_rate is not the same metric in all runs: {key}=1 or {key}=2; do not compare it"
+    ]

@@ -19,6 +19,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
+from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.train.build import build_schedule
 
@@ -37,7 +38,10 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     overrides = [one.replace("=PATH", f"={file}") for one in overrides]
     overrides.append("allowed_targets=[my_package]")
     config, _ = resolved(*overrides, hardware=Hardware(num_gpus=4, num_cores=4))
-    if path.parent.name not in ("experiment", "scaling"):
+    for name, keys in config.metrics.items():
+        assert isinstance(make(f"metrics.{name}", keys), Metric)
+    assert path.parent.name != "metrics" or list(config.metrics) == [path.stem]
+    if path.parent.name not in ("experiment", "scaling", "metrics"):
         chosen = getattr(config, path.parent.name)
         assert (chosen if isinstance(chosen, dict) else vars(chosen))["name"] in (path.stem, "nccl")
 

@@ -73,7 +73,7 @@ INVALID = [
      "warm-up or train longer"),
     ("scheduler=plateau scheduler.monitor=train/loss",
      "scheduler.monitor (train/loss) must be one of eval/accuracy, eval/loss, eval/f1, "
-     "eval/precision, eval/recall"),
+     "eval/precision, eval/recall; did you mean eval/loss?"),
     ("scheduler=plateau scheduler.monitor=eval/f1",
      "scheduler.monitor=eval/f1 with scheduler.mode=min would lower the rate while it improves; "
      "write scheduler.mode=max"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from terminals import terminal
 
-from ddp_runner.metric_names import HEADLINES
+from ddp_runner.metric_names import METRICS as LISTED
 from ddp_runner.tracking.console import LiveLine, PlainLines, end_summary, progress
 
 METRICS = {"train/loss": 0.12341, "perf/samples_per_s": 12345.4}
@@ -121,9 +121,19 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch: pytest.Monk
     assert "step 5/10" in "".join(shown)
 
 
+def test_own_metrics_are_shown_with_the_evaluation(tmp_path: Path) -> None:
+    """On the lines of a file, and at the end; a training step's scalars are not."""
+    metrics = {"eval/loss": 0.25, "eval/mine": 0.5, "train/part": 0.75}
+    lines = io.StringIO()
+    PlainLines(9, total_epochs=1, stream=lines).update(9, epoch=1, metrics=metrics)
+    assert lines.getvalue() == "epoch 1/1  step 9/9  eval/loss 0.2500  eval/mine 0.5000\n"
+    text = end_summary("completed", metrics, wall_s=1.23, run_dir=tmp_path)
+    assert text.splitlines()[0] == "completed in 1.2 s  eval/loss 0.2500  eval/mine 0.5000"
+
+
 def test_the_end_names_results_and_a_command_that_shows_the_runs_name(tmp_path: Path) -> None:
     """Within 80 columns; in a shell the command can be pasted."""
-    metrics = dict.fromkeys(HEADLINES, 0.5)
+    metrics = dict.fromkeys((metric.name for metric in LISTED), 0.5)
     run_dir = Path("outputs/toy-random-ddp-ws2/2026-01-01_00-00-00")
     *results, command = end_summary("completed", metrics, wall_s=1.23, run_dir=run_dir).split("\n")
     assert results[0].startswith("completed in 1.2 s  eval/accuracy 0.5000  eval/loss 0.5000")

@@ -13,7 +13,10 @@ from commands import run_command
 from run_folders import metrics, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
+from tensorboard.plugins.hparams.metadata import (
+    parse_experiment_plugin_data,
+    parse_session_end_info_plugin_data,
+)
 from tensorboard_server import get_json, serve_tensorboard
 
 from ddp_runner.metric_names import METRICS
@@ -267,6 +270,18 @@ def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
     assert list(charts(ps)) == ["train", "eval", "perf", "ps"]
     assert charts(ps)["ps"] == list(_charts()["ps"])
     assert "what a step's time goes into (ms)" in charts(ddp)["perf"]
+
+
+def test_an_own_metric_has_a_chart_and_a_column(tmp_path: Path) -> None:
+    """A chart of its own in the category of its tag; HParams lists what the config names."""
+    config = CONFIG | {"metrics": {"mine": {"_target_": "my_package.Mine"}}}
+    tracker = Tracker(tmp_path, config_text=yaml.safe_dump(config))
+    tracker.log({"eval/mine": 1.0, "train/own_part": 2.0, "best/mine": 1.0}, step=1, epoch=1)
+    tracker.close()
+    assert charts(tmp_path) == {"train": ["own_part"], "eval": ["mine"]}
+    content = plugin_data(tmp_path, "hparams")["_hparams_/experiment"]
+    tags = [info.name.tag for info in parse_experiment_plugin_data(content).metric_infos]
+    assert {"eval/mine", "best/mine"} <= set(tags)
 
 
 def corner(picture: np.ndarray, row: int, column: int, num_classes: int) -> list[int]:

@@ -106,8 +106,6 @@ def error_message(env: DistEnv, config: Config) -> str:
         (f"{TORCHS}StepLR", "'step_size'; a keyword that it needs is added by +scheduler.KEY="),
         (f"{TORCHS}StepLR +scheduler.step_size=2 +scheduler.monitor=eval/loss",
          "StepLR counts steps and takes no metric; leave it out"),
-        ("scheduler=plateau scheduler.monitor=eval/f1 scheduler.mode=max",
-         "scheduler.monitor=eval/f1 needs classes and dataset=random has none"),
     ],
 )  # fmt: skip
 def test_a_key_that_does_not_fit_is_named(overrides: str, sentence: str) -> None:

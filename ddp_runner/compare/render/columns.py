@@ -10,7 +10,7 @@ from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import promises_parity
 from ddp_runner.compare.rows import BUSY, SUPERLINEAR, ComparisonRow
 from ddp_runner.compare.settings import title_of
-from ddp_runner.metric_names import HEADLINES
+from ddp_runner.metric_names import headlines
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
         asked.add(target.metric)
         title = f"s to {target.metric}={target.value:g}"
         yield Column("time_to_target_s", title, lambda row: row.time_to_target_s, digits)
-    names = {name for row in rows for name in row.metrics}
-    for name in sorted(names, key=lambda name: (name not in HEADLINES, name)):
-        is_brief = name in HEADLINES or name in asked
+    names = sorted({name for row in rows for name in row.metrics})
+    first = set(headlines(names))
+    for name in sorted(names, key=lambda name: name not in first):
+        is_brief = name in first or name in asked
         yield Column(name, name, _value("metrics", name), digits, is_brief)
     yield Column("peak_memory_gib", "memory GiB", lambda row: row.peak_memory_gib, digits)
     yield Column("comm_share", "communication", lambda row: row.comm_share, percent)

@@ -1,0 +1,101 @@
+"""Which metric a config may monitor, and which end of it is best. Torch-free.
+
+The launcher knows the metrics of every run. A rank learns the others when it tries two samples:
+what the user's metrics and training step return, and whether the dataset has classes.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ddp_runner.config.schema import Config, TrainConfig
+from ddp_runner.errors import UserError, nearest
+from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
+
+WORST = {"scheduler": "lower the rate while it improves", "checkpoint": "keep the worst"}
+
+
+@dataclass(frozen=True)
+class KnownMetrics:
+    """The metrics of a run, as far as two samples show them."""
+
+    names: Collection[str]  # eval/NAME, and train/NAME of a training step's scalars
+    # Metrics that cannot be computed from two samples: what they return is not known yet.
+    unknown: Collection[str] = ()
+    directions: Mapping[str, str] = field(default_factory=dict)  # eval/NAME -> max or min
+
+
+def validate_monitors(config: Config) -> None:
+    """Reject a monitored metric that no run of this config has, and the wrong end of one.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    if config.checkpoint.load_best and config.checkpoint.monitor is None:
+        raise UserError(
+            "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which is "
+            "best; write checkpoint.monitor=eval/accuracy"
+        )
+    for group, monitor, mode in _monitored(config):
+        known = [*MONITORS, *(f"eval/{name}" for name in config.metrics)]
+        if group == "scheduler":
+            known = [name for name in known if name.startswith("eval/")]
+        is_own = monitor not in MONITORS and _may_be_own(config, monitor, group)
+        if monitor not in known and not is_own:
+            meant = nearest(monitor, known)
+            hint = f"; did you mean {meant}?" if meant else ""
+            raise UserError(f"{group}.monitor ({monitor}) must be one of {', '.join(known)}{hint}")
+        if not is_own:  # else a rank knows the end
+            _validate_end(group, monitor, mode, best_end(monitor))
+        if monitor.startswith("eval/") and not config.train.eval_every_epochs:
+            raise UserError(
+                f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
+                "write train.eval_every_epochs=1"
+            )
+
+
+def validate_known(config: Config, known: KnownMetrics) -> None:
+    """Reject a monitored metric that the run turns out not to have, and the wrong end of one.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    always = set(MONITORS) - set(CLASS_METRICS)
+    for group, monitor, mode in _monitored(config):
+        later = any(f"{monitor}_".startswith(f"eval/{name}_") for name in known.unknown)
+        if monitor not in always and monitor not in known.names and not later:
+            if monitor in CLASS_METRICS:
+                raise UserError(
+                    f"{group}.monitor={monitor} needs classes and "
+                    f"dataset={config.dataset.get('name')} has none; write "
+                    f"{group}.monitor=eval/loss {group}.mode=min"
+                )
+            raise UserError(
+                f"{group}.monitor ({monitor}) is not a metric of this run; choose one of "
+                f"{', '.join(sorted(known.names))}"
+            )
+        _validate_end(group, monitor, mode, best_end(monitor, known.directions))
+
+
+def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:
+    """Yield the groups that monitor a metric, with the metric and the mode that is given."""
+    if (monitor := config.scheduler.get("monitor")) is not None:
+        yield "scheduler", monitor, config.scheduler.get("mode")
+    if (monitor := config.checkpoint.monitor) is not None:
+        yield "checkpoint", monitor, config.checkpoint.mode
+
+
+def _may_be_own(config: Config, monitor: str, group: str) -> bool:
+    """Return whether a metric may be of the user's metrics or of their training step."""
+    if any(f"{monitor}_".startswith(f"eval/{name}_") for name in config.metrics):
+        return True
+    is_ordinary = config.train.step == TrainConfig().step
+    parts = ("eval/",) if group == "scheduler" else ("eval/", "train/")
+    return not is_ordinary and monitor.startswith(parts)
+
+
+def _validate_end(group: str, monitor: str, mode: str | None, best: str | None) -> None:
+    if None not in (mode, best) and mode != best:
+        raise UserError(
+            f"{group}.monitor={monitor} with {group}.mode={mode} would {WORST[group]}; write "
+            f"{group}.mode={best}"
+        )

@@ -1,0 +1,108 @@
+"""Metrics of classifiers: top-k accuracy, and the area under the ROC curve."""
+
+import torch
+from torch import Tensor
+
+from ddp_runner.errors import UserError
+from ddp_runner.metrics.confusion import IGNORED, validate_scores
+
+
+class TopKAccuracy:
+    """The share of samples whose true class is among the k highest scores.
+
+    Outputs (batch, classes, ...), targets (batch, ...). Targets of -100 do not count.
+    """
+
+    higher_is_better = True
+
+    def __init__(self, *, k: int) -> None:
+        if k < 1:
+            raise UserError(f"k ({k}) must be 1 or greater")
+        self.k = k
+        self.hits = self.count = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count the hits of a batch.
+
+        Raises:
+            UserError: there are fewer classes than k, or no score for each target.
+        """
+        validate_scores(outputs, targets)
+        if outputs.shape[1] < self.k:
+            raise UserError(f"k ({self.k}) must be {outputs.shape[1]} or less, the model's classes")
+        highest = outputs.topk(self.k, dim=1).indices
+        self.hits += int((highest == targets.unsqueeze(1)).sum())
+        self.count += int((targets != IGNORED).sum())
+
+    def compute(self) -> float:
+        """Return the share of hits; NaN without a sample."""
+        return self.hits / self.count if self.count else float("nan")
+
+
+class AUC:
+    """The area under the ROC curve: how often a positive sample scores above a negative one.
+
+    It is exact, ties count half, and it keeps the scores of all samples. Targets (batch,) are
+    classes. Outputs are (batch,) or (batch, 1), scores of class 1; (batch, 2), logits; or
+    (batch, classes), logits or log-probabilities: then it is the unweighted mean over the classes,
+    each against the rest. A class of which no sample, or every sample, is true has no area and is
+    left out of the mean.
+    """
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Keep the scores of a batch.
+
+        Raises:
+            UserError: the outputs are no scores of samples.
+        """
+        if outputs.ndim == 1:
+            outputs = outputs.unsqueeze(1)
+        if outputs.ndim != 2 or len(outputs) != targets.numel():
+            raise UserError(
+                f"the area under the ROC curve needs a score for each sample and class, not "
+                f"outputs {tuple(outputs.shape)} with targets {tuple(targets.shape)}"
+            )
+        scores = outputs.double()
+        if scores.shape[1] == 2:
+            scores = scores[:, 1:] - scores[:, :1]  # in the order of softmax, without its ties
+        elif scores.shape[1] > 2:
+            scores = scores.softmax(dim=1)
+        self.scores.append(scores)
+        self.targets.append(targets.flatten())
+
+    def compute(self) -> float:
+        """Return the area, from 0 to 1; NaN if it is defined for no class."""
+        if not self.scores:
+            return float("nan")
+        scores, targets = torch.cat(self.scores), torch.cat(self.targets)
+        classes = range(scores.shape[1]) if scores.shape[1] > 1 else [1]
+        areas = [
+            _area(column, targets == label)
+            for label, column in zip(classes, scores.unbind(dim=1), strict=True)
+            if 0 < int((targets == label).sum()) < len(targets)
+        ]
+        return sum(areas) / len(areas) if areas else float("nan")
+
+
+def _area(scores: Tensor, is_positive: Tensor) -> float:
+    """Return the area from the ranks of the positive samples (the Mann-Whitney U statistic).
+
+    https://en.wikipedia.org/wiki/Mann-Whitney_U_test#Area-under-curve_(AUC)_statistic_for_ROC_curves
+
+    Args:
+        scores: (num_samples,).
+        is_positive: bool (num_samples,), of both kinds.
+    """
+    _, places, sizes = scores.unique(return_inverse=True, return_counts=True)
+    ends = sizes.cumsum(dim=0)
+    ranks = (ends - (sizes - 1).double() / 2)[places]  # from 1; equal scores share their mean rank
+    num_positive = int(is_positive.sum())
+    num_negative = len(scores) - num_positive
+    wins = ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2
+    return float(wins / (num_positive * num_negative))

@@ -1,0 +1,121 @@
+"""A monitored metric exists, and its best value is not kept out."""
+
+import pytest
+from configs import config_error, resolved
+
+from ddp_runner.config.monitors import KnownMetrics, validate_known
+from ddp_runner.errors import UserError
+
+METRICS = "metrics=[top_k,mae]"
+OWN_STEP = ("train.step=my_package.step", "allowed_targets=[my_package]")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (METRICS, "checkpoint.monitor=eval/top_k"),
+        (METRICS, "checkpoint.monitor=eval/mae_3", "checkpoint.mode=min"),
+        (METRICS, "scheduler=plateau", "scheduler.monitor=eval/top_k", "scheduler.mode=max"),
+        (*OWN_STEP, "checkpoint.monitor=eval/anything"),
+        (*OWN_STEP, "checkpoint.monitor=train/anything", "checkpoint.mode=min"),
+        (*OWN_STEP, "scheduler=plateau", "scheduler.monitor=eval/anything"),
+    ],
+)
+def test_own_metrics_may_be_monitored(overrides: tuple[str, ...]) -> None:
+    """The launcher accepts what a rank will know."""
+    resolved(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ((METRICS, "checkpoint.monitor=eval/topk"), "did you mean eval/top_k?"),
+        ((METRICS, "checkpoint.monitor=eval/top_kk"), "did you mean eval/top_k?"),
+        (("checkpoint.monitor=eval/top_k",), "checkpoint.monitor (eval/top_k) must be one of"),
+        ((METRICS, "scheduler=plateau", "scheduler.monitor=train/mae"), "must be one of eval/"),
+        ((*OWN_STEP, "scheduler=plateau", "scheduler.monitor=train/x"), "must be one of eval/"),
+        ((METRICS, "checkpoint.monitor=eval/top_k", "train.eval_every_epochs=0"),
+         "needs evaluations"),
+        (("checkpoint.monitor=eval/loss",), "would keep the worst; write checkpoint.mode=min"),
+        (("checkpoint.monitor=eval/f1", "checkpoint.mode=min"), "write checkpoint.mode=max"),
+    ],
+)  # fmt: skip
+def test_what_no_run_of_this_config_has_is_an_error(
+    overrides: tuple[str, ...], sentence: str
+) -> None:
+    """At once, before torch is imported."""
+    assert sentence in config_error(*overrides)
+
+
+KNOWN = KnownMetrics(
+    names={"eval/loss", "eval/mae", "eval/recall_cat"},
+    unknown={"late"},
+    directions={"eval/mae": "min", "eval/recall": "max"},
+)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "sentence"),
+    [
+        ("eval/mae", "min", None),
+        ("eval/mae", "max", "checkpoint.monitor=eval/mae with checkpoint.mode=max would keep the "
+         "worst; write checkpoint.mode=min"),
+        ("eval/recall_cat", "max", None),
+        ("eval/recall_cat", "min", "write checkpoint.mode=max"),
+        ("eval/recall_dog", "max", "checkpoint.monitor (eval/recall_dog) is not a metric of this "
+         "run; choose one of eval/loss, eval/mae, eval/recall_cat"),
+        ("eval/late_any", "min", None),
+        ("perf/samples_per_s", "max", None),
+        ("eval/f1", "max", "checkpoint.monitor=eval/f1 needs classes and dataset=digits has none; "
+         "write checkpoint.monitor=eval/loss checkpoint.mode=min"),
+    ],
+)  # fmt: skip
+def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: str | None) -> None:
+    """From two samples; what cannot be computed from two is left alone."""
+    keys = (f"checkpoint.monitor={monitor}", f"checkpoint.mode={mode}", *OWN_STEP)
+    config, _ = resolved(*keys)
+    if sentence is None:
+        validate_known(config, KNOWN)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(UserError) as error:
+            validate_known(config, KNOWN)  # type: ignore[arg-type]
+        assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("+metrics.mine.k=3",),
+         "metrics.mine has no _target_, the class of the metric; write "
+         "metrics.mine._target_=my_package.MyMetric"),
+        (("+metrics.mine=3",), "metrics.mine has no _target_"),
+        (("+metrics.accuracy._target_=ddp_runner.metrics.classification.AUC",),
+         "metrics.accuracy: eval/accuracy is a metric of every evaluation; give yours another "
+         "name, such as metrics.own_accuracy"),
+        (("+metrics.my-own._target_=ddp_runner.metrics.classification.AUC",),
+         "metrics.my-own: the name of a metric is letters, digits and _; write metrics.my_own"),
+        (("+metrics.mine._target_=my_package.Mine",),
+         "metrics.mine._target_ (my_package.Mine) is not a part that a config may name"),
+        (("+metrics.mine._target_=ddp_runner.metrics.classification.AOC",),
+         "did you mean ddp_runner.metrics.classification.AUC?"),
+        (("metrics=aoc",), "metrics=aoc does not exist; did you mean auc?"),
+        (("metrics=[{_target_:my_package.Mine}]",),
+         "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
+        (("metrics={mine:{_target_:my_package.Mine}}",),
+         "metrics has no key of this name yet; write +metrics.KEY=VALUE"),
+        (("metrics=[auc,aoc]",), "metrics=aoc does not exist; did you mean auc?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_metric_is_one_line(overrides: tuple[str, ...], sentence: str) -> None:
+    """With the name to write instead."""
+    assert sentence in config_error(*overrides)
+
+
+def test_torchmetrics_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the extra that brings it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    target = "+metrics.mine._target_=torchmetrics.classification.MulticlassRecall"
+    assert config_error(target, "allowed_targets=[torchmetrics]") == (
+        "metrics.mine (torchmetrics.classification.MulticlassRecall) is of torchmetrics, which is "
+        "not installed; pip install 'ddp-runner[metrics]'"
+    )

@@ -1,0 +1,157 @@
+"""Each metric that we ship is the one of scikit-learn, over batches of unequal size."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddp_runner.errors import UserError
+from ddp_runner.metrics.classification import AUC, TopKAccuracy
+from ddp_runner.metrics.language import Perplexity
+from ddp_runner.metrics.metric import Metric
+from ddp_runner.metrics.regression import MAE, R2, RMSE
+from ddp_runner.metrics.segmentation import MeanIoU, PixelAccuracy
+
+GENERATOR = torch.Generator().manual_seed(0)
+NUM_SAMPLES, NUM_CLASSES = 203, 7
+CLASSES = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=GENERATOR)
+LOGITS = torch.randn(NUM_SAMPLES, NUM_CLASSES, generator=GENERATOR)
+LOGITS += 2 * F.one_hot(CLASSES, NUM_CLASSES)
+LABELS = (LOGITS[:, 0] + torch.randn(NUM_SAMPLES, generator=GENERATOR) > 0).long()
+COARSE = LOGITS[:, 0].round()  # many ties
+VALUES = 1e4 + torch.randn(NUM_SAMPLES, 3, generator=GENERATOR)
+PREDICTIONS = VALUES + 0.5 * torch.randn(NUM_SAMPLES, 3, generator=GENERATOR)
+PIXEL_LOGITS = torch.randn(20, 4, 8, 9, generator=GENERATOR)
+PIXELS = torch.where(
+    torch.rand(20, 8, 9, generator=GENERATOR) < 0.5,
+    PIXEL_LOGITS.argmax(dim=1),
+    torch.randint(3, (20, 8, 9), generator=GENERATOR),
+)
+TOKEN_LOGITS = torch.randn(20, 11, 13, generator=GENERATOR)
+TOKENS = torch.randint(13, (20, 11), generator=GENERATOR)
+
+
+def result(metric: Metric, outputs: Tensor, targets: Tensor) -> Any:
+    """Return what a metric computes after three batches, the last one smaller."""
+    size = math.ceil(len(outputs) / 3) + 1
+    for batch in zip(outputs.split(size), targets.split(size), strict=True):
+        metric.update(*batch)
+    return metric.compute()
+
+
+def macro_area() -> float:
+    """Return the mean of the areas of each class against the rest."""
+    probabilities = LOGITS.double().softmax(dim=1).numpy()
+    return float(sk.roc_auc_score(CLASSES, probabilities, multi_class="ovr", average="macro"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "targets", "expected"),
+    [
+        *((TopKAccuracy(k=k), LOGITS, CLASSES,
+           lambda k=k: sk.top_k_accuracy_score(CLASSES, LOGITS, k=k)) for k in (1, 2, 5)),
+        (AUC(), LOGITS[:, 0], LABELS, lambda: sk.roc_auc_score(LABELS, LOGITS[:, 0])),
+        (AUC(), COARSE, LABELS, lambda: sk.roc_auc_score(LABELS, COARSE)),
+        (AUC(), COARSE[:, None], LABELS, lambda: sk.roc_auc_score(LABELS, COARSE)),
+        (AUC(), LOGITS[:, :2], LABELS,
+         lambda: sk.roc_auc_score(LABELS, LOGITS[:, 1] - LOGITS[:, 0])),
+        (AUC(), LOGITS, CLASSES, macro_area),
+        (MAE(), PREDICTIONS, VALUES, lambda: sk.mean_absolute_error(VALUES, PREDICTIONS)),
+        (RMSE(), PREDICTIONS, VALUES, lambda: sk.mean_squared_error(VALUES, PREDICTIONS) ** 0.5),
+        (R2(), PREDICTIONS, VALUES,
+         lambda: sk.r2_score(VALUES.double(), PREDICTIONS.double())),
+        (R2(), PREDICTIONS[:, 0], VALUES[:, 0],
+         lambda: sk.r2_score(VALUES[:, 0].double(), PREDICTIONS[:, 0].double())),
+        (MeanIoU(), PIXEL_LOGITS, PIXELS, lambda: sk.jaccard_score(
+            PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten(), average="macro")),
+        (PixelAccuracy(), PIXEL_LOGITS, PIXELS, lambda: sk.accuracy_score(
+            PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten())),
+        (Perplexity(), TOKEN_LOGITS, TOKENS, lambda: math.exp(sk.log_loss(
+            TOKENS.flatten(), TOKEN_LOGITS.reshape(-1, 13).double().softmax(dim=1)))),
+        (Perplexity(), TOKEN_LOGITS.movedim(-1, 1), TOKENS, lambda: math.exp(sk.log_loss(
+            TOKENS.flatten(), TOKEN_LOGITS.reshape(-1, 13).double().softmax(dim=1)))),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Metric) else "",
+)  # fmt: skip
+def test_it_is_scikit_learns(
+    metric: Metric, outputs: Tensor, targets: Tensor, expected: Callable[[], float]
+) -> None:
+    """On random data."""
+    assert result(metric, outputs, targets) == pytest.approx(float(expected()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "targets"),
+    [
+        (TopKAccuracy(k=2), PIXEL_LOGITS, PIXELS),
+        (MeanIoU(), PIXEL_LOGITS, PIXELS),
+        (PixelAccuracy(), PIXEL_LOGITS, PIXELS),
+        (Perplexity(), TOKEN_LOGITS, TOKENS),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Metric) else "",
+)
+def test_targets_of_minus_100_do_not_count(
+    metric: Metric, outputs: Tensor, targets: Tensor
+) -> None:
+    """The value is that of the other half alone."""
+    expected = result(metric, outputs[:10], targets[:10])
+    ignored = torch.cat([targets[:10], torch.full_like(targets[10:], -100)])
+    found = result(type(metric)(**options(metric)), outputs, ignored)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def options(metric: Metric) -> dict[str, int]:
+    """Return the arguments that a metric was made with."""
+    return {"k": metric.k} if isinstance(metric, TopKAccuracy) else {}
+
+
+def test_a_constant_score_has_half_the_area() -> None:
+    """All samples are tied, so each pair counts half."""
+    assert result(AUC(), torch.zeros(NUM_SAMPLES), LABELS) == 0.5
+
+
+def test_a_class_that_never_occurs_is_left_out() -> None:
+    """It has no area, and no union with what is predicted."""
+    present = CLASSES[CLASSES > 0]
+    scores = LOGITS.double().softmax(dim=1)[CLASSES > 0]
+    areas = [sk.roc_auc_score(present == label, scores[:, label]) for label in range(1, 7)]
+    assert result(AUC(), LOGITS[CLASSES > 0], present) == pytest.approx(np.mean(areas))
+    one = torch.tensor([[9.0, 0.0, 0.0]])
+    assert result(MeanIoU(), one.repeat(4, 1), torch.zeros(4).long()) == 1.0
+
+
+@pytest.mark.parametrize(
+    "metric", [TopKAccuracy(k=1), AUC(), MAE(), RMSE(), R2(), MeanIoU(), PixelAccuracy(),
+               Perplexity()],
+    ids=lambda metric: type(metric).__name__,
+)  # fmt: skip
+def test_without_a_sample_it_is_not_a_number(metric: Metric) -> None:
+    """0 would look like a result."""
+    assert math.isnan(metric.compute())
+
+
+@pytest.mark.parametrize(
+    ("make", "outputs", "targets", "sentence"),
+    [
+        (lambda: TopKAccuracy(k=0), LOGITS, CLASSES, r"k \(0\) must be 1 or greater"),
+        (lambda: TopKAccuracy(k=8), LOGITS, CLASSES, r"k \(8\) must be 7 or less"),
+        (lambda: TopKAccuracy(k=2), LOGITS, CLASSES[:, None], "have no scores of classes"),
+        (AUC, PIXEL_LOGITS, PIXELS, "needs a score for each sample"),
+        (MAE, VALUES[:, :1], VALUES[:, 0], "outputs and targets of one shape"),
+        (R2, VALUES[:, :1], VALUES[:, 0], "outputs and targets of one shape"),
+        (MeanIoU, LOGITS, PIXELS, "have no scores of classes"),
+        (Perplexity, LOGITS, TOKENS, "perplexity needs logits"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_an_error(
+    make: Callable[[], Metric], outputs: Tensor, targets: Tensor, sentence: str
+) -> None:
+    """Broadcasting would give a number that means nothing."""
+    with pytest.raises(UserError, match=sentence):
+        make().update(outputs, targets)
