@@ -13,7 +13,7 @@ from ddp_runner.errors import UserError, typed
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
-Samples = list[tuple[Path, int]]  # files and their classes
+Samples = list[tuple[str, int]]  # files and their classes
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class PictureDecoder:
     width: int
     transform: Callable[[Any], Any] | None = None  # takes a PIL picture, as torchvision's do
 
-    def __call__(self, file: Path | BinaryIO, *, name: str) -> Any:
+    def __call__(self, file: str | BinaryIO, *, name: str | None = None) -> Any:
         """Return uint8 (channels, height, width), or what the transform returns.
 
         The picture is upright. A transform gets it at its full size, and a PIL picture that it
-        returns becomes a tensor. `name` is the picture's in messages.
+        returns becomes a tensor. `name` is the picture's in messages; None: that of the file.
 
         Raises:
             UserError: the picture is damaged, or has more than 8 bits a channel.
@@ -49,6 +49,8 @@ class PictureDecoder:
                 size = (self.width, self.height)
                 return _pixels(ImageOps.fit(upright, size, Image.Resampling.BILINEAR))
         except Exception as error:  # damaged bytes raise any kind
+            if name is None and isinstance(file, str):
+                name = str(Path(file).absolute())
             raise UserError(
                 f"{name} cannot be read as a picture ({typed(error)}); replace or remove it"
             ) from error
@@ -86,10 +88,6 @@ class PictureFiles:
         Raises:
             UserError: the picture is damaged.
         """
-        path = self.path(index)
-        return self._decoder(path, name=str(path.absolute())), int(self.targets[index])
-
-    def path(self, index: int) -> Path:
-        """Return the file of a picture."""
         start, end = self._ends[index : index + 2].tolist()
-        return Path(os.fsdecode(self._paths[start:end]))
+        path = os.fsdecode(self._paths[start:end])
+        return self._decoder(path), int(self.targets[index])

@@ -162,14 +162,13 @@ class ImageFolder:
     def _decoder(self, transform: Any = None) -> PictureDecoder:
         return PictureDecoder(self.channels, self.height, self.width, transform)
 
-    def _decode(self, paths: Sequence[Path]) -> Tensor:
+    def _decode(self, paths: Sequence[str]) -> Tensor:
         """Return all pictures of a split, uint8 (n, channels, height, width)."""
         decoder = self._decoder()
         images = torch.empty(
             (len(paths), self.channels, self.height, self.width), dtype=torch.uint8
         )
         with ThreadPoolExecutor() as pool:  # Pillow releases the interpreter lock
-            decoded = pool.map(lambda path: decoder(path, name=str(path.absolute())), paths)
-            for image, pixels in zip(images, decoded, strict=True):
+            for image, pixels in zip(images, pool.map(decoder, paths), strict=True):
                 image.copy_(pixels)
         return images
