@@ -13,6 +13,7 @@ PAGES = (
     "docs/your_own_data.md",
     "docs/your_own_step.md",
     "docs/your_own_streams.md",
+    "docs/your_own_optimizing.md",
 )
 CASES = [(page, number) for page in PAGES for number in range(len(commands(page)))]
 

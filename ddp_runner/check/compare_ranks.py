@@ -109,7 +109,9 @@ def equal_buffers(state: TrainState) -> Finding:
     part = setup.dataset.eval
     if not isinstance(part, StreamSplit):
         part = _First(part, size)
-    evaluate(replace(state, setup=replace(setup, dataset=replace(setup.dataset, eval=part))))
+    dataset = replace(setup.dataset, eval=part)
+    # Without metrics: some cannot be computed from a part.
+    evaluate(replace(state, setup=replace(setup, dataset=dataset, metrics={})))
     saved = snapshot(state, setup.config)["model"]
     detail = (
         f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "

@@ -32,7 +32,9 @@ from ddp_runner.tracking.run_dir import RunDir
 MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
 HF_DATASET = "ddp_runner.data.sources.hf_dataset.HFDataset"
-IMAGE_FOLDER = "ddp_runner.data.sources.image_folder.ImageFolder"
+FOLDERS = tuple(
+    f"ddp_runner.data.sources.{one}" for one in ("image_folder.ImageFolder", "shards.Shards")
+)
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
@@ -158,6 +160,13 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     model, dataset, data_root = config.model, config.dataset, Path(config.data_root)
     if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
         raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
+    for metric, keys in config.metrics.items():
+        is_theirs = str(keys["_target_"]).startswith("torchmetrics.")
+        if is_theirs and importlib.util.find_spec("torchmetrics") is None:
+            raise UserError(
+                f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
+                "installed; pip install 'ddp-runner[metrics]'"
+            )
     if dataset.get("_target_") == HF_DATASET:
         _validate_hf(dataset)
     elif (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
@@ -165,7 +174,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
             f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "
             "path under data_root, or an absolute one"
         )
-    if dataset.get("_target_") == IMAGE_FOLDER:
+    if dataset.get("_target_") in FOLDERS:
         folder = data_root / str(dataset.get("folder"))
         if not folder.is_dir():
             raise UserError(

@@ -44,6 +44,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      r"\2 comes from \1, which this dataset does not have; choose another dataset, or set \2"),
     (r"Cannot merge DictConfig with ListConfig",
      "a YAML holds a list where keys belong; write KEY: VALUE in it"),
+    (r'can only concatenate str \(not "dict"\) to str',
+     "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
     (r"Exceeds the limit \((\d+) digits\) for integer", r"a number has more than \1 digits"),
 )  # fmt: skip
 
@@ -135,9 +137,13 @@ def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
     if match is None:
         return None
     key, _, package = match[1].partition("@")
+    if key.startswith("loop."):  # its keys are the user's own, and Hydra adds them with a plus only
+        return f"{key} is an argument that no YAML gives; write +{key}=VALUE"
     if package:
         return f"{match[1]} puts {key} where no run reads it; write {key}=OPTION, without @"
     known = known_keys(arguments)
+    if key in known:
+        return f"{key} has no key of this name yet; write +{key}.KEY=VALUE"
     meant, parent = nearest_key(key, known), key.rpartition(".")[0]
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
     hint = "see --help for all keys"

@@ -14,10 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
-from ddp_runner.config.schema import RUNNER_KEYS, Config
+from ddp_runner.config.schema import AUTO, RUNNER_KEYS, Config
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.job import Job
-from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -71,9 +70,12 @@ def with_resumed(
         return raw
     frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
     unresolved: Any = OmegaConf.to_container(raw)
-    if "experiment" in chosen:
+    # What resume=auto finds does the same work, so its config has the experiment's keys already.
+    if "experiment" in chosen and f"resume={AUTO}" not in overrides:
         raise UserError("experiment= cannot change a run that is resumed; give single keys")
     for key in chosen:
+        if key == "experiment":
+            continue
         # The scaling group has no keys of its own: it chooses the batch.
         changed = "batch" if key == "scaling" else key
         value = OmegaConf.select(raw, changed)

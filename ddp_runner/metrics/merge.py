@@ -31,7 +31,7 @@ class UnmergeableError(Exception):
 
 
 def state_of(metric: Metric) -> Any:
-    """Return what other ranks need of a metric, to be pickled; move its tensors to the CPU."""
+    """Return what other ranks need of a metric, to be pickled, and move its tensors to the CPU."""
     moved(metric, CPU)
     if parts := _torchmetrics(metric):
         return [_their_state(part) for part in parts]
@@ -71,7 +71,7 @@ def merged(own: Metric, start: Metric, states: Sequence[Any]) -> Metric:
 def moved(value: Any, device: torch.device) -> Any:
     """Return a metric, or a value of its state, with its tensors on a device; it is changed."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return _whole(value.to(device))
     if isinstance(value, list):
         value[:] = [moved(item, device) for item in value]
     elif isinstance(value, dict):
@@ -82,6 +82,15 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Metric) and not _torchmetrics(value):
         vars(value).update({name: moved(item, device) for name, item in vars(value).items()})
     return value
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that is no part of another: it would be pickled with all of the other.
+
+    The targets of a batch may be a part of all targets.
+    """
+    is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_part else tensor
 
 
 def _is_state(value: Any) -> bool:
@@ -188,15 +197,14 @@ def _torchmetrics(metric: Any) -> list[Any]:
     without samples has empty lists, whose shape and type the other ranks do not expect. Checked
     with torchmetrics 1.9.
     """
-    if isinstance(metric, nn.ModuleDict) and hasattr(metric, "compute_groups"):
-        list(metric.values())  # a MetricCollection updates one metric of each group: copy its state
-    elif not hasattr(metric, "_reductions"):
+    is_collection = isinstance(metric, nn.ModuleDict) and hasattr(metric, "compute_groups")
+    if not (is_collection or hasattr(metric, "_reductions")):
         return []
     return [module for module in metric.modules() if hasattr(module, "_reductions")]
 
 
 def _their_state(metric: Any) -> dict[str, Any]:
-    state = {name: getattr(metric, name) for name in metric._reductions}
+    state = {name: moved(getattr(metric, name), CPU) for name in metric._reductions}
     return {**state, "_update_count": metric._update_count}
 
 

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,9 +30,7 @@ LINE_WIDTH = 80  # of what is printed without asking the terminal
 class PlainLines:
     """Prints one line for each step that has metrics: for files, pipes and terminals of no size."""
 
-    def __init__(
-        self, total_steps: int | None, *, total_epochs: int | None, stream: TextIO
-    ) -> None:
+    def __init__(self, total_steps: int, *, total_epochs: int, stream: TextIO) -> None:
         self._total_steps, self._total_epochs, self._stream = total_steps, total_epochs, stream
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -48,6 +46,23 @@ class PlainLines:
         """Do nothing: every line is complete."""
 
 
+class NamedLines:
+    """Prints each line of metrics with their names, for a loop that the runner does not know."""
+
+    def __init__(self, *, stream: TextIO) -> None:
+        self._stream = stream
+
+    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Print a step's metrics, if it has any, without those of the machine."""
+        parts = [f"{name} {value:.4f}" for name, value in metrics.items() if "perf/" not in name]
+        parts += _parts({name: metrics[name] for name in metrics if "perf/" in name}, evaluated={})
+        if parts:
+            print("  ".join([f"step {step}", *parts]), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: every line is complete."""
+
+
 class LiveLine:
     """Shows epoch, step, loss, the last evaluation and samples/s in one line of a terminal.
 
@@ -58,7 +73,7 @@ class LiveLine:
         self,
         total_steps: int,
         *,
-        total_epochs: int | None,
+        total_epochs: int,
         initial_step: int,
         stream: TextIO,
         title: str,
@@ -136,20 +151,23 @@ class LiveLine:
 def progress(
     total_steps: int | None,
     *,
-    total_epochs: int | None,
+    total_epochs: int,
     initial_step: int,
     stream: TextIO,
     title: str = "",
-) -> LiveLine | PlainLines:
-    """Return a live line if its length is known and a terminal can draw it, else plain lines.
+) -> LiveLine | PlainLines | NamedLines:
+    """Return a live line if there are steps and a terminal that can draw it, else plain lines.
 
     Args:
-        total_steps: optimizer steps of the whole run; 0 or None: not known.
-        total_epochs: epochs of the whole run; 0 or None: not known.
+        total_steps: optimizer steps of the whole run; 0: not known beforehand. None: nobody knows,
+            and each line of metrics is shown with their names.
+        total_epochs: epochs of the whole run; 0: not known.
         initial_step: steps taken before this session.
         stream: where the lines go.
         title: the job of a sweep.
     """
+    if total_steps is None:
+        return NamedLines(stream=stream)
     if not total_steps or not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
@@ -162,17 +180,26 @@ def progress(
 
 
 def end_summary(
-    status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path, title: str = ""
+    status: str,
+    metrics: Mapping[str, Any],
+    *,
+    wall_s: float,
+    run_dir: Path,
+    title: str = "",
+    allowed: Sequence[str] = (),
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
-    not finite. `wall_s` is what this command took.
+    not finite. `wall_s` is what this command took. A resumed run allows nothing by itself, so the
+    command to go on names what this one allowed.
     """
     results = {name: metrics[name] for name in headlines(metrics) if metrics[name] is not None}
     took = f"{status} in {wall_s:.1f} s"
     if title:
-        rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
+        parts = _parts(results, evaluated=_first_evaluated(results))
+        parts = parts or [f"{name} {value:.4f}" for name, value in results.items()]
+        rest = "  ".join([took, *parts])
         if width := line_width(sys.stdout):
             title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]
@@ -184,7 +211,9 @@ def end_summary(
             else:
                 lines.append(f"  {part}")
     if status == Status.PREEMPTED:
-        lines.append(f"go on: python -m ddp_runner {RunDir(run_dir).resume_argument}")
+        again = [RunDir(run_dir).resume_argument]
+        again += [f'"allowed_targets=[{",".join(allowed)}]"'] if allowed else []
+        lines.append(f"go on: python -m ddp_runner {' '.join(again)}")
     if not title:
         folder = shown_path(run_dir)
         # The folder below which TensorBoard shows the run by its name.
@@ -193,7 +222,7 @@ def end_summary(
     return "\n".join(lines)
 
 
-def _of(name: str, count: int, total: int | None) -> str:
+def _of(name: str, count: int, total: int) -> str:
     return f"{name} {count}/{total}" if total else f"{name} {count}"
 
 

@@ -57,6 +57,7 @@ class RunFields(TypedDict, total=False):
     cores: Sequence[int]
     cuda_visible_devices: str | None
     trains_on_stream: bool  # its steps depend on the number of ranks
+    uses: Sequence[str]  # the groups that a loop of the user's own builds from
     num_parameters: int
     gradient_bytes: int
     epoch: int
@@ -67,6 +68,7 @@ class RunFields(TypedDict, total=False):
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
     lost_ranks: Sequence[int]
+    stopped_early: str | None  # why the run ended before its last step; None: it did not
     checks: Sequence[Mapping[str, Any]]  # task=check
     collectives: Sequence[Mapping[str, Any]]  # task=collectives
     not_in_backend: Sequence[Mapping[str, Any]]

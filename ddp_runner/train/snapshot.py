@@ -13,7 +13,7 @@ from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
-from ddp_runner.rank.cuda import rng_states, set_rng_states
+from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
@@ -37,6 +37,8 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
         "model": state.module.state_dict(),
         "optimizer": state.optimizer.state_dict(),
     }
+    if state.ema is not None:
+        content["ema"] = state.ema.state_dict()
     reject_sharded(content)
     for name, parameter in state.module.named_parameters():  # equal on all ranks, so all raise
         if not torch.isfinite(parameter).all():
@@ -45,9 +47,6 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
                 "not saved: start again with a smaller optimizer.lr, or resume from a checkpoint "
                 "whose loss was still small"
             )
-    device, rng = state.setup.devices[0], dict[str, Any](cpu=torch.get_rng_state())
-    if device.type == "cuda":
-        rng["cuda"] = rng_states(device)
     position = asdict(replace(state.position, outstanding=state.gradients.outstanding(state)))
     del position["metrics"]  # the manifest keeps them
     if isinstance(state.setup.batches, StreamBatches):  # where each rank is in its part
@@ -57,7 +56,7 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
         "scheduler": state.schedule.scheduler.state_dict(),
         "scaler": state.scaler.state_dict(),
         "position": position,
-        "rng": gather_objects(rng, group=state.setup.group),
+        "rng": gather_objects(rng_state(state.setup.devices[0]), group=state.setup.group),
         **identity(config, state.setup.dataset),
     }
 
@@ -118,15 +117,12 @@ def _load(
     setup, saved_rngs = state.setup, content["rng"]
     state.module.load_state_dict(content["model"])
     _load_optimizer(state, content, position, config)
+    if state.ema is not None:
+        state.ema.load_state_dict(content["ema"])
     if content["scaler"]:  # empty if the run's precision scaled no loss
         state.scaler.load_state_dict(content["scaler"])
     if len(saved_rngs) == setup.env.world_size:
-        rng = saved_rngs[setup.env.rank]
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and setup.devices[0].type == "cuda":
-            states = rng["cuda"]  # earlier versions saved only the first device's
-            states = [states] if isinstance(states, torch.Tensor) else states
-            set_rng_states(states, setup.devices[0])
+        set_rng_state(saved_rngs[setup.env.rank], setup.devices[0])
     elif setup.env.is_rank_zero:
         log("the world size differs from the checkpoint's: dropout draws new random numbers")
 
@@ -141,7 +137,8 @@ def _load_optimizer(
     its groups besides its settings is loaded: some optimizers count their steps there.
     """
     optimizer, scheduler = state.optimizer, state.schedule.scheduler
-    saved, settings = content["scheduler"], (*config.optimizer, "initial_lr")
+    of_groups = [key for group in config.params.groups for key in group]
+    saved, settings = content["scheduler"], {*config.optimizer, *of_groups, "initial_lr"}
     chosen = [
         {key: value for key, value in group.items() if key in settings}
         for group in optimizer.param_groups
@@ -153,8 +150,10 @@ def _load_optimizer(
             ratio = own["initial_lr"] / group["initial_lr"]
             for key in RATES & group.keys():
                 group[key] *= ratio
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs[index] *= ratio
+            # SequentialLR and ChainedScheduler hold others.
+            for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+                if hasattr(one, "base_lrs"):
+                    one.base_lrs[index] *= ratio
         return
     scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
     has_other_size = content["made_of"].get("batch.global_size") != config.batch.global_size

@@ -99,9 +99,23 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
         (("+metrics.mine._target_=ddp_runner.metrics.classification.AOC",),
          "did you mean ddp_runner.metrics.classification.AUC?"),
         (("metrics=aoc",), "metrics=aoc does not exist; did you mean auc?"),
+        (("metrics=[{_target_:my_package.Mine}]",),
+         "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
+        (("metrics={mine:{_target_:my_package.Mine}}",),
+         "metrics has no key of this name yet; write +metrics.KEY=VALUE"),
         (("metrics=[auc,aoc]",), "metrics=aoc does not exist; did you mean auc?"),
     ],
 )  # fmt: skip
 def test_a_wrong_metric_is_one_line(overrides: tuple[str, ...], sentence: str) -> None:
     """With the name to write instead."""
     assert sentence in config_error(*overrides)
+
+
+def test_torchmetrics_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the extra that brings it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    target = "+metrics.mine._target_=torchmetrics.classification.MulticlassRecall"
+    assert config_error(target, "allowed_targets=[torchmetrics]") == (
+        "metrics.mine (torchmetrics.classification.MulticlassRecall) is of torchmetrics, which is "
+        "not installed; pip install 'ddp-runner[metrics]'"
+    )

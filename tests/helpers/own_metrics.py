@@ -80,6 +80,25 @@ class Largest:
         return self.largest
 
 
+class Last:
+    """Keeps the last batch."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take in a batch."""
+        self.last = targets
+
+    def merge(self, other: "Last") -> None:
+        """Take in another rank's."""
+        self.last = other.last
+
+    def compute(self) -> int:
+        """Return its size."""
+        return len(self.last)
+
+
 class Nested:
     """Is made of two metrics."""
 

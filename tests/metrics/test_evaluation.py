@@ -1,11 +1,12 @@
 """An evaluation's metrics: the same numbers on every rank, and mistakes by the metric's name."""
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from metric_batches import NUM_CLASSES, OUTPUTS, TARGETS, classified
-from own_metrics import Largest, Nothing, Seen, Summed, Vector
+from own_metrics import Largest, Last, Nothing, Seen, Summed, Vector
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.classification import AUC, TopKAccuracy
 from ddp_runner.metrics.evaluation import Evaluation
+from ddp_runner.metrics.merge import state_of
 from ddp_runner.metrics.metric import Metric, direction
 from ddp_runner.metrics.regression import MAE
 
@@ -93,6 +95,15 @@ def unpicklable(env: DistEnv) -> str:
     with pytest.raises(UserError) as error:
         Evaluation({"largest": metric}, device=CPU).compute()
     return str(error.value)
+
+
+@pytest.mark.parametrize("metric", [AUC(), Last()], ids=["own state", "merge"])
+def test_a_state_is_sent_without_what_it_is_a_part_of(metric: Metric) -> None:
+    """The targets of a batch are a view of the targets of the whole set."""
+    outputs, targets = torch.zeros(10_000), torch.zeros(10_000, dtype=torch.int64)
+    for first in range(0, 100, 10):
+        metric.update(outputs[first : first + 10], targets[first : first + 10])
+    assert len(pickle.dumps(state_of(metric))) < 10_000
 
 
 def test_an_object_with_merge_must_be_sent_whole() -> None:

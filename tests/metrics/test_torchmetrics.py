@@ -38,6 +38,9 @@ THEIRS: list[tuple[Any, Any]] = [
     (torchmetrics.MetricCollection({
         "precision": torchmetrics.Precision(task="multiclass", num_classes=NUM_CLASSES),
         "recall": torchmetrics.Recall(task="multiclass", num_classes=NUM_CLASSES)}), classified),
+    # A group of one state, which one of them updates by assignment.
+    (torchmetrics.MetricCollection(
+        {"a": torchmetrics.PearsonCorrCoef(), "b": torchmetrics.ConcordanceCorrCoef()}), regressed),
     (torchmetrics.ClasswiseWrapper(
         torchmetrics.Recall(task="multiclass", num_classes=NUM_CLASSES, average=None)),
      classified),

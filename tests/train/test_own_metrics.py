@@ -111,6 +111,17 @@ def test_a_schedule_may_follow_an_own_metric() -> None:
     assert "eval/mae" in trace.saved[max(trace.saved)]
 
 
+def test_a_metric_that_no_evaluation_gives_is_named() -> None:
+    """Two samples could not tell; the first evaluation can."""
+    late = "+metrics.late._target_=own_metrics.Demanding"
+    keys = (late, "scheduler=plateau", "scheduler.monitor=eval/late_other", OWN)
+    (trace,) = run_ranks(trained, 1, compose_config(*TOY, *keys, "train.epochs=1"))
+    assert trace.error == (
+        "UserError: scheduler.monitor (eval/late_other) is not a metric of this run; choose one of "
+        "eval/loss, eval/late_mean"
+    )
+
+
 def tried(env: DistEnv, config: Config) -> tuple[set[str], set[str], dict[str, str]] | str:
     """Return what two samples tell of a run's metrics, or the error; leave the state as it was."""
     state = build(env, config)
