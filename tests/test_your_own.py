@@ -8,7 +8,12 @@ from commands import run_command
 from pages import commands, write_files
 from run_folders import metrics, record
 
-PAGES = ("docs/your_own_model.md", "docs/your_own_data.md", "docs/your_own_step.md")
+PAGES = (
+    "docs/your_own_model.md",
+    "docs/your_own_data.md",
+    "docs/your_own_step.md",
+    "docs/your_own_optimizing.md",
+)
 CASES = [(page, number) for page in PAGES for number in range(len(commands(page)))]
 
 

@@ -73,12 +73,18 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
 
 def export_weights(
-    path: Path, state: Mapping[str, Tensor], *, step: int, metrics: Mapping[str, float | None]
+    path: Path,
+    state: Mapping[str, Tensor],
+    *,
+    step: int,
+    metrics: Mapping[str, float | None],
+    is_average: bool = False,
 ) -> None:
     """Write a state_dict as safetensors, whole or not at all. Rank 0 only.
 
     Its tensors may be on any device; tied ones are written once for each of their names. The
-    optimizer step and its metrics become the file's metadata, as strings.
+    optimizer step and its metrics become the file's metadata, as strings, with ``weights: ema`` for
+    averaged weights.
 
     Raises:
         UserError: the file could not be written.
@@ -87,6 +93,7 @@ def export_weights(
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
     }
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
+    facts |= {"weights": "ema"} if is_average else {}
     try:
         replace_file(path, save(tensors, {"format": "pt", "step": str(step), **facts}))
     except OSError as error:

@@ -14,10 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
-from ddp_runner.config.schema import RUNNER_KEYS, Config
+from ddp_runner.config.schema import AUTO, RUNNER_KEYS, Config
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.job import Job
-from ddp_runner.tracking.claims import AUTO
 from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
 

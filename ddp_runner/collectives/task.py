@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ddp_runner.collectives.measurement import Measurement, measure, prepare, unsupported_reason
 from ddp_runner.collectives.operations import OPERATIONS, Variant
-from ddp_runner.config.schema import OPS, CollectivesConfig
+from ddp_runner.config.measuring import OPS, CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file

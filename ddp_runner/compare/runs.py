@@ -73,7 +73,8 @@ def read_run(folder: Path) -> Run:
         config = yaml.load((folder / CONFIG_FILE).read_bytes(), Loader=LOADER)  # a safe loader
         if not isinstance(config, dict):
             raise ValueError("it is not a mapping")
-        keys = dict(leaves(with_moved_names(config)))
+        # Lists in one piece: two runs may differ in how many items a list has.
+        keys = dict(leaves(with_moved_names(config), whole_lists=True))
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
     except UserError as error:
         reason = str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault

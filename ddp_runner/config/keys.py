@@ -85,6 +85,7 @@ def _comments(owner: Any) -> dict[str, tuple[str, str]]:
             above.append(comment["text"])
         elif (field := FIELD.fullmatch(line)) is not None:
             kind = field["kind"].replace("list[str]", "list of texts")
+            kind = kind.replace("list[dict[str, Any]]", "list of mappings")
             kind = kind.replace("dict[str, Any]", "keys of your own")
             kind = kind.replace(" | None", " or null").replace("Any", "whole number or auto")
             for plain, words in KINDS.items():

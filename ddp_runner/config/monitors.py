@@ -11,7 +11,12 @@ from ddp_runner.config.schema import Config, TrainConfig
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
 
-WORST = {"scheduler": "lower the rate while it improves", "checkpoint": "keep the worst"}
+WORST = {
+    "scheduler": "lower the rate while it improves",
+    "checkpoint": "keep the worst",
+    "early_stop": "stop the run while it improves",
+}
+OF_EVALUATIONS = ("scheduler", "early_stop")  # they read a metric after each evaluation
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ def validate_monitors(config: Config) -> None:
         )
     for group, monitor, mode in _monitored(config):
         known = [*MONITORS, *(f"eval/{name}" for name in config.metrics)]
-        if group == "scheduler":
+        if group in OF_EVALUATIONS:
             known = [name for name in known if name.startswith("eval/")]
         is_own = monitor not in MONITORS and _may_be_own(config, monitor, group)
         if monitor not in known and not is_own:
@@ -73,7 +78,13 @@ def validate_known(config: Config, known: KnownMetrics) -> None:
                 f"{group}.monitor ({monitor}) is not a metric of this run; choose one of "
                 f"{', '.join(sorted(known.names))}"
             )
-        _validate_end(group, monitor, mode, best_end(monitor, known.directions))
+        best = best_end(monitor, known.directions)
+        _validate_end(group, monitor, mode, best)
+        if group == "early_stop" and mode is None and best is None:
+            raise UserError(
+                f"early_stop.monitor={monitor} does not say which value is best; write "
+                "early_stop.mode=max or early_stop.mode=min"
+            )
 
 
 def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:
@@ -82,6 +93,8 @@ def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:
         yield "scheduler", monitor, config.scheduler.get("mode")
     if (monitor := config.checkpoint.monitor) is not None:
         yield "checkpoint", monitor, config.checkpoint.mode
+    if (monitor := config.early_stop.monitor) is not None:
+        yield "early_stop", monitor, config.early_stop.mode
 
 
 def _may_be_own(config: Config, monitor: str, group: str) -> bool:
@@ -89,7 +102,7 @@ def _may_be_own(config: Config, monitor: str, group: str) -> bool:
     if any(f"{monitor}_".startswith(f"eval/{name}_") for name in config.metrics):
         return True
     is_ordinary = config.train.step == TrainConfig().step
-    parts = ("eval/",) if group == "scheduler" else ("eval/", "train/")
+    parts = ("eval/",) if group in OF_EVALUATIONS else ("eval/", "train/")
     return not is_ordinary and monitor.startswith(parts)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.schema import (
+    AUTO,
     BackendConfig,
     Batch,
     Config,
@@ -13,6 +14,7 @@ from ddp_runner.config.schema import (
     mode_needs,
 )
 from ddp_runner.config.validate import validate_config, validate_ranks, validate_scheduler
+from ddp_runner.config.validate_optimizing import validate_auto_batch
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -54,6 +56,7 @@ def resolve(
     found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
     resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)
+    validate_auto_batch(resolved)
     warnings = _warnings(resolved, hardware, env, nproc)
     # A resumed run has the device of its frozen config, whoever chose it.
     is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)
@@ -78,7 +81,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
                 f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
                 "give one, the other follows"
             )
-        if explicit == {"batch.per_rank"}:
+        if explicit == {"batch.per_rank"} or (per_rank == AUTO and not explicit):
             total = None
     num_servers = mode_needs(config.parallelism).num_servers
     shares = 1 if is_asynchronous(config.parallelism) else ranks - num_servers
@@ -87,7 +90,8 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
     if total is None:
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
-        return Batch(**vars(config.batch) | {"global_size": per_rank * parts, "per_rank": per_rank})
+        size = parts if per_rank == AUTO else per_rank * parts
+        return Batch(**vars(config.batch) | {"global_size": size, "per_rank": per_rank})
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"

@@ -11,16 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.measuring import CollectivesConfig
+from ddp_runner.config.optimizing import EarlyStopConfig, EmaConfig, ParamsConfig
+
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-# What task=collectives can measure.
-OPS = (
-    "broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter",
-    "all_to_all", "send_recv", "barrier",
-)  # fmt: skip
-REDUCE_OPS = ("sum", "mean", "max", "min", "product")
-DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 # The words for the types of keys, in messages and in --help.
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
@@ -31,6 +27,7 @@ RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("name",),
     "scheduler": ("name",),
 }
+AUTO = "auto"  # of resume: this config's newest unfinished run; of a number: the runner finds it
 OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # they follow from the ranks
 
 
@@ -62,7 +59,9 @@ class BatchConfig:
     """Set exactly one of global_size and per_rank; the other follows from it."""
 
     global_size: int | None = None  # samples of one optimizer step, over all ranks: strong scaling
-    per_rank: int | None = 100  # samples of one micro-step of one rank: weak scaling
+    # Samples of one micro-step of one rank: weak scaling. auto: as many as fit on the GPU.
+    per_rank: Any | None = 100
+    max_per_rank: int | None = None  # most samples that batch.per_rank=auto may choose
     eval_per_rank: int | None = None  # samples of one evaluation step of one rank; null: per_rank
     # what the loss is divided by: samples, or tokens, which the training step counts
     count: str = "samples"
@@ -70,15 +69,18 @@ class BatchConfig:
 
 @dataclass
 class Batch(BatchConfig):
-    """The batch sizes of a resolved config: both are known."""
+    """The batch sizes of a resolved config: both are known.
+
+    With per_rank=auto the global size is that of one sample each, until the ranks have found more.
+    """
 
     global_size: int
-    per_rank: int
+    per_rank: Any
 
     @property
     def eval_size(self) -> int:
         """Samples of one evaluation step of one rank."""
-        return self.eval_per_rank or self.per_rank
+        return int(self.eval_per_rank or self.per_rank)
 
 
 @dataclass
@@ -96,6 +98,7 @@ class TrainConfig:
     precision: str = "fp32"
     grad_accum_steps: int = 1  # micro-steps of one optimizer step
     clip_norm: float | None = None  # largest L2 norm of the whole gradient; null: no clipping
+    clip_value: float | None = None  # largest absolute value of a gradient; null: no clipping
     compile: bool = False  # torch.compile the model, inside its parallel wrapper
     deterministic: bool = False  # fail on operations that have no deterministic form
     num_threads: int | None = None  # intra-op CPU threads of a rank; null: cores // local ranks
@@ -144,21 +147,6 @@ class BackendConfig:
 
 
 @dataclass
-class CollectivesConfig:
-    """What task=collectives measures."""
-
-    ops: list[str] | None = None  # broadcast, all_reduce, send_recv, …; null: all of them
-    # sum, mean, max, min, product; null: sum, mean and max, where the backend has them
-    reduce_ops: list[str] | None = None
-    dtypes: list[str] = field(default_factory=lambda: ["float32"])  # of the messages
-    min_bytes: int = 1024  # bytes of the smallest message, over all ranks
-    max_bytes: int = 64 * 2**20  # bytes of the largest message, which is always measured
-    size_factor: int = 16  # from each size to the next
-    warmup_steps: int = 2  # calls of each size that are not timed
-    steps: int = 10  # timed calls of each size
-
-
-@dataclass
 class SweepConfig:
     """How a sweep (-m) runs its jobs. These keys do not change what a job computes."""
 
@@ -192,6 +180,9 @@ class Config:
     allowed_targets: list[str] = field(default_factory=list)
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    params: ParamsConfig = field(default_factory=ParamsConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
@@ -245,15 +236,21 @@ def work_hash(config: RunConfig) -> str:
     return digest({key: one for key, one in flatten(config).items() if key not in OF_RANKS})
 
 
-def leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    tree: Mapping[Any, Any], prefix: str = "", *, whole_lists: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys of a nested config and their values; items of a list by their number.
 
-    A list of plain values is one value.
+    A list of plain values is one value, and so is any list with `whole_lists`.
     """
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+            yield from leaves(value, f"{prefix}{key}.", whole_lists=whole_lists)
+        elif not whole_lists and _is_nested(value):
             yield from leaves({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)

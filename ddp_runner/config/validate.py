@@ -10,6 +10,7 @@ from pathlib import Path
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.config.validate_optimizing import validate_optimizing
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
@@ -43,6 +44,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
     validate_own_loop(config)
     if not has_own_loop(config.task):
         validate_monitors(config)
+        validate_optimizing(config)
         _validate_model(config)
     _validate_servers(config)
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 
+from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.own_loop import TASKS, has_own_loop
 from ddp_runner.config.schema import (
+    AUTO,
     CONFIG_DIR,
-    DTYPES,
     KINDS,
-    OPS,
-    REDUCE_OPS,
     RUNNER_KEYS,
     Config,
     ModeNeeds,
@@ -32,7 +31,8 @@ MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
 YEAR_S = 365 * 86_400.0  # longer times overflow in the libraries
 POSITIVE = (
     "train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps",
-    "train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank",
+    "train.clip_norm", "train.clip_value", "train.num_threads", "early_stop.patience",
+    "batch.global_size", "batch.per_rank", "batch.max_per_rank",
     "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
     "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
@@ -42,6 +42,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
     "optimizer.weight_decay", "optimizer.momentum", "collectives.warmup_steps",
+    "scheduler.warmup_steps", "early_stop.min_delta",
 )  # fmt: skip
 RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math.inf)) | {
     "backend.timeout_s": (1, YEAR_S),  # less is too short for ranks that share a core
@@ -63,7 +64,9 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "backend.device": ("auto", "cpu", "cuda"),
     "batch.count": ("samples", "tokens"),
     "checkpoint.mode": ("max", "min"),
+    "early_stop.mode": (None, "max", "min"),
 }
+GROUP = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
 LISTS = {"ops": OPS, "dtypes": DTYPES, "reduce_ops": REDUCE_OPS}  # of collectives
 
 
@@ -94,6 +97,11 @@ def validate_values(config: Config) -> None:
         )
     _validate_metrics(config.metrics)
     values = dict(leaves(asdict(config)))
+    per_rank = config.batch.per_rank
+    if per_rank == AUTO:
+        del values["batch.per_rank"]
+    elif per_rank is not None and type(per_rank) is not int:
+        raise UserError(f"batch.per_rank ({per_rank}) must be a whole number, or auto")
     _validate_numbers(values)
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
@@ -115,14 +123,15 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
                 raise UserError(f"{key} ({value}) must be a finite number")
             if isinstance(number, int) and abs(number) > MOST:
                 raise UserError(f"{key} ({value}) must be {MOST} or less")
-    for key in (*POSITIVE, *RANGES):
-        if (value := values.get(key)) is None:
+    for key, value in values.items():
+        rule_of = GROUP.sub("optimizer.", key)
+        if value is None or rule_of not in {*POSITIVE, *RANGES}:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UserError(f"{key} ({value}) must be a number")
-        if key in POSITIVE and not value > 0:
+        if rule_of in POSITIVE and not value > 0:
             raise UserError(f"{key} ({value}) must be greater than 0")
-        least, most = RANGES.get(key, (-math.inf, math.inf))
+        least, most = RANGES.get(rule_of, (-math.inf, math.inf))
         if not least <= value <= most:
             rule = f"{least:g} or greater" if value < least else f"{most:.0f} or less"
             raise UserError(f"{key} ({value}) must be {rule}")

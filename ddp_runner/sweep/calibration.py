@@ -6,7 +6,8 @@ From their results a comparison predicts what more ranks should cost. Torch-free
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 
-from ddp_runner.config.schema import CollectivesConfig, digest
+from ddp_runner.config.measuring import CollectivesConfig
+from ddp_runner.config.schema import digest
 from ddp_runner.job import Job
 
 # Few calls per size, but many sizes: latency and bandwidth are fitted over the sizes.

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.resolve import resolve_batch
-from ddp_runner.config.schema import RunConfig, work_hash
+from ddp_runner.config.schema import AUTO, RunConfig, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
@@ -26,7 +26,6 @@ from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
-AUTO = "auto"  # the value of `resume` that means this config's newest unfinished run
 PATIENCE_S = 20.0  # for the ranks of an earlier attempt to release the folder
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -48,7 +47,9 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     """
     if job.scratch is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
-        return Claim(RunDir(job.run_dir), None)
+        # A restarted worker group keeps the size that the ranks before it found.
+        folder, is_auto = RunDir(job.run_dir), job.config.batch.per_rank == AUTO
+        return Claim(folder, _global_size(folder) if is_auto else None)
     asked = RunDir(job.run_dir) if job.run_dir else None
     work, config = work_hash(job.config), job.config
     runs = [asked] if asked else sibling_runs(config)
@@ -63,8 +64,9 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     _validate_earlier_failure(earlier, marks)
     launches = sorted({*_marks_in(earlier), *marks})
     write_run_record(run_dir, status=Status.RUNNING, work_hash=work, launches=launches)
-    keeps_size = earlier and config.resume in (None, AUTO)  # else the config has it already
-    return Claim(run_dir, _global_size(run_dir) if keeps_size else None)
+    # Else the config has it already.
+    keeps_size = config.resume in (None, AUTO) or config.batch.per_rank == AUTO
+    return Claim(run_dir, _global_size(run_dir) if earlier and keeps_size else None)
 
 
 def goes_on(config: RunConfig, run_dir: RunDir) -> bool:
@@ -114,9 +116,10 @@ def with_global_size(config: RunConfig, global_size: int | None, ranks: int) -> 
     Raises:
         UserError: the ranks do not divide it.
     """
-    if global_size is None or global_size == config.batch.global_size:
+    batch = config.batch
+    if global_size is None or (global_size == batch.global_size and batch.per_rank != AUTO):
         return config
-    config = replace(config, batch=replace(config.batch, global_size=global_size))
+    config = replace(config, batch=replace(batch, global_size=global_size, per_rank=None))
     return replace(config, batch=resolve_batch(config, ranks))
 
 
@@ -168,12 +171,13 @@ def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> 
 
 
 def _global_size(run_dir: RunDir) -> int | None:
-    """Return the frozen config's global batch; None if the run was never frozen."""
+    """Return the frozen config's global batch; None if it was never frozen, or not found yet."""
     if not run_dir.is_frozen:
         return None
     path = run_dir.config
     try:
-        return int(yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]["global_size"])
+        batch = yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]
+        return None if batch["per_rank"] == AUTO else int(batch["global_size"])
     except Exception as error:  # odd tags make PyYAML raise errors of any class
         raise UserError(
             f"{path} is damaged ({type(error).__name__}); restore it, or give another folder"

@@ -67,6 +67,7 @@ class RunFields(TypedDict, total=False):
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
     lost_ranks: Sequence[int]
+    stopped_early: str | None  # why the run ended before its last step; None: it did not
     checks: Sequence[Mapping[str, Any]]  # task=check
     collectives: Sequence[Mapping[str, Any]]  # task=collectives
     not_in_backend: Sequence[Mapping[str, Any]]

@@ -37,6 +37,7 @@ def start_block(
     run_dir: Path | None,
     *,
     num_parameters: int,
+    num_trained: int,
     dataset: str,
     num_train: int,
     num_eval: int,
@@ -47,16 +48,18 @@ def start_block(
 ) -> str:
     """Return the facts of a run, one a line; without its folder if the launcher has printed it.
 
-    A global batch is split into `num_shares`; `env` and `devices` are of rank 0.
+    Of the parameters `num_trained` are not frozen. A global batch is split into `num_shares`; `env`
+    and `devices` are of rank 0.
     """
     batch = config.batch
     who = "rank" if num_shares == env.world_size else "trainer"
     shares = f"{batch.per_rank} a rank x {counted(num_shares, who)}"
     if config.train.grad_accum_steps > 1:
         shares += f" x {config.train.grad_accum_steps} micro-steps"
+    trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
     facts = {
         "run": str(shown_path(run_dir)) if run_dir else "",
-        "model": f"{config.model.get('name')}, {num_parameters:,} parameters, "
+        "model": f"{config.model.get('name')}, {num_parameters:,} parameters{trained}, "
         f"{config.train.precision}",
         "data": f"{dataset}, {num_train:,} training and {num_eval:,} evaluation samples",
         "parallelism": f"{config.parallelism.get('name')}, {config.backend.name}, "

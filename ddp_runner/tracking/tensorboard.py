@@ -14,8 +14,9 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from ddp_runner.config.measuring import OPS
 from ddp_runner.config.own_loop import has_own_loop, only_used
-from ddp_runner.config.schema import OPS, leaves
+from ddp_runner.config.schema import leaves
 from ddp_runner.metric_names import LISTED, METRICS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record

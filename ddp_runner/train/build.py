@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import complete, find, keywords, make, make_function
@@ -26,7 +25,10 @@ from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
+from ddp_runner.train.ema import Ema
 from ddp_runner.train.gradients import OwnGradients
+from ddp_runner.train.optimizers import build_optimizer
+from ddp_runner.train.parameters import freeze
 from ddp_runner.train.schedules import Schedule, Scheduler
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
@@ -140,10 +142,10 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = setup.mode.wrap(compiled, setup.devices)
     seed_rng(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
-    factory = make("optimizer", config.optimizer, allowed=config.allowed_targets, partial=True)
-    optimizer = complete(
-        "optimizer", config.optimizer, factory, module.parameters(), kind=Optimizer
-    )
+    optimizer = build_optimizer(config, module)
+    decay, ema = config.ema.decay, None
+    if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
+        ema = Ema(module, decay=decay)
     steps_per_epoch = setup.batches.steps_per_epoch
     schedule = build_schedule(
         config,
@@ -159,6 +161,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
         setup=setup,
         gradients=OwnGradients(),
+        ema=ema,
     )
 
 
@@ -216,6 +219,7 @@ def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
     """Return the bare model on its devices, with rank 0's weights loaded there."""
     keys = setup.config.model
     module = setup.mode.place(model_factory(setup.config, setup.dataset), setup.devices)
+    freeze(module, setup.config.params.freeze)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
             f"model={keys.get('name')} has no parameter that requires a gradient, so there is "

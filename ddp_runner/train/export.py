@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.train.ema import averaged_weights
 from ddp_runner.train.loop import evaluate
 from ddp_runner.train.state import TrainState
 
@@ -26,6 +28,7 @@ class _Model:
     state: Mapping[str, Tensor]
     step: int
     metrics: Mapping[str, float | None]
+    is_average: bool  # the weights are those of ``Ema``
 
 
 def export_best(
@@ -33,21 +36,24 @@ def export_best(
 ) -> None:
     """Export the best model, or the last one without checkpoint.monitor.
 
-    With checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
+    With ema.evaluate its weights are the averaged ones, as in the evaluations. With
+    checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
     checkpoint and broadcasts it. Collective: every rank of the loop must call.
 
     Raises:
         UserError: the model cannot be written.
     """
     settings, position, best = state.setup.config.checkpoint, state.position, None
+    module = state.evaluated
     if state.setup.env.rank == 0:
-        best = _Model(state.module.state_dict(), position.step, position.metrics)
+        is_average = module is not state.module
+        best = _Model(module.state_dict(), position.step, position.metrics, is_average)
         if settings.monitor is not None:
             best = _best(run_dir.checkpoints, best, settings, log=log)
     if settings.load_best:
         if best is not None:
-            state.module.load_state_dict(dict(best.state))
-        broadcast_state(state.module, group=state.setup.group)
+            module.load_state_dict(dict(best.state))
+        broadcast_state(module, group=state.setup.group)
         results, _ = evaluate(state)
         logger.log(
             {name.replace("eval/", "best/"): value for name, value in results.items()},
@@ -55,7 +61,13 @@ def export_best(
             epoch=position.epoch,
         )
     if best is not None:
-        export_weights(run_dir.export, best.state, step=best.step, metrics=json_safe(best.metrics))
+        export_weights(
+            run_dir.export,
+            best.state,
+            step=best.step,
+            metrics=json_safe(best.metrics),
+            is_average=best.is_average,
+        )
         if settings.monitor is not None:
             score = json_safe(best.metrics.get(settings.monitor))
             value = "not finite" if score is None else f"{score:.4f}"
@@ -80,13 +92,19 @@ def _best(
             if manifest.step == last.step:
                 return last
             content = load_checkpoint(path)
-            model = content.get("model") if isinstance(content, Mapping) else None
+            model = _weights(content, is_average=last.is_average)
             if not isinstance(model, Mapping) or shapes != {
                 name: getattr(value, "shape", None) for name, value in model.items()
             }:
                 raise UserError(f"checkpoint {path} does not hold this model")
-            return _Model(model, manifest.step, manifest.metrics)
+            return _Model(model, manifest.step, manifest.metrics, last.is_average)
         except UserError as error:
             log(f"{error}; trying the next best checkpoint")
     log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
     return last
+
+
+def _weights(content: Any, *, is_average: bool) -> object:
+    """Return the state_dict in a checkpoint's content; None or nothing in it if it is foreign."""
+    found = content.get("ema" if is_average else "model") if isinstance(content, Mapping) else None
+    return averaged_weights(found) if is_average and isinstance(found, Mapping) else found

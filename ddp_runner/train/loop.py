@@ -24,7 +24,8 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.train.metrics import step_metrics
+from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
+from ddp_runner.train.metrics import gradient_norm, step_metrics
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 
@@ -48,16 +49,19 @@ def train(
     """
     setup, position = state.setup, state.position
     config, checkpoint = setup.config.train, setup.config.checkpoint
+    early_stop = early_stop_of(setup)
     timer, steps_per_epoch, last_step = setup.timer, setup.batches.steps_per_epoch, state.last_step
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
-    while position.step < last_step or position.step_in_epoch == steps_per_epoch:
+    while not stop_reason(position, early_stop) and (
+        position.step < last_step or position.step_in_epoch == steps_per_epoch
+    ):
         epoch = position.epoch + 1
         state.model.train()
         timer.restart()
         for batch in setup.batches.epoch(position.epoch, start_step=position.step_in_epoch):
             timer.mark(StepPart.DATA)
-            lr = state.optimizer.param_groups[0]["lr"]
+            lr = state.optimizer.param_groups[-1]["lr"]
             loss = train_step(state, batch)
             position.step += 1
             position.step_in_epoch += 1
@@ -87,6 +91,8 @@ def train(
             results, confusion = evaluate(state)
             position.metrics |= results
             state.schedule.evaluated(results)
+            count_evaluation(position, early_stop, results)
+            finished = finished or stop_reason(position, early_stop) is not None
             logger.log(results, step=position.step, epoch=epoch, confusion=confusion)
         is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
         if finished or is_due:
@@ -105,17 +111,30 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
-    if setup.config.train.clip_norm is not None:
-        scaler.unscale_(optimizer)
-        parameters = state.module.parameters()
-        state.grad_norm = nn.utils.clip_grad_norm_(parameters, setup.config.train.clip_norm)
+    _clip(state)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
         state.schedule.step()
+        if state.ema is not None:
+            state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
+
+
+def _clip(state: TrainState) -> None:
+    """Clip the gradients as the config asks, and keep their norm from before."""
+    config = state.setup.config.train
+    if config.clip_norm is None and config.clip_value is None:
+        return
+    parameters = list(state.module.parameters())
+    state.scaler.unscale_(state.optimizer)
+    if config.clip_norm is not None:
+        state.grad_norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+    if config.clip_value is not None:
+        state.grad_norm = gradient_norm(parameters)
+        nn.utils.clip_grad_value_(parameters, config.clip_value)
 
 
 def backward(state: TrainState, batch: StepBatch) -> Tensor:
@@ -187,8 +206,9 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
     """
     setup, device = state.setup, state.setup.devices[-1]
     # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
-    broadcast_buffers(state.module, group=setup.group)
-    state.module.eval()
+    module = state.evaluated
+    broadcast_buffers(module, group=setup.group)
+    module.eval()
     num_classes = setup.dataset.num_classes or 0
     loss_sum, count, zero = torch.zeros(3, dtype=torch.float64, device=device)
     confusion = torch.zeros((num_classes, num_classes + 1), dtype=torch.int64, device=device)
@@ -200,7 +220,7 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
         world_size=setup.env.world_size,
         seed=setup.config.seed,
     ):
-        step = forward(state, state.module, batch)
+        step = forward(state, module, batch)
         loss_sum += step.loss_sum
         count += step.count
         for name, value in step.scalars.items():

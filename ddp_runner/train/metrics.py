@@ -1,7 +1,7 @@
 """The metrics of an optimizer step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -35,9 +35,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     )
     means = {part: value / env.world_size for part, value in zip(parts, sums, strict=False)}
     if norm is None:
-        gradients = [p.grad for p in state.module.parameters() if p.grad is not None]
-        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
-        norm = nn.utils.get_total_norm(dense)
+        norm = gradient_norm(state.module.parameters())
     step_time_ms = metrics["perf/step_time_ms"]
     return {
         "train/loss": _finite_loss(total, state),
@@ -49,6 +47,13 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
         "perf/peak_memory_gib": peak_memory_gib(),
         **state.gradients.metrics(),
     }
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the L2 norm of the whole gradient, a scalar."""
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
+    return nn.utils.get_total_norm(dense)
 
 
 def part_metrics(

@@ -5,12 +5,12 @@ another length or number of ranks follows the new function.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
 from ddp_runner.errors import UserError, one_line
 
@@ -67,9 +67,9 @@ class Schedule:
         self.scheduler.step(metrics[self.monitor])
 
 
-def constant(optimizer: Optimizer) -> LambdaLR:
-    """Return a schedule that never changes the learning rate."""
-    return LambdaLR(optimizer, lambda step: 1.0)
+def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
+    """Return a schedule that keeps the learning rate, after ``warmup_steps`` that climb to it."""
+    return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
 
 
 def cosine(
@@ -94,7 +94,7 @@ def cosine(
 
     def factor(step: int) -> float:
         if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
+            return _warmup(step, warmup_steps)
         progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
         return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * progress)) / 2
 
@@ -102,7 +102,12 @@ def cosine(
 
 
 def step(
-    optimizer: Optimizer, *, steps_per_epoch: int, every_epochs: int, gamma: float
+    optimizer: Optimizer,
+    *,
+    steps_per_epoch: int,
+    every_epochs: int,
+    gamma: float,
+    warmup_steps: int = 0,
 ) -> LambdaLR:
     """Return a schedule that multiplies the learning rate by ``gamma`` every few epochs.
 
@@ -111,6 +116,7 @@ def step(
         steps_per_epoch: optimizer steps of an epoch.
         every_epochs: epochs between two changes.
         gamma: factor of each change.
+        warmup_steps: steps that climb to the learning rate; the epochs count from the first step.
 
     Raises:
         UserError: ``every_epochs`` is not positive.
@@ -118,4 +124,37 @@ def step(
     if every_epochs < 1:
         raise UserError(f"scheduler.every_epochs ({every_epochs}) must be 1 or more; use 1")
     period = every_epochs * steps_per_epoch
-    return LambdaLR(optimizer, lambda step: gamma ** (step // period))
+    return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps) * gamma ** (step // period))
+
+
+def sequential(
+    optimizer: Optimizer,
+    *,
+    schedulers: Sequence[Callable[[Optimizer], LRScheduler]],
+    milestones: Sequence[int],
+) -> SequentialLR:
+    """Return torch's ``SequentialLR`` of schedulers that a config gives with ``_partial_: true``.
+
+    Args:
+        optimizer: of the run.
+        schedulers: functions of the optimizer, in their order.
+        milestones: the optimizer steps at which the second and each further one begins.
+    """
+    return SequentialLR(optimizer, [build(optimizer) for build in schedulers], list(milestones))
+
+
+def chained(
+    optimizer: Optimizer, *, schedulers: Sequence[Callable[[Optimizer], LRScheduler]]
+) -> ChainedScheduler:
+    """Return torch's ``ChainedScheduler``: all schedulers change the learning rate in each step.
+
+    Args:
+        optimizer: of the run.
+        schedulers: functions of the optimizer, given with ``_partial_: true``.
+    """
+    return ChainedScheduler([build(optimizer) for build in schedulers], optimizer=optimizer)
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    """Return the factor of a step: it climbs in equal parts, and its first value is above zero."""
+    return min(1.0, (step + 1) / (warmup_steps + 1))

@@ -33,6 +33,8 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
             a state is never saved.
     """
     tensors = {"model": state.module.state_dict(), "optimizer": state.optimizer.state_dict()}
+    if state.ema is not None:
+        tensors["ema"] = state.ema.state_dict()
     reject_sharded(tensors)
     for name, parameter in state.module.named_parameters():  # equal on all ranks, so all raise
         if not torch.isfinite(parameter).all():
@@ -104,6 +106,8 @@ def _load(
     setup, saved_rngs = state.setup, content["rng"]
     state.module.load_state_dict(content["model"])
     _load_optimizer(state, content, position, config)
+    if state.ema is not None:
+        state.ema.load_state_dict(content["ema"])
     if content["scaler"]:  # empty if the run's precision scaled no loss
         state.scaler.load_state_dict(content["scaler"])
     if len(saved_rngs) == setup.env.world_size:
@@ -122,7 +126,8 @@ def _load_optimizer(
     its groups besides its settings is loaded: some optimizers count their steps there.
     """
     optimizer, scheduler = state.optimizer, state.schedule.scheduler
-    saved, settings = content["scheduler"], (*config.optimizer, "initial_lr")
+    of_groups = [key for group in config.params.groups for key in group]
+    saved, settings = content["scheduler"], {*config.optimizer, *of_groups, "initial_lr"}
     chosen = [
         {key: value for key, value in group.items() if key in settings}
         for group in optimizer.param_groups
@@ -134,8 +139,10 @@ def _load_optimizer(
             ratio = own["initial_lr"] / group["initial_lr"]
             for key in RATES & group.keys():
                 group[key] *= ratio
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs[index] *= ratio
+            # SequentialLR and ChainedScheduler hold others.
+            for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+                if hasattr(one, "base_lrs"):
+                    one.base_lrs[index] *= ratio
         return
     scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
     has_other_size = content["made_of"].get("batch.global_size") != config.batch.global_size

@@ -42,6 +42,7 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "scheduler.name": config.scheduler.get("name"),
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
+        **_of_optimizing(config),
     }
     samples = {"train_samples": len(dataset.train), "eval_samples": len(dataset.eval)}
     return {
@@ -49,6 +50,24 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "made_of": {key: value for key, value in keys.items() if "${" not in str(value)},
         "data": {**samples, "digest": dataset.digest},
         "order_version": ORDER_VERSION,
+    }
+
+
+def _of_optimizing(config: RunConfig) -> dict[str, Any]:
+    """Return the keys that decide which parameter's state is where; None for one that is not used.
+
+    The optimizer's state belongs to groups. A resumed run may change the values in a group, as it
+    may change those of the optimizer, but not which keys a group has.
+    """
+    params = config.params
+    groups = [
+        f"{group['match']} ({', '.join(sorted({*group} - {'match'}))})" for group in params.groups
+    ]
+    return {
+        "params.freeze": list(params.freeze) or None,
+        "params.no_decay": params.no_decay or None,
+        "params.groups": groups or None,
+        "ema.decay": config.ema.decay,
     }
 
 
@@ -69,7 +88,10 @@ def read_position(content: Any, path: Path) -> Position:
         with suppress(TypeError):  # no mapping, or of other fields
             position = Position(**content["position"], metrics=metrics)
             counts = (position.epoch, position.step, position.step_in_epoch, *position.outstanding)
-            if position.step == manifest.step and all(type(c) is int and c >= 0 for c in counts):
+            counts += (position.bad_evaluations,)
+            are_whole = all(type(count) is int and count >= 0 for count in counts)
+            has_best = isinstance(position.best, float | None) and isinstance(position.watched, str)
+            if position.step == manifest.step and are_whole and has_best:
                 return position
     raise UserError(
         f"checkpoint {path} is not from a training run: {fault}; use a checkpoint that this "
@@ -92,8 +114,11 @@ def validate_same_run(
     if not is_amid_epoch:
         saved["batch.global_size"] = config.batch.global_size  # it may change between epochs
     now = identity(config, setup.dataset)
+    of_optimizing = _of_optimizing(config)
+    saved = dict.fromkeys(of_optimizing) | saved
     # An earlier version may not have saved a key yet.
     changed = [key for key, value in now["made_of"].items() if saved.get(key, value) != value]
+    is_of_optimizing = {*changed} <= of_optimizing.keys()
     if changed:
         raise UserError(
             f"checkpoint {path} was made with "
@@ -101,6 +126,7 @@ def validate_same_run(
             + ", this run has "
             + ", ".join(f"{key}={now['made_of'][key]}" for key in changed)
             + "; leave these keys as they were"
+            + (f", or start a new run with model.weights={path}" if is_of_optimizing else "")
         )
     steps_per_epoch = setup.batches.steps_per_epoch
     if position.step_in_epoch > steps_per_epoch:

@@ -13,6 +13,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
+from ddp_runner.train.ema import Ema
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
@@ -30,6 +31,11 @@ class Position:
     # Batches before this position whose gradients were never applied, numbered from the start of
     # the run. Only an asynchronous mode has them, since it applies batches out of order.
     outstanding: tuple[int, ...] = ()
+    # Of early stopping: the metric and its direction, its best value, and the evaluations in a row
+    # since then that were no better.
+    watched: str = ""
+    best: float | None = None
+    bad_evaluations: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,14 @@ class TrainState:
     grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping
     # Of the last step: this rank's part of the mean of each scalar that the training step returned.
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
+    ema: Ema | None = None  # the averaged weights; None without ema.decay
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The bare model that is evaluated and exported."""
+        if self.ema is not None and self.setup.config.ema.evaluate:
+            return self.ema.module
+        return self.module
 
     @property
     def next_batch(self) -> int:

@@ -14,7 +14,9 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
+from ddp_runner.train.auto_batch import with_largest_batch
 from ddp_runner.train.build import build_session_state
+from ddp_runner.train.early_stop import early_stop_of, stop_reason
 from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
 from ddp_runner.train.gradients import take_role
@@ -28,6 +30,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
 
     Collective: every rank must call.
     """
+    session = with_largest_batch(session)
     config, run_dir, scratch = session.config, session.run_dir, session.job.scratch
     state = build_session_state(session, config)
     warnings = warnings_of(try_first_batch(state), state)
@@ -61,8 +64,16 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         state.gradients.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
-        position, lost_ranks = state.position, list(state.gradients.lost)
-        logger.finish(status, step=position.step, epoch=position.epoch, lost_ranks=lost_ranks)
+        position, reason = state.position, stop_reason(state.position, early_stop_of(state.setup))
+        if reason is not None and session.env.is_rank_zero:
+            session.log(reason)
+        logger.finish(
+            status,
+            step=position.step,
+            epoch=position.epoch,
+            lost_ranks=list(state.gradients.lost),
+            stopped_early=reason,
+        )
     return status
 
 
@@ -90,6 +101,7 @@ def _logger(
         env,
         None if session.job.run_dir else run_dir.path,
         num_parameters=model_sizes["num_parameters"],
+        num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
         dataset=setup.dataset.name,
         num_train=len(setup.dataset.train),
         num_eval=len(setup.dataset.eval),

@@ -18,13 +18,8 @@ from ddp_runner.collectives.measurement import (
 )
 from ddp_runner.collectives.operations import OPERATIONS, REDUCTIONS, Variant
 from ddp_runner.collectives.task import message_sizes, validate_reduce_ops, variants
-from ddp_runner.config.schema import (
-    DTYPES,
-    OPS,
-    REDUCE_OPS,
-    BackendConfig,
-    CollectivesConfig,
-)
+from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS, CollectivesConfig
+from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 

@@ -282,6 +282,17 @@ def test_warnings_name_what_else_differs_between_runs(tmp_path: Path) -> None:
     assert "lack keys (train.clip_norm)" in sentences
 
 
+def test_lists_of_several_lengths_are_values_of_one_key(tmp_path: Path) -> None:
+    """As the groups of parameters are: no version lacks the items of a longer list."""
+    for count in range(3):
+        groups = [{"match": f"layer{index}.*", "lr": 0.1} for index in range(count)]
+        write_run(tmp_path / str(count), config={"params.groups": groups})
+    comparison = compared(tmp_path)
+    assert comparison.keys == ("parallelism.name", "world_size", "params.groups")
+    assert comparison.warnings == ()
+    assert len(comparison.rows) == 3
+
+
 def test_a_loop_of_ones_own_has_the_settings_that_it_used(tmp_path: Path) -> None:
     """Beside a training: neither groups that it left nor the training's defaults are its own."""
     own = {"task": "mine.train", "train.epochs": 10, "loop.latent": 8}

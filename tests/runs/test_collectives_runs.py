@@ -11,7 +11,7 @@ from configs import write_experiment
 from run_folders import last_step, metrics, rank_log, record, scalars, tensorboard_scalars
 
 from ddp_runner.collectives.operations import OPERATIONS
-from ddp_runner.config.schema import OPS
+from ddp_runner.config.measuring import OPS
 
 TINY = (
     "task=collectives",

@@ -17,13 +17,14 @@ RUN = Path("outputs/mobilenet_v3_small-fashion_mnist-ddp_mp-ws128/2026-11-21_10-
 WORDS = ("world size", "rank", "local rank", "node rank", "timeout", "versions")
 
 
-def block(config: Config, env: DistEnv) -> list[str]:
+def block(config: Config, env: DistEnv, num_trained: int = 11_173_962) -> list[str]:
     """Return the lines of a start block."""
     text = start_block(
         config,
         env,
         RUN,
         num_parameters=11_173_962,
+        num_trained=num_trained,
         dataset="fashion_mnist",
         num_train=60_000,
         num_eval=10_000,
@@ -41,7 +42,9 @@ def test_the_facts_and_the_words_of_a_run_fit_80_columns() -> None:
     env = DistEnv(rank=0, local_rank=0, world_size=8, local_world_size=4)
     versions = {"torch": "2.15.0+cu132", "python": "3.11.7"}
     words = word_lines(config, env, device=torch.device("cpu"), versions=versions).splitlines()
-    facts = block(config, env)
+    facts = block(config, env, num_trained=5_130)
+    assert facts[1] == "model        convnet, 11,173,962 parameters (5,130 trained), fp32"
+    assert block(config, env)[1] == "model        convnet, 11,173,962 parameters, fp32"
     assert max(map(len, [*facts[1:], *words])) <= 80  # a path is never cut
     names = ("run", "model", "data", "parallelism", "batch", "steps")
     assert tuple(line[:12].strip() for line in facts) == names

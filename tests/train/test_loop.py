@@ -34,6 +34,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.train.loop import evaluate, forward, train_step
+from ddp_runner.train.metrics import step_metrics
 from ddp_runner.train.schedules import cosine
 from ddp_runner.worker import work
 
@@ -352,3 +353,23 @@ def test_max_steps_overrides_epochs(tmp_path: Path, max_steps: int, epochs: int)
     steps = [line["step"] for line in map(json.loads, lines) if "train/loss" in line]
     assert steps == list(range(1, max_steps + 1))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["step"] == max_steps
+
+
+def clipped_gradients(env: DistEnv, config: Config) -> tuple[Tensor, float]:
+    """Return the gradients of the first step, and the norm that is logged of them."""
+    state = build(env, config)
+    train_step(state, next(state.setup.batches.epoch(0)))
+    gradients = [one.grad for one in state.module.parameters() if one.grad is not None]
+    state.setup.timer.add(samples=8)
+    norm = step_metrics(state, torch.ones(()), lr=0.0)["train/grad_norm"]
+    return torch.cat([one.flatten() for one in gradients]), norm
+
+
+def test_clipping_by_value_limits_each_gradient() -> None:
+    """The logged norm is the one before it, as with clip_norm."""
+    ((free, norm),) = run_ranks(clipped_gradients, 1, compose_config(*TOY))
+    limit = float(free.abs().max()) / 4
+    config = compose_config(*TOY, f"train.clip_value={limit!r}")
+    ((clipped, same_norm),) = run_ranks(clipped_gradients, 1, config)
+    assert torch.equal(clipped, free.clamp(-limit, limit))
+    assert norm == same_norm == pytest.approx(float(free.norm()))

@@ -1,5 +1,7 @@
 """Schedulers of torch as they are: by steps or by a metric, resumed, and with a wrong keyword."""
 
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ddp_runner.train.build import build_schedule
 
 NUM_STEPS = 12
 TORCHS = "scheduler._target_=torch.optim.lr_scheduler."
+OURS = "ddp_runner.train.schedules"
 # Each evaluation but the first counts as none better: the rate falls by half after it.
 PLATEAU = (
     "scheduler=plateau",
@@ -32,20 +35,44 @@ def new_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("OneCycleLR", {"max_lr": 0.5}),
-        ("CosineAnnealingLR", {"T_max": 12}),
-        ("StepLR", {"step_size": 2}),
-        ("MultiStepLR", {"milestones": [2, 4]}),
-        ("ExponentialLR", {"gamma": 0.5}),
-        ("LinearLR", {}),
-        ("PolynomialLR", {}),
-        ("CosineAnnealingWarmRestarts", {"T_0": 3}),
-        ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}),
-    ],
-)
+def torchs(name: str, **keys: Any) -> dict[str, Any]:
+    """Return the keys of a scheduler of torch."""
+    return {"_target_": f"torch.optim.lr_scheduler.{name}", **keys}
+
+
+COSINE_FACTOR = {"_target_": "math.cos", "_partial_": True}  # any function of a step will do
+WARMUP = {**torchs("LinearLR", total_iters=3), "_partial_": True}
+DECAY = {**torchs("ExponentialLR", gamma=0.5), "_partial_": True}
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "OneCycleLR": {"max_lr": 0.5},
+    "CosineAnnealingLR": {"T_max": 12},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [2, 4]},
+    "ConstantLR": {"total_iters": 3},
+    "ExponentialLR": {"gamma": 0.5},
+    "LinearLR": {},
+    "PolynomialLR": {},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1},
+}
+# They take a function, a metric or other schedulers.
+OF_OTHERS = {
+    "LambdaLR": torchs("LambdaLR", lr_lambda=COSINE_FACTOR),
+    "MultiplicativeLR": torchs("MultiplicativeLR", lr_lambda=COSINE_FACTOR),
+    "ReduceLROnPlateau": torchs("ReduceLROnPlateau", patience=0, threshold=0.9),
+    "SequentialLR": {
+        "_target_": "ddp_runner.train.schedules.sequential",
+        "schedulers": [WARMUP, DECAY],
+        "milestones": [3],
+    },
+    "ChainedScheduler": {
+        "_target_": "ddp_runner.train.schedules.chained",
+        "schedulers": [WARMUP, DECAY],
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "keys"), SCHEDULERS.items(), ids=SCHEDULERS)
 def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) -> None:
     """With its own keywords; the steps of the run are given to those alone that take them."""
     given = [f"+scheduler.{key}={value}" for key, value in keys.items()]
@@ -63,13 +90,91 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
         expected.step()
 
 
+def test_no_scheduler_of_torch_is_left_out() -> None:
+    """A new one shows up here."""
+    known = {
+        name
+        for name, one in vars(lr_scheduler).items()
+        if inspect.isclass(one) and issubclass(one, lr_scheduler.LRScheduler) and name[0] != "_"
+    }
+    assert known - {"LRScheduler"} == SCHEDULERS.keys() | OF_OTHERS.keys()
+
+
+def test_schedulers_in_a_row_and_in_a_chain_are_torchs() -> None:
+    """A config cannot give torch's own classes the optimizer of the schedulers inside."""
+    for name, arguments in (("SequentialLR", {"milestones": [3]}), ("ChainedScheduler", {})):
+        config = replace(compose_config(*TOY), scheduler={"name": "x", **OF_OTHERS[name]})
+        optimizer, reference = new_optimizer(), new_optimizer()
+        schedule = build_schedule(config, optimizer, total_steps=NUM_STEPS, steps_per_epoch=4)
+        inner: list[Any] = [
+            lr_scheduler.LinearLR(reference, total_iters=3),
+            lr_scheduler.ExponentialLR(reference, gamma=0.5),
+        ]
+        whole: dict[str, Any] = {"schedulers": inner, **arguments}
+        own = [reference] if name == "SequentialLR" else []
+        expected = getattr(lr_scheduler, name)(*own, **whole)
+        found = []
+        for _ in range(NUM_STEPS):
+            found.append(optimizer.param_groups[0]["lr"])
+            assert found[-1] == reference.param_groups[0]["lr"]
+            for one in (optimizer, reference):
+                one.step()
+            schedule.step()
+            expected.step()
+        assert len(set(found)) > 4
+
+
+def resumed_runs(
+    env: DistEnv, configs: dict[str, Config], folder: Path
+) -> dict[str, tuple[list[float], list[float], bool]]:
+    """Return the rates of a whole run and of one in two parts, and whether the weights are equal.
+
+    By the names of the configs.
+    """
+    found = {}
+    for name, config in configs.items():
+        whole = run_loop(env, config, max_steps=NUM_STEPS)
+        first = run_loop(env, config, max_steps=NUM_STEPS, folder=folder / name, stop_after=5)
+        rest = run_loop(env, config, max_steps=NUM_STEPS, folder=folder / name)
+        same = torch.equal(rest.weights, whole.weights)
+        found[name] = rates(whole), rates(first) + rates(rest), same
+    return found
+
+
+def test_every_scheduler_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """With two groups of parameters, whose rates both follow it."""
+    config = compose_config(
+        *TOY,
+        "params.groups=[{match:net2.*,lr:0.01}]",
+        "train.log_every_steps=1",
+        f"train.max_steps={NUM_STEPS}",
+        "allowed_targets=[math]",
+    )
+    all_keys = {name: torchs(name, **keys) for name, keys in SCHEDULERS.items()} | OF_OTHERS
+    all_keys |= {
+        "our constant": {"_target_": f"{OURS}.constant", "warmup_steps": 7},
+        "our step": {"_target_": f"{OURS}.step", "every_epochs": 1, "gamma": 0.5},
+    }
+    configs = {
+        name: replace(config, scheduler={"name": "x", **keys}) for name, keys in all_keys.items()
+    }
+    (found,) = run_ranks(resumed_runs, 1, configs, tmp_path)
+    assert list(found) == list(configs)
+    for name, (whole, parts, has_same_weights) in found.items():
+        assert whole == parts, name
+        assert has_same_weights, name
+        assert len(set(whole)) > 1, name
+
+
 @pytest.mark.parametrize(
     ("name", "total_steps", "keys", "factors"),
     [
+        ("constant", 4, {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0]),
         ("cosine", 6, {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 0.75, 0.25, 0.0, 0.0]),
         ("cosine", 3, {"min_factor": 0.2}, [1.0, 0.8, 0.4, 0.2, 0.2]),
         ("cosine", 2, {"warmup_steps": 2}, [1 / 3, 2 / 3, 1.0, 0.0]),
         ("step", 9, {"every_epochs": 2, "gamma": 0.1}, [*[1.0] * 4, *[0.1] * 4, 0.01]),
+        ("step", 4, {"every_epochs": 1, "gamma": 0.5, "warmup_steps": 3}, [0.25, 0.5, 0.375, 0.5]),
     ],
 )
 def test_our_schedules_follow_their_formula(

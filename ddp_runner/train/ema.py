@@ -1,0 +1,75 @@
+"""A moving average of the weights beside those that are trained, by torch's ``AveragedModel``.
+
+Source: https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddp_runner.errors import UserError, typed
+
+STATISTICS = ("running_mean", "running_var")  # the buffers of BatchNorm that are averaged
+PREFIX = "module."  # of the model's names in the state of an AveragedModel
+
+
+class Ema:
+    """A copy of a model whose weights follow those that are trained: ema = d * ema + (1 - d) * w.
+
+    BatchNorm's statistics are averaged like the weights, so that they fit them. All other buffers
+    are copied: the average of whole numbers is rounded down, and that of two masks of -inf is NaN.
+    """
+
+    def __init__(self, module: nn.Module, *, decay: float) -> None:
+        """Copy a bare model, on its devices.
+
+        Raises:
+            UserError: the model cannot be copied.
+        """
+        self._decay = decay
+        try:
+            average = get_ema_multi_avg_fn(decay)
+            self._averaged = AveragedModel(module, multi_avg_fn=average)
+        except Exception as error:  # deepcopy raises anything
+            raise UserError(
+                f"ema.decay needs a copy of the model, which cannot be copied ({typed(error)}); "
+                "write ema.decay=null, or give the model a __deepcopy__"
+            ) from error
+
+    @property
+    def module(self) -> nn.Module:
+        """The model with the averaged weights."""
+        return self._averaged.module
+
+    @torch.no_grad()
+    def update(self, module: nn.Module) -> None:
+        """Take an optimizer step into the average; the first one is copied."""
+        statistics = [
+            buffer
+            for name, buffer in self.module.named_buffers()
+            if name.rpartition(".")[2] in STATISTICS
+        ]
+        before = [buffer.clone() for buffer in statistics]
+        is_first = bool(self._averaged.n_averaged == 0)
+        self._averaged.update_parameters(module)  # copies all buffers
+        if not is_first:
+            for buffer, old in zip(statistics, before, strict=True):
+                buffer.copy_(old.lerp(buffer, 1 - self._decay))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged weights and the number of steps in them."""
+        return self._averaged.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._averaged.load_state_dict(state)
+
+
+def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the model's state_dict that is in the state of an ``Ema``."""
+    return {
+        name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)
+    }

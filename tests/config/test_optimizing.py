@@ -1,0 +1,106 @@
+"""The keys about optimizing: what they may hold, before anything starts."""
+
+from dataclasses import replace
+
+import pytest
+from configs import config_error, resolved
+
+from ddp_runner.config.monitors import KnownMetrics, validate_known
+from ddp_runner.config.resolve import resolve_batch
+from ddp_runner.config.schema import AUTO
+from ddp_runner.errors import UserError
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.tracking.claims import with_global_size
+
+TWO_GPUS = Hardware(num_gpus=2, num_cores=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("train.clip_value=0.5", "train.clip_norm (1) and train.clip_value (0.5) exclude each "
+         "other; write train.clip_norm=null or train.clip_value=null"),
+        ("model=toy train.clip_value=0", "train.clip_value (0.0) must be greater than 0"),
+        ("params.groups=[{lr:0.1}]", "params.groups.0.match (None) must be a pattern of parameter "
+         "names; write params.groups=[{match:head.*,lr:0.01}]"),
+        ("params.groups=[{match:head.*}]", "params.groups.0 (match: head.*) changes no key of the "
+         "optimizer; add one, such as lr, or leave the group out"),
+        ("params.groups=[{match:a,lr:1},{match:head.*,lr:-1}]",
+         "params.groups.1.lr (-1) must be greater than 0"),
+        ("params.groups=[{match:head.*,weight_decay:much}]",
+         "params.groups.0.weight_decay (much) must be a number"),
+        ("params.groups=[{match:head.*,params:1}]",
+         "params.groups.0.params is filled by the pattern params.groups.0.match; leave it out"),
+        ("ema.decay=1", "ema.decay (1) must be 0 or greater and less than 1; write 0.999"),
+        ("ema.decay=-0.1", "ema.decay (-0.1) must be 0 or greater and less than 1; write 0.999"),
+        ("early_stop.monitor=train/loss", "early_stop.monitor (train/loss) must be one of "
+         "eval/accuracy, eval/loss, eval/f1, eval/precision, eval/recall; did you mean eval/loss?"),
+        ("early_stop.monitor=eval/loss train.eval_every_epochs=0",
+         "early_stop.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
+         "train.eval_every_epochs=1"),
+        ("early_stop.monitor=eval/f1 early_stop.mode=min",
+         "early_stop.monitor=eval/f1 with early_stop.mode=min would stop the run while it "
+         "improves; write early_stop.mode=max"),
+        ("early_stop.mode=least", "early_stop.mode (least) must be one of null, max, min"),
+        ("early_stop.patience=0", "early_stop.patience (0) must be greater than 0"),
+        ("early_stop.min_delta=-1", "early_stop.min_delta (-1.0) must be 0 or greater"),
+        ("+scheduler.warmup_steps=-1", "scheduler.warmup_steps (-1) must be 0 or greater"),
+        ("batch.per_rank=many", "batch.per_rank (many) must be a whole number, or auto"),
+        ("batch.per_rank=1.5", "batch.per_rank (1.5) must be a whole number, or auto"),
+        ("batch.per_rank=0", "batch.per_rank (0) must be greater than 0"),
+        ("batch.per_rank=auto", "batch.per_rank=auto fills a GPU's memory, and the run computes on "
+         "the CPU; write a number, such as batch.per_rank=100"),
+        ("batch.per_rank=auto batch.global_size=8", "batch.global_size (8) and batch.per_rank "
+         "(auto) exclude each other; give one, the other follows"),
+    ],
+)  # fmt: skip
+def test_each_broken_rule_is_one_line(overrides: str, sentence: str) -> None:
+    """Rule, values and fix, word for word."""
+    assert config_error(*overrides.split()) == sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("parallelism=ps world_size=3 backend=gloo backend.device=cuda",
+         "batch.per_rank=auto needs ranks that all train, not parallelism=ps; write a number, "
+         "such as batch.per_rank=100"),
+        ("task=check", "batch.per_rank=auto is for task=train, not check; write a number, such as "
+         "batch.per_rank=100"),
+    ],
+)  # fmt: skip
+def test_auto_needs_a_training_on_gpus(overrides: str, sentence: str) -> None:
+    """A server computes no gradients, and the other tasks are not to depend on what is free."""
+    hardware = Hardware(num_gpus=3, num_cores=4)
+    answer = config_error("batch.per_rank=auto", *overrides.split(), hardware=hardware)
+    assert answer == sentence
+
+
+def test_auto_is_kept_until_a_rank_has_found_the_number() -> None:
+    """Its global size is that of one sample each; a restarted run has what it began with."""
+    config, _ = resolved("batch.per_rank=auto", "train.grad_accum_steps=3", hardware=TWO_GPUS)
+    assert (config.batch.per_rank, config.batch.global_size) == (AUTO, 6)
+    assert resolve_batch(config, 2) == config.batch  # of a frozen config, before the number
+    chosen = resolve_batch(
+        replace(config, batch=replace(config.batch, global_size=12)), 2, ["batch.global_size"]
+    )
+    assert (chosen.per_rank, chosen.global_size) == (2, 12)
+    assert with_global_size(config, None, 2) == config
+    for size in (6, 48):
+        found = with_global_size(config, size, 2).batch
+        assert (found.per_rank, found.global_size) == (size // 6, size)
+
+
+def test_early_stopping_needs_to_know_which_end_of_a_metric_is_best() -> None:
+    """The metric's class may say so, else the user."""
+    keys = (
+        "+metrics.mine._target_=my.Mine",
+        "allowed_targets=[my]",
+        "early_stop.monitor=eval/mine",
+    )
+    config, _ = resolved(*keys)
+    known = KnownMetrics(names={"eval/mine"})
+    with pytest.raises(UserError, match=r"eval/mine does not say which value is best; write "):
+        validate_known(config, known)
+    validate_known(config, replace(known, directions={"eval/mine": "max"}))
+    validate_known(resolved(*keys, "early_stop.mode=min")[0], known)

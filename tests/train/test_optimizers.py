@@ -1,0 +1,119 @@
+"""Every optimizer of torch works by its name, and so does a factory of the user's."""
+
+import inspect
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from train_states import TOY, compose_config, equal
+
+from ddp_runner.config.schema import Config
+from ddp_runner.errors import UserError
+from ddp_runner.train.optimizers import build_optimizer
+
+OPTIMIZERS = [
+    name
+    for name, one in vars(torch.optim).items()
+    if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and name != "Optimizer"
+]
+GROUP = {"match": "1.*", "lr": 0.002}
+
+
+def config_of(target: str, groups: list[dict[str, Any]], **keys: Any) -> Config:
+    """Return a config with this optimizer and these parameter groups."""
+    config = compose_config(*TOY, f"allowed_targets=[{__name__}]")
+    optimizer = {"name": "mine", "_target_": target, "lr": 0.01, **keys}
+    params = replace(config.params, groups=groups)
+    return replace(config, optimizer=optimizer, params=params)
+
+
+def network(name: str) -> nn.Module:
+    """Return two layers that the optimizer can train: Muon takes matrices, SparseAdam tables."""
+    if name == "SparseAdam":
+        return nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Embedding(6, 4, sparse=True))
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False))
+
+
+def take_step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Take a step on random inputs, which follow from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs: Tensor = torch.randn(5, 6, generator=generator)
+    if isinstance(next(module.children()), nn.Embedding):
+        inputs = torch.randint(6, (5,), generator=generator)
+    optimizer.zero_grad()
+    sum(layer(inputs).square().sum() for layer in module.children()).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"LBFGS"}))
+def test_an_optimizer_of_torch_works_as_it_is(name: str) -> None:
+    """It trains both groups, and continues from a saved state that holds nothing but plain data."""
+    config, module = config_of(f"torch.optim.{name}", [GROUP]), network(name)
+    optimizer = build_optimizer(config, module)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.002, 0.01]
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    take_step(module, optimizer, 1)
+    assert all(not torch.equal(before[key], one) for key, one in module.state_dict().items())
+
+    file = BytesIO()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved, other = torch.load(file, weights_only=True), network(name)
+    other.load_state_dict(saved["model"])
+    resumed = build_optimizer(config, other)
+    resumed.load_state_dict(saved["optimizer"])
+    take_step(module, optimizer, 2)
+    take_step(other, resumed, 2)
+    assert equal(module.state_dict(), other.state_dict())
+    assert equal(optimizer.state_dict(), resumed.state_dict())
+
+
+def test_an_optimizer_that_computes_the_loss_again_is_rejected() -> None:
+    """LBFGS asks for a closure: in the middle of a run that would be a TypeError."""
+    with pytest.raises(UserError) as error:
+        build_optimizer(config_of("torch.optim.LBFGS", []), network("LBFGS"))
+    assert str(error.value) == (
+        "optimizer=mine (torch.optim.LBFGS) computes the loss several times in a step, by a "
+        "closure, and a run computes it once; write optimizer=adamw"
+    )
+
+
+def by_kind(module: nn.Module, *, lr: float) -> torch.optim.Optimizer:
+    """Return an optimizer whose groups are made by what the modules are, as no pattern can."""
+    tables = [one.weight for one in module.modules() if isinstance(one, nn.Embedding)]
+    others = [one.weight for one in module.modules() if isinstance(one, nn.Linear)]
+    return torch.optim.SGD([{"params": tables, "lr": lr / 10}, {"params": others}], lr=lr)
+
+
+def test_a_factory_may_take_the_model_itself() -> None:
+    """Then patterns would be lost, so they are rejected."""
+    target, module = f"{__name__}.by_kind", nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+    optimizer = build_optimizer(config_of(target, []), module)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.01]
+    with pytest.raises(UserError, match=r"makes its own groups; leave out params\.groups"):
+        build_optimizer(config_of(target, [GROUP]), module)
+
+
+@pytest.mark.parametrize(
+    ("target", "groups", "no_decay", "sentence"),
+    [
+        ("SGD", [{"match": "1.*", "momentun": 0.5}], False,
+         "params.groups.0.momentun: optimizer=mine (torch.optim.SGD) has no momentun; did you mean "
+         "momentum?"),
+        ("Rprop", [], True,
+         "params.no_decay: optimizer=mine (torch.optim.Rprop) has no weight_decay; leave it out"),
+    ],
+)  # fmt: skip
+def test_a_key_that_the_optimizer_does_not_have_is_named(
+    target: str, groups: list[dict[str, Any]], no_decay: bool, sentence: str
+) -> None:
+    """Torch keeps such a key in the group and never reads it."""
+    config = config_of(f"torch.optim.{target}", groups)
+    config = replace(config, params=replace(config.params, no_decay=no_decay))
+    with pytest.raises(UserError) as error:
+        build_optimizer(config, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert str(error.value) == sentence
