@@ -31,7 +31,9 @@ from ddp_runner.tracking.run_dir import RunDir
 
 MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
-IMAGE_FOLDER = "ddp_runner.data.sources.image_folder.ImageFolder"
+FOLDERS = tuple(
+    f"ddp_runner.data.sources.{one}" for one in ("image_folder.ImageFolder", "shards.Shards")
+)
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
@@ -169,7 +171,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
             f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "
             "path under data_root, or an absolute one"
         )
-    if dataset.get("_target_") == IMAGE_FOLDER:
+    if dataset.get("_target_") in FOLDERS:
         folder = data_root / str(dataset.get("folder"))
         if not folder.is_dir():
             raise UserError(

@@ -25,9 +25,15 @@ OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.train.step": (ast.FunctionDef,),
     "ddp_runner.metrics": (ast.ClassDef,),
 }
-# Of torch only these modules, and in each only the subclasses of one class: see ``instantiate``.
-# Other modules load files (torch.load, torch.hub), run commands (torch.utils) or compile code.
-TORCH = ("torch.nn", "torch.optim", "torch.optim.lr_scheduler")
+# Of torch and torchvision only these modules, and in each only the subclasses of one class of it:
+# none takes a command, a file to read, or the name of a thing to import. Other modules load files
+# (torch.load, torch.hub), run commands (torch.utils) or compile code.
+TORCH: Mapping[str, str] = {
+    "torch.nn": "Module",
+    "torch.optim": "Optimizer",
+    "torch.optim.lr_scheduler": "LRScheduler",
+    "torchvision.transforms.v2": "Transform",
+}
 LOSSES, TORCH_LOSSES = "ddp_runner.train.losses", "torch.nn.functional"
 TORCH_LOSS_NAMES = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",

@@ -4,7 +4,6 @@ What must hold between several keys is in ``validate``.
 """
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from ddp_runner.config.schema import (
     leaves,
 )
 from ddp_runner.errors import UserError, nearest
+from ddp_runner.host.hardware import memory_bytes
 from ddp_runner.metric_names import LISTED
 
 MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
@@ -219,11 +219,6 @@ def _validate_memory(config: Config) -> None:
             f"dataset={dataset.get('name')} of {count} samples takes {needed:.0f} GiB and this "
             f"machine has {memory:.0f}; write a smaller dataset.num_samples"
         )
-
-
-def memory_bytes() -> int:
-    """Return how much memory this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @lru_cache

@@ -48,7 +48,8 @@ class Dataset:
     group_by_length: bool = False  # put sequences of similar length in one batch
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path, copied to the run's folder
     notes: tuple[str, ...] = ()  # about the data, printed when the run starts
-    digest: str | None = None  # SHA-256 of all samples; None: the dataset is not cached
+    # SHA-256 of all samples, or "files:" and one of the files that hold them; None: unknown.
+    digest: str | None = None
 
     def prepare(self, data: Any, device: torch.device, *, randoms: Tensor | None = None) -> Any:
         """Return a batch, as it was loaded, on the device and as the training step takes it.
@@ -122,8 +123,11 @@ class Source(Protocol):
     def name(self) -> str:
         """Return the dataset's name in messages."""
 
-    def open(self, data_root: Path) -> Dataset:
+    def open(self, data_root: Path) -> Dataset | None:
         """Return the dataset; its samples may stay where they are until a batch needs them.
+
+        A ``TensorSource`` may have this method, too: it returns None if the cache shall prepare
+        the tensors.
 
         Raises:
             UserError: a field of the source or a file under ``data_root`` is unusable.
@@ -187,8 +191,8 @@ def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
     return tensors
 
 
-def validate_dataset(name: str, dataset: object) -> None:
-    """Reject splits that cannot be trained on, and classes out of range.
+def validate_dataset(name: str, dataset: object) -> Dataset:
+    """Return the dataset; reject splits that cannot be trained on, and classes out of range.
 
     Raises:
         UserError: the message has the split and what is wrong with it.
@@ -218,6 +222,7 @@ def validate_dataset(name: str, dataset: object) -> None:
         if dataset.num_classes is not None:
             subject = f"the {kind} targets of dataset={name}"
             _validate_classes(subject, split.targets, dataset.num_classes)
+    return dataset
 
 
 def _validate_classes(subject: str, targets: Tensor, num_classes: int) -> None:

@@ -162,6 +162,8 @@ class _Fetcher(Dataset[Any]):
                     return batch
                 self._draws = True
             return self._seeded_batch(order)
+        except UserError as error:  # of one of our datasets, whose sentence has the file
+            return _Failure(str(error), traceback.format_exc())
         except Exception as error:  # of the user's code: any kind
             return _Failure(
                 f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "

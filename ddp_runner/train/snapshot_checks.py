@@ -13,7 +13,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
 
-HOW_LOADED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+HOW_LOADED = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
@@ -155,8 +155,10 @@ def _validate_same_data(
         for key, noun in nouns.items()
         if saved.get(key) != current[key]
     ]
-    digests = {saved.get("digest"), current["digest"]}
-    if not changed and None not in digests and len(digests) > 1:
+    digests = [str(one["digest"]) for one in (saved, current) if one.get("digest") is not None]
+    # A run whose pictures were prepared may go on with those in their files.
+    kinds = {one.rpartition(":")[0] for one in digests}
+    if not changed and len(set(digests)) > 1 and len(kinds) == 1:
         changed = [
             f"{current['train_samples']:,} training samples then and now, but different ones"
         ]
