@@ -20,6 +20,7 @@ from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode
+from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
 from ddp_runner.train.build_batches import build_batches
@@ -133,11 +134,11 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
             train.
     """
     config = setup.config
-    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
+    seed_rng(config.seed)  # the same weights on every rank and in every mode
     module = _build_module(setup, weights=weights)
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = setup.mode.wrap(compiled, setup.devices)
-    torch.manual_seed(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
+    seed_rng(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
     if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
