@@ -66,7 +66,7 @@ def speed(name: str, args: argparse.Namespace, *, num_ranks: int, num_workers: i
                 "ddp_runner", "dataset=torch_dataset", "model=convnet", f"world_size={num_ranks}",
                 "allowed_targets=[loader_programs]", "dataset.num_classes=10", "dataset.channels=1",
                 *(
-                    f"+dataset.{split}={{_target_:loader_programs.mnist,data_root:{data_root!r},"
+                    f"dataset.{split}={{_target_:loader_programs.mnist,data_root:{data_root!r},"
                     f"num_samples:{args.samples if split == 'train' else 100}}}"
                     for split in ("train", "eval")
                 ),

@@ -81,10 +81,15 @@ _COSTS = ("loss", "_ms", "_gib", "_share")  # endings of metrics of which less i
 
 
 def headlines(names: Iterable[str]) -> list[str]:
-    """Return the names that a terminal, or a table at first, shows: those listed, then own ones."""
+    """Return the names that a terminal, or a table at first, shows: those listed, then own ones.
+
+    The scalars of a training step are not among them, unless there is nothing else.
+    """
     given = list(names)
-    own = [name for name in given if name not in LISTED and name.startswith(("eval/", "best/"))]
-    return [*(name for name in _HEADLINES if name in given), *own[:MOST_OWN]]
+    own = [name for name in given if name not in LISTED and not name.startswith("collectives/")]
+    first = [name for name in own if not name.startswith("train/")]
+    found = [*(name for name in _HEADLINES if name in given), *first[:MOST_OWN]]
+    return found or own[:MOST_OWN]
 
 
 def best_end(name: str, directions: Mapping[str, str] | None = None) -> str | None:

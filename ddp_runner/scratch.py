@@ -80,7 +80,9 @@ class Scratch:
             )
             kind = "peer" if lost_peer and isinstance(error, RuntimeError) else "crash"
             what = [type(error).__name__, *str(error).splitlines()[:1]]
-            sentence = f"rank {rank} raised {': '.join(what)}"
+            notes = getattr(error, "__notes__", [])  # the place in the user's own code, if known
+            place = f" ({notes[-1]})" if notes else ""
+            sentence = f"rank {rank} raised {': '.join(what)}{place}"
         text = "".join(traceback.format_exception(error))
         failure = Failure(rank=rank, kind=kind, sentence=sentence, traceback=text)
         self._write(f"failure-{attempt}-{rank}.json", failure)

@@ -12,6 +12,7 @@ from ddp_runner.check.task import run_check
 from ddp_runner.collectives.task import run_collectives
 from ddp_runner.dist_env import DistEnv, dist_env
 from ddp_runner.job import EXIT_COMPLETED, Job, Status
+from ddp_runner.own_loop.task import run_own_loop
 from ddp_runner.rank.session import Session, open_session
 from ddp_runner.rank.stop import StopRequest
 from ddp_runner.train.task import run_training
@@ -36,8 +37,9 @@ def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
     env = env or dist_env()
     assert env is not None
     stop_requested = StopRequest(job.scratch, rank=env.rank, attempt=env.restart_count)
+    task = TASKS.get(job.config.task, run_own_loop)  # any other is a function of the user's own
     with open_session(job, env) as session:
-        status = TASKS[job.config.task](session, stop_requested)
+        status = task(session, stop_requested)
     run_dir = str(session.run_dir)
     return {"status": status, "run_dir": run_dir, "signal": stop_requested.received}
 

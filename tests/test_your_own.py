@@ -12,6 +12,7 @@ PAGES = (
     "docs/your_own_model.md",
     "docs/your_own_data.md",
     "docs/your_own_step.md",
+    "docs/your_own_streams.md",
     "docs/your_own_optimizing.md",
 )
 CASES = [(page, number) for page in PAGES for number in range(len(commands(page)))]
@@ -21,6 +22,7 @@ CASES = [(page, number) for page in PAGES for number in range(len(commands(page)
 def test_each_command_of_a_page_runs(page: str, number: int, tmp_path: Path) -> None:
     """On two ranks, in the folder that holds the page's files, and learns something."""
     write_files(page, tmp_path)
+    write_points(tmp_path / "data")
     done = run_command(
         *commands(page)[number],
         "world_size=2",
@@ -33,3 +35,12 @@ def test_each_command_of_a_page_runs(page: str, number: int, tmp_path: Path) -> 
     assert record(done.run_dir)["status"] == "completed"
     assert losses
     assert all(map(math.isfinite, losses))
+
+
+def write_points(folder: Path) -> None:
+    """Write the CSV files that a page names: points on both sides of a line."""
+    folder.mkdir()
+    for name, size in (("a", 30), ("b", 21), ("test", 12)):
+        lines = [f"{i / size},{1 - i / size},{int(2 * i > size)}" for i in range(size)]
+        text = "\n".join(["x,y,label", *lines, ""])
+        (folder / f"points_{name}.csv").write_text(text, encoding="utf-8")

@@ -9,14 +9,16 @@ Collective: every rank must call each check, and gets the same finding.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.data.batches import eval_batches
+from ddp_runner.data.batches import GlobalBatches, StepBatch, eval_batches
 from ddp_runner.data.splits import Piece, Split
+from ddp_runner.data.streams import StreamSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
@@ -24,6 +26,7 @@ from ddp_runner.train.loop import DTYPES, evaluate, forward, train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import snapshot
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.stream_batches import StreamBatches
 
 # How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
 # adds in no fixed order.
@@ -87,15 +90,15 @@ def equal_start(state: TrainState) -> Finding:
 def equal_parameters(state: TrainState) -> Finding:
     """Check that the parameters are equal after each of a few optimizer steps."""
     state.model.train()
-    batches, losses = state.setup.batches, list[str]()
-    for step in range(NUM_STEPS):
-        epoch, index = divmod(step, batches.steps_per_epoch)
-        loss = train_step(state, batches.step(epoch, index, order=batches.order(epoch)))
+    losses = list[str]()
+    for step, batch in enumerate(_first_steps(state.setup.batches)):
+        loss = train_step(state, batch)
         losses.append(f"{global_loss(state, loss):.4f}")
         found = equality("parameters stay equal", dict(state.module.named_parameters()), "")
         if not found.ok:
             return replace(found, detail=f"after step {step + 1} {found.detail}")
-    return replace(found, detail=f"after each of {NUM_STEPS} steps (loss {', '.join(losses)})")
+    detail = f"after each of {len(losses)} steps (loss {', '.join(losses)})"
+    return replace(found, detail=detail)
 
 
 def equal_buffers(state: TrainState) -> Finding:
@@ -103,7 +106,9 @@ def equal_buffers(state: TrainState) -> Finding:
     setup, buffers = state.setup, dict(state.module.named_buffers())
     num_differed = len(differences(buffers))
     size = EVAL_STEPS * setup.eval_batch_size * setup.env.world_size
-    part = _First(setup.dataset.eval, size)
+    part = setup.dataset.eval
+    if not isinstance(part, StreamSplit):
+        part = _First(part, size)
     dataset = replace(setup.dataset, eval=part)
     # Without metrics: some cannot be computed from a part.
     evaluate(replace(state, setup=replace(setup, dataset=dataset, metrics={})))
@@ -167,6 +172,16 @@ class _First:
 
     def near(self, device: torch.device, *, most_bytes: float) -> Split:
         return self
+
+
+def _first_steps(batches: GlobalBatches | StreamBatches) -> Iterator[StepBatch]:
+    """Yield a few steps, of several epochs if these are short; of a stream only of the first."""
+    if isinstance(batches, StreamBatches):
+        yield from islice(batches.epoch(0), NUM_STEPS)
+        return
+    for step in range(NUM_STEPS):
+        epoch, index = divmod(step, batches.steps_per_epoch)
+        yield batches.step(epoch, index, order=batches.order(epoch))
 
 
 def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:

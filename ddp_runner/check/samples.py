@@ -15,50 +15,68 @@ from torch import Tensor
 from ddp_runner.check.compare_ranks import Finding, equality
 from ddp_runner.data.batches import MicroBatch, eval_batches
 from ddp_runner.data.splits import Piece, Split, TensorSplit
+from ddp_runner.data.streams import AnySplit, StreamSplit, num_samples
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.stream_batches import StreamBatches
 
 MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
 MOST_LOADED = 64  # samples of a split that must be loaded one by one
+WITHOUT_NUMBERS = "not checked: the samples of a stream have no numbers"
 
 
 def same_data(state: TrainState) -> Finding:
-    """Check that all ranks hold the same samples; of a large split only evenly spaced ones."""
+    """Check that all ranks hold the same samples.
+
+    Of a large split these are only evenly spaced ones, of a stream the first ones.
+    """
     train, evaluation = state.setup.batches.split, state.setup.dataset.eval
     tensors = dict[str, Tensor | None]()
     for name, split in (("train", train), ("eval", evaluation)):
         if isinstance(split, TensorSplit):
             stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
             data: Any = {"inputs": split.inputs[::stride], "targets": split.targets}
+        elif isinstance(split, StreamSplit):
+            data = split.first(range(MOST_LOADED))
         else:
             piece = Piece(torch.linspace(0, len(split) - 1, MOST_LOADED).long().unique())
             (data,) = split.load([piece], seed=state.setup.config.seed)
         tensors |= {f"{name} {place}": tensor for place, tensor in tensors_of(data)}
-    sizes = f"{len(train)} train and {len(evaluation)} eval samples"
+    sizes = f"{_size(train)} train and {_size(evaluation)} eval samples"
     return equality("all ranks hold the same data", tensors, sizes)
 
 
 def train_samples(state: TrainState) -> Finding:
     """Check that the ranks' micro-batches use each training sample once in an epoch."""
-    batches = replace(state.setup.batches, split=_numbered(state.setup.batches.split))
+    batches, name = state.setup.batches, "each training sample is used once an epoch"
+    if isinstance(batches, StreamBatches):
+        return Finding(name, True, WITHOUT_NUMBERS)
+    batches = replace(batches, split=_numbered(batches.split))
     steps = [step.micro_batches for step in batches.epoch(0)]
     how = (
         f"in {batches.steps_per_epoch} steps x {batches.num_shares} ranks x "
         f"{max(map(len, steps), default=0)} micro-batches"
     )
     parts = [part for step in steps for part in step]
-    return _tally("each training sample is used once an epoch", len(batches.split), parts, how)
+    return _tally(name, len(batches.split), parts, how)
 
 
 def eval_samples(state: TrainState) -> Finding:
     """Check that the ranks' evaluation batches hold each sample once."""
-    numbered, size = _numbered(state.setup.dataset.eval), state.setup.eval_batch_size
-    env = state.setup.env
+    split, name = state.setup.dataset.eval, "each evaluation sample counts once"
+    if isinstance(split, StreamSplit):
+        return Finding(name, True, WITHOUT_NUMBERS)
+    numbered, size, env = _numbered(split), state.setup.eval_batch_size, state.setup.env
     parts = eval_batches(
         numbered, batch_size=size, rank=env.rank, world_size=env.world_size, seed=0
     )
     how = f"in batches of up to {size} on {env.world_size} ranks"
-    return _tally("each evaluation sample counts once", len(numbered), parts, how)
+    return _tally(name, len(numbered), parts, how)
+
+
+def _size(split: AnySplit) -> str:
+    count = num_samples(split)
+    return f"the first {MOST_LOADED}" if count is None else str(count)
 
 
 def _numbered(split: Split) -> TensorSplit:

@@ -31,7 +31,10 @@ from ddp_runner.tracking.run_dir import RunDir
 
 MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
-IMAGE_FOLDER = "ddp_runner.data.sources.image_folder.ImageFolder"
+HF_DATASET = "ddp_runner.data.sources.hf_dataset.HFDataset"
+FOLDERS = tuple(
+    f"ddp_runner.data.sources.{one}" for one in ("image_folder.ImageFolder", "shards.Shards")
+)
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
@@ -164,12 +167,14 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
                 f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
                 "installed; pip install 'ddp-runner[metrics]'"
             )
-    if (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
+    if dataset.get("_target_") == HF_DATASET:
+        _validate_hf(dataset)
+    elif (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
         raise UserError(
             f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "
             "path under data_root, or an absolute one"
         )
-    if dataset.get("_target_") == IMAGE_FOLDER:
+    if dataset.get("_target_") in FOLDERS:
         folder = data_root / str(dataset.get("folder"))
         if not folder.is_dir():
             raise UserError(
@@ -193,4 +198,20 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
             raise UserError(
                 f"model.weights ({weights}) {fault}; give a run folder, its "
                 f"checkpoints/step-XXXXXXXX, or a file that ends in {', '.join(WEIGHT_FILES)}"
+            )
+
+
+def _validate_hf(dataset: Mapping[str, Any]) -> None:
+    """Reject a dataset of Hugging Face's library without a path, or without its packages."""
+    if not isinstance(dataset.get("path"), str):
+        raise UserError(
+            f"dataset.path ({dataset.get('path')}) must name a dataset; write a folder under "
+            "data_root, a name of the hub, or dataset.path=csv with dataset.data_files"
+        )
+    needed = {"datasets": "hf"} | ({"torchdata": "streams"} if dataset.get("streaming") else {})
+    for package, extra in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"dataset={dataset.get('name')} needs {package}; write pip install "
+                f'"ddp-runner[{extra}]"'
             )

@@ -137,6 +137,8 @@ def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
     if match is None:
         return None
     key, _, package = match[1].partition("@")
+    if key.startswith("loop."):  # its keys are the user's own, and Hydra adds them with a plus only
+        return f"{key} is an argument that no YAML gives; write +{key}=VALUE"
     if package:
         return f"{match[1]} puts {key} where no run reads it; write {key}=OPTION, without @"
     known = known_keys(arguments)

@@ -70,9 +70,12 @@ def with_resumed(
         return raw
     frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
     unresolved: Any = OmegaConf.to_container(raw)
-    if "experiment" in chosen:
+    # What resume=auto finds does the same work, so its config has the experiment's keys already.
+    if "experiment" in chosen and f"resume={AUTO}" not in overrides:
         raise UserError("experiment= cannot change a run that is resumed; give single keys")
     for key in chosen:
+        if key == "experiment":
+            continue
         # The scaling group has no keys of its own: it chooses the batch.
         changed = "batch" if key == "scaling" else key
         value = OmegaConf.select(raw, changed)

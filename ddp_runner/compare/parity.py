@@ -57,8 +57,12 @@ def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
 
 
 def promises_parity(run: Run) -> bool:
-    """Return whether a run's mode takes the steps of one process; asynchronous modes do not."""
-    return run.config.get("parallelism.mode") != "async"
+    """Return whether a run takes the steps of one process.
+
+    Asynchronous modes do not, nor do the steps of a stream, which its ranks split.
+    """
+    is_asynchronous = run.config.get("parallelism.mode") == "async"
+    return not is_asynchronous and run.record.get("trains_on_stream") is not True
 
 
 def _simplicity(run: Run) -> tuple[int, int, str]:

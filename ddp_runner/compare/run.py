@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ddp_runner.compare.settings import Setting
+from ddp_runner.config.own_loop import only_used
 from ddp_runner.metric_names import is_lower_better
 
 # The seed, over which a row averages, and keys that change neither the work nor its speed.
@@ -32,7 +33,7 @@ class Run:
         """Everything that two runs must share to count as repetitions of one setting."""
         config = {
             key: value
-            for key, value in self.config.items()
+            for key, value in only_used(self.config, uses=self.record.get("uses")).items()
             if key not in IGNORED and not key.startswith(IGNORED_GROUPS)
         }
         return config | {

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_runner.config.own_loop import has_own_loop
+from ddp_runner.config.schema import RUNNER_KEYS
 from ddp_runner.errors import counted
 
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
@@ -57,6 +59,8 @@ def missing_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     """Return the keys that only some settings have, except those inside of exchangeable groups."""
     keys = dict.fromkeys(key for setting in settings for key in setting)
     groups = {key.partition(".")[0] for key in keys if key.endswith("._target_")}
+    if any(has_own_loop(str(setting.get("task"))) for setting in settings):
+        groups |= {"loop", "train", *RUNNER_KEYS}  # see only_used
     return tuple(
         key
         for key in keys

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import PACKAGE, Config, leaves
 from ddp_runner.errors import UserError, nearest
 
@@ -24,9 +25,15 @@ OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.train.step": (ast.FunctionDef,),
     "ddp_runner.metrics": (ast.ClassDef,),
 }
-# Of torch only these modules, and in each only the subclasses of one class: see ``instantiate``.
-# Other modules load files (torch.load, torch.hub), run commands (torch.utils) or compile code.
-TORCH = ("torch.nn", "torch.optim", "torch.optim.lr_scheduler")
+# Of torch and torchvision only these modules, and in each only the subclasses of one class of it:
+# none takes a command, a file to read, or the name of a thing to import. Other modules load files
+# (torch.load, torch.hub), run commands (torch.utils) or compile code.
+TORCH: Mapping[str, str] = {
+    "torch.nn": "Module",
+    "torch.optim": "Optimizer",
+    "torch.optim.lr_scheduler": "LRScheduler",
+    "torchvision.transforms.v2": "Transform",
+}
 LOSSES, TORCH_LOSSES = "ddp_runner.train.losses", "torch.nn.functional"
 TORCH_LOSS_NAMES = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",
@@ -53,6 +60,8 @@ def validate_targets(config: Config) -> None:
             )
     names = [(key, value) for key, value in values if "_target_" in key.split(".")]
     functions = {"model.loss": config.model.get("loss"), "train.step": config.train.step}
+    if has_own_loop(config.task):
+        functions["task"] = config.task
     for key, value in functions.items():
         if value is not None and not isinstance(value, Mapping):  # else its _target_ is above
             names.append((key, value))
@@ -63,8 +72,8 @@ def validate_targets(config: Config) -> None:
 def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
     """Reject a dotted name that a config may not use.
 
-    The key ``model.loss`` may name only loss functions. In the packages of `allowed`, those of the
-    user's own that this command gives, any name is accepted.
+    The key ``model.loss`` may name loss functions only, and ``task`` no part of ours or torch. In
+    the packages of `allowed`, the user's own that this command gives, any name is accepted.
 
     Raises:
         UserError: it is not allowed, or it is ours and does not exist.
@@ -73,12 +82,17 @@ def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
     if len(parts) == 1 or not all(one.isidentifier() and one[:2] != "__" for one in parts):
         example = "train.step.supervised" if key == "train.step" else "models.convnet.ConvNet"
         fix = _nearest_losses(name) if is_loss else f"one such as ddp_runner.{example}"
+        fix = "PACKAGE.MODULE.FUNCTION" if key == "task" else fix
         raise UserError(f"{key} ({name}) is not a dotted name; write {fix}")
     if is_inside(name, allowed):
         return
     module, _, last = name.rpartition(".")
     is_foreign = parts[0] not in ("ddp_runner", "torch")  # of these two only the name itself
     fix = f"add allowed_targets=[{parts[0] if is_foreign else name}]"
+    if key == "task":
+        raise UserError(
+            f"task ({name}) is no task of ddp_runner; if it is a function of your own, {fix}"
+        )
     if is_loss:
         if (module == LOSSES and last in _defined(module)) or (
             module == TORCH_LOSSES and last in TORCH_LOSS_NAMES

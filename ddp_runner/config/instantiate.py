@@ -10,16 +10,10 @@ from importlib import import_module
 from types import UnionType
 from typing import Any, get_args
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
 from ddp_runner.config.allowed_targets import TORCH, is_inside, validate_name
 from ddp_runner.config.schema import RUNNER_KEYS
 from ddp_runner.errors import UserError, nearest, one_line, typed
 
-# No subclass in these modules takes a command, a file to read, or the name of a thing to import.
-BASES: Mapping[str, type] = dict(zip(TORCH, (nn.Module, Optimizer, LRScheduler), strict=True))
 ANY = "**"  # in a set of keywords: the function takes any
 
 
@@ -150,12 +144,13 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
             raise UserError(f"{key} ({name}) cannot be called; name a class or a function")
     else:
         found = _attribute(import_module(module), last, key=key, name=name)
-        base = BASES.get(module)
-        if base is not None and not (isinstance(found, type) and issubclass(found, base)):
-            raise UserError(
-                f"{key} ({name}) is not a subclass of {module}.{base.__name__}; "
-                "of torch a config may name no others"
-            )
+        if (base := TORCH.get(module)) is not None:
+            kind = getattr(import_module(module), base)
+            if not (isinstance(found, type) and issubclass(found, kind)):
+                raise UserError(
+                    f"{key} ({name}) is not a subclass of {module}.{base}; "
+                    f"of {name.partition('.')[0]} a config may name no others"
+                )
         is_part = inspect.isclass(found) or inspect.isfunction(found)
         if name.startswith("ddp_runner.") and not (is_part and found.__module__ == module):
             raise UserError(

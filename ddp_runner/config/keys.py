@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import groupby
 from typing import Any
 
-from ddp_runner.config.schema import KINDS, Config
+from ddp_runner.config.schema import KINDS, RUNNER_KEYS, Config
 
 FIELD = re.compile(r"    (?P<name>\w+): (?P<kind>[^=#]+) = [^#]*(?:# (?P<meaning>.*))?")
 COMMENT = re.compile(r"    # (?P<text>.*)")
@@ -43,7 +43,7 @@ def all_keys(owner: Any = Config, prefix: str = "") -> Iterator[Key]:
         name, kind = f"{prefix}{field.name}", field.type
         if is_dataclass(kind):
             yield from all_keys(kind, f"{name}.")
-        elif kind != dict[str, Any]:
+        elif field.name not in RUNNER_KEYS:
             default = field.default
             if field.default_factory is not MISSING:
                 default = field.default_factory()
@@ -64,7 +64,8 @@ def page() -> str:
     """Return docs/keys.md: a table for each group of keys."""
     lines = [HEADER]
     kinds = {field.name: field.type for field in fields(Config)}
-    for group, keys in groupby(all_keys(), key=lambda key: key.name.rpartition(".")[0]):
+    sections = sorted(all_keys(), key=lambda key: "." in key.name)  # the keys of no group first
+    for group, keys in groupby(sections, key=lambda key: key.name.rpartition(".")[0]):
         lines += [f"## {group or 'The run'}", ""]
         if group:
             lines += [" ".join((inspect.getdoc(kinds[group]) or "").split()), ""]
@@ -85,6 +86,7 @@ def _comments(owner: Any) -> dict[str, tuple[str, str]]:
         elif (field := FIELD.fullmatch(line)) is not None:
             kind = field["kind"].replace("list[str]", "list of texts")
             kind = kind.replace("list[dict[str, Any]]", "list of mappings")
+            kind = kind.replace("dict[str, Any]", "keys of your own")
             kind = kind.replace(" | None", " or null").replace("Any", "whole number or auto")
             for plain, words in KINDS.items():
                 kind = re.sub(rf"\b{plain.__name__}\b", words.removeprefix("a "), kind)

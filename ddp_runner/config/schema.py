@@ -164,7 +164,9 @@ class SweepConfig:
 class Config:
     """One run. A mapping is a group whose keys its option's YAML gives: see RUNNER_KEYS."""
 
-    task: str = "train"  # train, check (what DDP guarantees), collectives (measure them)
+    # train, check (what DDP guarantees), collectives (measure them), or your own function
+    task: str = "train"
+    loop: dict[str, Any] = field(default_factory=dict)  # arguments of that function
     world_size: Any = "auto"  # ranks over all machines; auto: visible GPUs, else min(2, cores)
     seed: int = 0  # of the weights, the order of the samples, dropout and augmentation
     # first part of the run folder's name; null: model-dataset-parallelism-wsN

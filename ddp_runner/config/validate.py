@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ddp_runner.config.monitors import validate_monitors
+from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.config.validate_optimizing import validate_optimizing
 from ddp_runner.dist_env import DistEnv
@@ -40,9 +41,11 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
             f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
             f"({asked.max_bytes}); give both, the smaller as min_bytes"
         )
-    validate_monitors(config)
-    validate_optimizing(config)
-    _validate_model(config)
+    validate_own_loop(config)
+    if not has_own_loop(config.task):
+        validate_monitors(config)
+        validate_optimizing(config)
+        _validate_model(config)
     _validate_servers(config)
 
 
@@ -64,7 +67,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
     # A rank validates the datasets whose samples are not known yet.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_offline = config.dataset["_target_"].startswith(OFFLINE)
-    if is_offline and config.task != "collectives" and isinstance(samples, int):
+    if is_offline and config.task in ("train", "check") and isinstance(samples, int):
         validate_num_samples(name, samples, ranks=config.world_size)
 
 
@@ -181,6 +184,8 @@ def _validate_mode(config: Config) -> None:
         raise UserError(
             f"parallelism={name} needs a server and a trainer, world_size is {ranks}; use 2 or more"
         )
+    if has_own_loop(config.task):
+        stages = needs.devices_per_rank  # the function places its modules itself
     if stages > needs.devices_per_rank:
         raise UserError(
             f"model={model} is cut into {stages} stages and parallelism={name} gives a replica "

@@ -4,7 +4,6 @@ What must hold between several keys is in ``validate``.
 """
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
+from ddp_runner.config.own_loop import TASKS, has_own_loop
 from ddp_runner.config.schema import (
     AUTO,
     CONFIG_DIR,
@@ -24,6 +24,7 @@ from ddp_runner.config.schema import (
     leaves,
 )
 from ddp_runner.errors import UserError, nearest
+from ddp_runner.host.hardware import memory_bytes
 from ddp_runner.metric_names import LISTED
 
 MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
@@ -57,7 +58,6 @@ RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math
     "collectives.steps": (1, math.inf),
 }
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
-    "task": ("train", "collectives", "check"),
     "train.precision": ("fp32", "bf16", "fp16"),
     "backend.name": ("auto", "gloo", "nccl", "mpi"),
     "sweep.retry": (None, "failed"),
@@ -82,6 +82,13 @@ def validate_values(config: Config) -> None:
                 f"{group} has no _target_, the name of what is built; choose an option, as in "
                 f"{group}=NAME: see --help"
             )
+    if config.task not in TASKS and not has_own_loop(config.task):
+        meant = nearest(config.task, TASKS)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise UserError(
+            f"task ({config.task}) must be one of {', '.join(TASKS)}, or a function of your own, "
+            f"as PACKAGE.MODULE.FUNCTION{hint}"
+        )
     step = config.train.step
     if not isinstance(step.get("_target_") if isinstance(step, Mapping) else step, str):
         raise UserError(
@@ -212,11 +219,6 @@ def _validate_memory(config: Config) -> None:
             f"dataset={dataset.get('name')} of {count} samples takes {needed:.0f} GiB and this "
             f"machine has {memory:.0f}; write a smaller dataset.num_samples"
         )
-
-
-def memory_bytes() -> int:
-    """Return how much memory this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @lru_cache

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ddp_runner.data.splits import Piece, Split
+from ddp_runner.data.stream_reader import Part
+from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.seeds import derive
 
 ORDER_VERSION = 2  # of the order of samples; a run cannot resume inside an epoch of another order
@@ -33,6 +35,7 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # equally many on every rank: collectives match
     global_count: int  # samples of the global batch, over all ranks
     number: int  # the batch's index in the run, as if all epochs had batches of this size
+    is_last: bool = False  # of its epoch; known only to who asks for a whole epoch
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,9 @@ class GlobalBatches:
         # The split may load more than a step ahead.
         pieces = (part.piece for plan in ahead for part in plan.parts)
         loaded = self.split.load(pieces, seed=self.seed)
-        for plan in plans:
-            yield plan.batch([next(loaded) for _ in plan.parts])
+        for index, plan in enumerate(plans, start=start_step):
+            is_last = index == self.steps_per_epoch - 1
+            yield plan.batch([next(loaded) for _ in plan.parts], is_last=is_last)
 
     def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
         """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
@@ -163,23 +167,31 @@ class _Plan:
     global_count: int
     number: int
 
-    def batch(self, loaded: Iterable[Any]) -> StepBatch:
+    def batch(self, loaded: Iterable[Any], *, is_last: bool = False) -> StepBatch:
         """Return the step with the data of its parts."""
         micro_batches = tuple(
             MicroBatch(data, len(part.piece.indices), part.weight, part.randoms)
             for part, data in zip(self.parts, loaded, strict=True)
         )
-        return StepBatch(micro_batches, global_count=self.global_count, number=self.number)
+        return StepBatch(
+            micro_batches, global_count=self.global_count, number=self.number, is_last=is_last
+        )
 
 
 def eval_batches(
-    split: Split, *, batch_size: int, rank: int, world_size: int, seed: int
+    split: AnySplit, *, batch_size: int, rank: int, world_size: int, seed: int
 ) -> Iterator[MicroBatch]:
-    """Yield one rank's contiguous part of a split: each sample once over all ranks.
+    """Yield one rank's part of a split: each sample once over all ranks.
+
+    The part is contiguous, unless the split is a stream.
 
     Ranks may get different numbers of batches, or none, so never call a collective inside the loop
     over them.
     """
+    if isinstance(split, StreamSplit):
+        for one in split.open(Part(batch_size, rank=rank, num_ranks=world_size, seed=seed)):
+            yield MicroBatch(one.data, one.num_samples)
+        return
     end = len(split) * (rank + 1) // world_size
     ranges = [
         range(start, min(start + batch_size, end))

@@ -52,8 +52,8 @@ def load_dataset(
     """
     if isinstance(source, Source):
         dataset = source.open(data_root)
-        validate_dataset(source.name, dataset)
-        return dataset
+        if dataset is not None or not isinstance(source, TensorSource):
+            return validate_dataset(source.name, dataset)
     if source.fingerprint(data_root) is None:
         tensors, digest = validate_tensors(source.name, source.build(data_root)), None
     else:
@@ -63,8 +63,7 @@ def load_dataset(
             folder = _prepare(source, data_root, log)
         tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
         digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
-    dataset = source.dataset(tensors)
-    validate_dataset(source.name, dataset)
+    dataset = validate_dataset(source.name, source.dataset(tensors))
     return replace(dataset, digest=digest)
 
 

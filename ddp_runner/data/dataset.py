@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import Split, TensorSplit
+from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 
@@ -36,8 +37,8 @@ class Dataset:
     """Both splits of a dataset, and how a batch becomes a model's input."""
 
     name: str
-    train: Split
-    eval: Split
+    train: AnySplit
+    eval: AnySplit
     num_classes: int | None  # None: the targets are not classes
     # Of the pixels scaled to 0..1, or one per channel; None: batches are used as they are loaded.
     mean: float | Sequence[float] | None = 0.0
@@ -48,7 +49,8 @@ class Dataset:
     group_by_length: bool = False  # put sequences of similar length in one batch
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path, copied to the run's folder
     notes: tuple[str, ...] = ()  # about the data, printed when the run starts
-    digest: str | None = None  # SHA-256 of all samples; None: the dataset is not cached
+    # SHA-256 of all samples, or "files:" and one of the files that hold them; None: unknown.
+    digest: str | None = None
 
     def prepare(self, data: Any, device: torch.device, *, randoms: Tensor | None = None) -> Any:
         """Return a batch, as it was loaded, on the device and as the training step takes it.
@@ -122,8 +124,11 @@ class Source(Protocol):
     def name(self) -> str:
         """Return the dataset's name in messages."""
 
-    def open(self, data_root: Path) -> Dataset:
+    def open(self, data_root: Path) -> Dataset | None:
         """Return the dataset; its samples may stay where they are until a batch needs them.
+
+        A ``TensorSource`` may have this method, too: it returns None if the cache shall prepare
+        the tensors.
 
         Raises:
             UserError: a field of the source or a file under ``data_root`` is unusable.
@@ -187,8 +192,8 @@ def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
     return tensors
 
 
-def validate_dataset(name: str, dataset: object) -> None:
-    """Reject splits that cannot be trained on, and classes out of range.
+def validate_dataset(name: str, dataset: object) -> Dataset:
+    """Return the dataset; reject splits that cannot be trained on, and classes out of range.
 
     Raises:
         UserError: the message has the split and what is wrong with it.
@@ -200,7 +205,7 @@ def validate_dataset(name: str, dataset: object) -> None:
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
         if not isinstance(split, TensorSplit):
-            if not len(split):
+            if num_samples(split) == 0:
                 raise UserError(f"dataset={name} has no {kind} samples; give at least 1")
             continue
         for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):
@@ -218,6 +223,7 @@ def validate_dataset(name: str, dataset: object) -> None:
         if dataset.num_classes is not None:
             subject = f"the {kind} targets of dataset={name}"
             _validate_classes(subject, split.targets, dataset.num_classes)
+    return dataset
 
 
 def _validate_classes(subject: str, targets: Tensor, num_classes: int) -> None:

@@ -1,10 +1,12 @@
-"""The GPUs and cores of this machine, found without torch, so that an error comes at once."""
+"""GPUs, cores and memory of this machine, found without torch, so that an error comes at once."""
 
 import ctypes
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,6 +122,21 @@ def quota_cores() -> int | None:
     """
     found = [quota for group in own_groups("cpu") if (quota := _quota(group)) is not None]
     return max(1, int(min(found))) if found else None
+
+
+def memory_bytes() -> int:
+    """Return how much memory this process may use: the machine's, up to its limits.
+
+    Limits come from its cgroups, memory.max (version 2) and memory.limit_in_bytes (version 1), and
+    from ulimit -v and -d.
+    """
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in own_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # there is no file, or it holds "max"
+                found.append(int((group / name).read_text()))
+    soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return min(found + [limit for limit in soft if limit != resource.RLIM_INFINITY])
 
 
 def own_groups(controller: str) -> Iterator[Path]:

@@ -29,17 +29,20 @@ def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> T
         UserError: the outputs have no score for each target, or a target is not a class.
     """
     validate_scores(outputs, targets)
-    counted = targets != IGNORED
-    predicted = outputs.argmax(dim=1)
-    true, predicted = targets[counted], predicted[counted].clamp(max=num_classes)
-    if true.numel() and not 0 <= int(true.min()) <= int(true.max()) < num_classes:
+    predicted = outputs.argmax(dim=1).clamp(max=num_classes)
+    num_pairs = num_classes * (num_classes + 1)
+    pairs = targets * (num_classes + 1) + predicted
+    # Two more bins: of ignored targets, and of those that are no class. A mask makes a GPU wait.
+    is_class = (targets >= 0) & (targets < num_classes)
+    pairs = torch.where(is_class, pairs, num_pairs + (targets != IGNORED).long())
+    counts = torch.bincount(pairs.flatten(), minlength=num_pairs + 2)
+    if int(counts[-1]):
+        true = targets[targets != IGNORED]
         raise UserError(
             f"targets go from {int(true.min())} to {int(true.max())}; {num_classes} classes are "
             f"numbered from 0 to {num_classes - 1}, and {IGNORED} is a target that does not count"
         )
-    pairs = true * (num_classes + 1) + predicted
-    counts = torch.bincount(pairs, minlength=num_classes * (num_classes + 1))
-    return counts.reshape(num_classes, num_classes + 1)
+    return counts[:num_pairs].reshape(num_classes, num_classes + 1)
 
 
 def validate_scores(outputs: Tensor, targets: Tensor) -> None:

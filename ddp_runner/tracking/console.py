@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,8 +39,25 @@ class PlainLines:
         evaluated = {name: metrics[name] for name in metrics if name in shown}
         parts = _parts(metrics, evaluated=evaluated)
         if parts:
-            where = [f"epoch {epoch}/{self._total_epochs}", f"step {step}/{self._total_steps}"]
+            where = _of("epoch", epoch, self._total_epochs), _of("step", step, self._total_steps)
             print("  ".join([*where, *parts]), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: every line is complete."""
+
+
+class NamedLines:
+    """Prints each line of metrics with their names, for a loop that the runner does not know."""
+
+    def __init__(self, *, stream: TextIO) -> None:
+        self._stream = stream
+
+    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Print a step's metrics, if it has any, without those of the machine."""
+        parts = [f"{name} {value:.4f}" for name, value in metrics.items() if "perf/" not in name]
+        parts += _parts({name: metrics[name] for name in metrics if "perf/" in name}, evaluated={})
+        if parts:
+            print("  ".join([f"step {step}", *parts]), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: every line is complete."""
@@ -53,7 +70,13 @@ class LiveLine:
     """
 
     def __init__(
-        self, total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str
+        self,
+        total_steps: int,
+        *,
+        total_epochs: int,
+        initial_step: int,
+        stream: TextIO,
+        title: str,
     ) -> None:
         self._total_steps, self._total_epochs = total_steps, total_epochs
         self._initial_step, self._began = initial_step, time.monotonic()
@@ -90,7 +113,7 @@ class LiveLine:
 
     def _line(self, width: int) -> Text:
         """Return the line: what matters first; a bar and the time left only if they fit."""
-        epoch = f"epoch {self._epoch}/{self._total_epochs}  "
+        epoch = _of("epoch", self._epoch, self._total_epochs) + "  "
         step = f"step {self._step}/{self._total_steps}"
         evaluated = _first_evaluated(self._metrics)
         rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
@@ -126,17 +149,25 @@ class LiveLine:
 
 
 def progress(
-    total_steps: int, *, total_epochs: int, initial_step: int, stream: TextIO, title: str = ""
-) -> LiveLine | PlainLines:
+    total_steps: int | None,
+    *,
+    total_epochs: int,
+    initial_step: int,
+    stream: TextIO,
+    title: str = "",
+) -> LiveLine | PlainLines | NamedLines:
     """Return a live line if there are steps and a terminal that can draw it, else plain lines.
 
     Args:
-        total_steps: optimizer steps of the whole run.
-        total_epochs: epochs of the whole run.
+        total_steps: optimizer steps of the whole run; 0: not known beforehand. None: nobody knows,
+            and each line of metrics is shown with their names.
+        total_epochs: epochs of the whole run; 0: not known.
         initial_step: steps taken before this session.
         stream: where the lines go.
         title: the job of a sweep.
     """
+    if total_steps is None:
+        return NamedLines(stream=stream)
     if not total_steps or not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
@@ -149,17 +180,26 @@ def progress(
 
 
 def end_summary(
-    status: str, metrics: Mapping[str, Any], *, wall_s: float, run_dir: Path, title: str = ""
+    status: str,
+    metrics: Mapping[str, Any],
+    *,
+    wall_s: float,
+    run_dir: Path,
+    title: str = "",
+    allowed: Sequence[str] = (),
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
-    not finite. `wall_s` is what this command took.
+    not finite. `wall_s` is what this command took. A resumed run allows nothing by itself, so the
+    command to go on names what this one allowed.
     """
     results = {name: metrics[name] for name in headlines(metrics) if metrics[name] is not None}
     took = f"{status} in {wall_s:.1f} s"
     if title:
-        rest = "  ".join([took, *_parts(results, evaluated=_first_evaluated(results))])
+        parts = _parts(results, evaluated=_first_evaluated(results))
+        parts = parts or [f"{name} {value:.4f}" for name, value in results.items()]
+        rest = "  ".join([took, *parts])
         if width := line_width(sys.stdout):
             title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]
@@ -171,13 +211,19 @@ def end_summary(
             else:
                 lines.append(f"  {part}")
     if status == Status.PREEMPTED:
-        lines.append(f"go on: python -m ddp_runner {RunDir(run_dir).resume_argument}")
+        again = [RunDir(run_dir).resume_argument]
+        again += [f'"allowed_targets=[{",".join(allowed)}]"'] if allowed else []
+        lines.append(f"go on: python -m ddp_runner {' '.join(again)}")
     if not title:
         folder = shown_path(run_dir)
         # The folder below which TensorBoard shows the run by its name.
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
+
+
+def _of(name: str, count: int, total: int) -> str:
+    return f"{name} {count}/{total}" if total else f"{name} {count}"
 
 
 def _fitted(title: str, room: int) -> str:

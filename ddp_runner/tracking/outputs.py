@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
@@ -17,7 +18,9 @@ OUTPUTS = Path("outputs")
 
 def run_folder(config: RunConfig) -> Path:
     """Return the path of a new single run, not yet claimed; `config` is resolved."""
-    groups = (config.model, config.dataset, config.parallelism)
+    groups = [config.model, config.dataset, config.parallelism]
+    if has_own_loop(config.task):
+        groups = groups[2:]  # who knows which of the others it builds from
     parts = [group.get("name", "custom") for group in groups]
     if config.task == "collectives":
         parts = [config.backend.name]

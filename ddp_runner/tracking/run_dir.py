@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
-SUBFOLDERS = (".hydra", "checkpoints", "logs")
+SUBFOLDERS = (".hydra", "checkpoints", "images", "logs")
 MIN_FREE_MIB = 100
 
 
@@ -43,6 +43,7 @@ class RunDir:
     choices = FileIn(".hydra/choices.yaml")  # the chosen option of each config group
     checkpoints = FileIn("checkpoints")
     export = FileIn("model.safetensors")  # the weights of the best, or last, model
+    images = FileIn("images")  # what a loop of the user's own has drawn: NAME/step-XXXXXXXX.png
     logs = FileIn("logs")
     failure = FileIn("logs/failure.txt")  # the traceback that ended the run
     _lock = FileIn(".lock")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self, Unpack
 
+import yaml
+
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.host.load import load_record, measure_load
@@ -31,7 +33,7 @@ class NullLogger:
     def log(self, *arguments: object, **named: object) -> None:
         """Do nothing."""
 
-    first_loss = step_done = finish = __exit__ = log
+    log_image = first_loss = step_done = finish = __exit__ = log
 
     def __enter__(self) -> Self:
         return self
@@ -44,8 +46,8 @@ class RunLogger:
         run_dir: the run's folder, with its frozen config.
         started_at: time.time() when the command, or the sweep's job, began.
         resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
-        max_steps: optimizer steps of the whole run; 0: show no progress.
-        total_epochs: epochs of the whole run.
+        max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
+        total_epochs: epochs of the whole run; 0: not known.
         title: what a sweep calls the job; empty for a run of its own.
     """
 
@@ -55,7 +57,7 @@ class RunLogger:
         *,
         started_at: float,
         resume_step: int | None = None,
-        max_steps: int = 0,
+        max_steps: int | None = 0,
         total_epochs: int = 0,
         title: str = "",
     ) -> None:
@@ -63,6 +65,7 @@ class RunLogger:
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
         config_text = run_dir.config.read_text(encoding="utf-8")
+        self._config_text = config_text
         self._tracker = Tracker(run_dir.path, config_text=config_text, resume_step=resume_step)
         self._progress = progress(
             max_steps,
@@ -92,6 +95,10 @@ class RunLogger:
         if confusion is not None:
             self._last["confusion_matrix"] = confusion
             self._tracker.log_confusion(confusion, step=step)
+
+    def log_image(self, name: str, png: bytes, *, step: int) -> None:
+        """Keep a picture of a step in the run folder, and show it in TensorBoard."""
+        self._tracker.log_image(name, png, step=step)
 
     def first_loss(self, loss: float) -> None:
         """Keep the mean loss over the first global batch, before any update, to warn at the end."""
@@ -134,7 +141,13 @@ class RunLogger:
             )
         wall_s = time.time() - self._started_at  # of this session: what this command took
         folder, title = self._run_dir.path, self._title
-        print(end_summary(status, metrics, wall_s=wall_s, run_dir=folder, title=title), flush=True)
+        allowed: list[str] = []
+        if status == Status.PREEMPTED:
+            allowed = yaml.safe_load(self._config_text).get("allowed_targets", allowed)
+        summary = end_summary(
+            status, metrics, wall_s=wall_s, run_dir=folder, title=title, allowed=allowed
+        )
+        print(summary, flush=True)
 
 
 Logger = NullLogger | RunLogger

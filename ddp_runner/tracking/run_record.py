@@ -56,6 +56,8 @@ class RunFields(TypedDict, total=False):
     parallel_jobs: bool  # ran as a parallel job of a sweep
     cores: Sequence[int]
     cuda_visible_devices: str | None
+    trains_on_stream: bool  # its steps depend on the number of ranks
+    uses: Sequence[str]  # the groups that a loop of the user's own builds from
     num_parameters: int
     gradient_bytes: int
     epoch: int

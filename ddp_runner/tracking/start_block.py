@@ -39,17 +39,17 @@ def start_block(
     num_parameters: int,
     num_trained: int,
     dataset: str,
-    num_train: int,
-    num_eval: int,
+    num_train: int | None,
+    num_eval: int | None,
     num_shares: int,
-    max_steps: int,
-    steps_per_epoch: int,
+    max_steps: int | None,
+    steps_per_epoch: int | None,
     devices: Sequence["torch.device"],
 ) -> str:
     """Return the facts of a run, one a line; without its folder if the launcher has printed it.
 
     Of the parameters `num_trained` are not frozen. A global batch is split into `num_shares`; `env`
-    and `devices` are of rank 0.
+    and `devices` are of rank 0. Numbers that are None are those of a stream.
     """
     batch = config.batch
     who = "rank" if num_shares == env.world_size else "trainer"
@@ -61,12 +61,13 @@ def start_block(
         "run": str(shown_path(run_dir)) if run_dir else "",
         "model": f"{config.model.get('name')}, {num_parameters:,} parameters{trained}, "
         f"{config.train.precision}",
-        "data": f"{dataset}, {num_train:,} training and {num_eval:,} evaluation samples",
+        "data": f"{dataset}, {_count(num_train)} training and {_count(num_eval)} evaluation "
+        "samples",
         "parallelism": f"{config.parallelism.get('name')}, {config.backend.name}, "
         f"{ranks_on_nodes(env)}",
         "device": gpu_names(devices),
         "batch": f"{batch.global_size} a step = {shares}",
-        "steps": f"{max_steps} in all, {steps_per_epoch} an epoch",
+        "steps": _steps(max_steps, steps_per_epoch, epochs=config.train.epochs),
     }
     return fact_lines(facts)
 
@@ -127,6 +128,17 @@ def sizes(module: "nn.Module") -> RunFields:
         "num_parameters": sum(one.numel() for one in parameters),
         "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
     }
+
+
+def _count(samples: int | None) -> str:
+    return "a stream of" if samples is None else f"{samples:,}"
+
+
+def _steps(max_steps: int | None, steps_per_epoch: int | None, *, epochs: int) -> str:
+    whole = counted(epochs, "epoch") if max_steps is None else f"{max_steps} in all"
+    if steps_per_epoch is None:
+        return f"{whole}, an epoch ends with the stream"
+    return f"{whole}, {steps_per_epoch} an epoch"
 
 
 def _numbers(count: int) -> str:

@@ -15,6 +15,7 @@ import yaml
 from numpy.typing import NDArray
 
 from ddp_runner.config.measuring import OPS
+from ddp_runner.config.own_loop import has_own_loop, only_used
 from ddp_runner.config.schema import leaves
 from ddp_runner.metric_names import LISTED, METRICS
 from ddp_runner.tracking.run_dir import RunDir
@@ -24,7 +25,7 @@ LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is 
 # The keys of the config that are hyperparameters.
 TUNED = re.compile(
     r"world_size|seed|backend\.name|batch\.(global_size|per_rank)"
-    r"|(model|dataset|parallelism|optimizer|scheduler|train)\..*"
+    r"|(model|dataset|parallelism|optimizer|scheduler|train|loop)\..*"
 )
 # The keys of these groups that are not: they say where data are, or follow from the data.
 UNTUNED = re.compile(
@@ -77,9 +78,12 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
         text("run", run_card(overrides, record)),
     ]
     # A benchmark would be a row without values among the runs of a sweep.
-    if config.get("task", "train") != "train":
+    task = config.get("task", "train")
+    if task != "train" and not has_own_loop(task):
         return cards
     varied = {part.partition("=")[0].lstrip("+~") for part in run_dir.name.split(",")}
+    if has_own_loop(task):
+        config = only_used(dict(leaves(config)), uses=record.get("uses"))
     return [*cards, session_start(config, varied=varied)]
 
 
@@ -114,7 +118,9 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
     start.session_start_info.SetInParent()
     found = hyperparameters(config)
     shown = [key for key in found if key.removesuffix(".name") in varied]
-    shown = shown or [key for key in found if key.removesuffix(".name") in FIRST]
+    shown = shown or [
+        key for key in found if key.removesuffix(".name") in FIRST or key.startswith("loop.")
+    ]
     for key, value in found.items():
         field, kind = start.session_start_info.hparams[key], "STRING"
         if isinstance(value, bool):  # before numbers: in Python a bool is an int
@@ -126,6 +132,9 @@ def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
         experiment.experiment.hparam_infos.add(
             name=key, type=DataType.Value(f"DATA_TYPE_{kind}"), differs=key in shown
         )
+    if has_own_loop(config.get("task", "train")):
+        # Nobody knows its metrics yet. Without a list TensorBoard collects them from the runs.
+        return _hparams_summary(session_start_info=start)
     has_classes = config.get("dataset", {}).get("num_classes") is not None
     # All of them: TensorBoard uses the list of one run for all runs that it shows.
     ordered = sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes)

@@ -11,7 +11,8 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.job import Status
-from ddp_runner.tracking.run_dir import METRICS_FILE
+from ddp_runner.tracking.images import cut_images, image_summary, keep_image
+from ddp_runner.tracking.run_dir import METRICS_FILE, RunDir
 from ddp_runner.tracking.tensorboard import (
     MOST_CLASSES,
     confusion_picture,
@@ -51,12 +52,15 @@ class Tracker:
         from torch.utils.tensorboard import FileWriter
 
         self._run_dir = run_dir
+        # What was logged at the checkpoint's own step: a loop may come by there once more.
+        self._logged_at, self._logged = resume_step, set[str]()
         self.last_metrics: dict[str, float | None] = {}  # also before a resume; None: not finite
         first_step = 0 if resume_step is None else resume_step + 1
         with self._writing():
             run_dir.mkdir(parents=True, exist_ok=True)
             lines = _cut_lines(run_dir / METRICS_FILE, first_step)
             evaluations = _cut_lines(run_dir / CONFUSION_FILE, first_step)
+            images = list(cut_images(RunDir(run_dir).images, first_step))
             self._lines = (run_dir / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
             logged_s = lines[-1]["time_s"] if lines else 0.0
             self._began = time.monotonic() - logged_s
@@ -74,8 +78,13 @@ class Tracker:
             for line in lines:
                 metrics = {name: line[name] for name in line if name not in NO_METRICS}
                 self._add(metrics, step=line["step"], time_s=line["time_s"])
+                self._logged |= metrics.keys() if line["step"] == resume_step else set()
             for line in evaluations:
                 self._add_picture(line["counts"], step=line["step"], time_s=line["time_s"])
+            for name, step, path in images:
+                summary = image_summary(name, path.read_bytes())
+                self._events.add_summary(summary, step, path.stat().st_mtime)
+                self._logged |= {f"image {name}"} if step == resume_step else set()
             if earlier_files:
                 self._events.flush()
             for path in earlier_files:
@@ -86,11 +95,15 @@ class Tracker:
 
         The line also has `time_s`, seconds since the run began, without the time between a stop and
         a resume. NaN and infinities are null in the line, since JSON does not have them.
-        TensorBoard keeps float32.
+        TensorBoard keeps float32. What a killed run logged at its checkpoint's step stays once.
 
         Raises:
             UserError: the files cannot be written, as on a full disk.
         """
+        if step == self._logged_at:
+            metrics = {name: metrics[name] for name in metrics if name not in self._logged}
+            if not metrics:
+                return
         time_s = self._time_s()
         line = {"step": step, "epoch": epoch, "time_s": time_s, **json_safe(metrics)}
         with self._writing():
@@ -114,6 +127,18 @@ class Tracker:
             with (self._run_dir / CONFUSION_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self._add_picture(counts, step=step, time_s=time_s)
+
+    def log_image(self, name: str, png: bytes, *, step: int) -> None:
+        """Write the picture of a step as images/NAME/step-XXXXXXXX.png, and to TensorBoard.
+
+        Raises:
+            UserError: the name cannot be one of a folder, or the files cannot be written.
+        """
+        if step == self._logged_at and f"image {name}" in self._logged:
+            return
+        with self._writing():
+            keep_image(RunDir(self._run_dir).images, name, png, step=step)
+            self._events.add_summary(image_summary(name, png), step)
 
     def close(self, *, status: str | None = None) -> None:
         """Close the files, with the status for TensorBoard's HParams if the run has ended."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_runner.config.schema import AUTO, RunConfig, config_hash
+from ddp_runner.data.streams import num_samples
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.rank.session import Session
@@ -84,8 +85,15 @@ def _search(session: Session, config: RunConfig) -> tuple[int, int]:
         group["lr"] = 0.0  # the weights stay, so that no step diverges
     num_parts = config.batch.global_size  # one sample each
     # The global batch is at most the training set.
-    most = math.ceil(len(state.setup.batches.split) / num_parts)
-    most = min(most, config.batch.max_per_rank or most)
+    count, most = num_samples(state.setup.batches.split), config.batch.max_per_rank
+    if count is not None:
+        whole = math.ceil(count / num_parts)
+        most = min(whole, most or whole)
+    if most is None:
+        raise UserError(
+            f"batch.per_rank=auto needs a limit, since dataset={state.setup.dataset.name} is a "
+            "stream of unknown length; write batch.max_per_rank"
+        )
     return min(gather_objects(largest_that_fits(partial(step_fits, state), most=most))), most
 
 

@@ -13,8 +13,6 @@ from torch import nn
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import complete, find, keywords, make, make_function
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.config.validate import validate_num_samples
-from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.dist_env import DistEnv
@@ -22,8 +20,10 @@ from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode
+from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
+from ddp_runner.train.build_batches import build_batches
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.optimizers import build_optimizer
@@ -32,10 +32,10 @@ from ddp_runner.train.schedules import Schedule, Scheduler
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
+from ddp_runner.train.stream_batches import StreamBatches
 
-MOST_GPU_DATA = (
-    2 * 2**30
-)  # bytes: a split up to this size moves to each GPU once, not batch by batch
+# In bytes: a split up to this size moves to each GPU once, not batch by batch.
+MOST_GPU_DATA = 2 * 2**30
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:
@@ -69,25 +69,23 @@ def build_setup(
         UserError: the dataset has fewer samples than there are ranks, or the loss, the training
             step or a metric cannot be built.
     """
-    validate_num_samples(dataset.name, len(dataset.train), ranks=env.world_size)
     role = mode.role(env)
+    group = loop_group(takes_part=role.loop is not None)
+    train, evaluation = (
+        split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
+    )
+    batches = build_batches(config, dataset, role, split=train, group=group)
+    if isinstance(batches, StreamBatches):
+        notes = (*dataset.notes, *batches.split.notes(role.num_shares))
+        dataset = replace(dataset, notes=notes)
     return Setup(
         config=config,
         mode=mode,
         role=role,
         env=role.loop or env,
         devices=devices,
-        dataset=replace(dataset, eval=dataset.eval.near(devices[0], most_bytes=MOST_GPU_DATA)),
-        batches=GlobalBatches(
-            split=dataset.train.near(devices[0], most_bytes=MOST_GPU_DATA),
-            global_size=config.batch.global_size,
-            grad_accum_steps=config.train.grad_accum_steps,
-            share=role.share,
-            num_shares=role.num_shares,
-            seed=config.seed,
-            num_randoms=dataset.num_randoms,
-            lengths=dataset.lengths() if dataset.group_by_length else None,
-        ),
+        dataset=replace(dataset, eval=evaluation),
+        batches=batches,
         eval_batch_size=config.batch.eval_size,
         step=build_step(config, devices),
         metrics={
@@ -95,7 +93,7 @@ def build_setup(
             for name, keys in config.metrics.items()
         },
         timer=StepTimer(devices[0]),
-        group=loop_group(takes_part=role.loop is not None),
+        group=group,
     )
 
 
@@ -136,11 +134,11 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
             train.
     """
     config = setup.config
-    torch.manual_seed(config.seed)  # the same weights on every rank and in every mode
+    seed_rng(config.seed)  # the same weights on every rank and in every mode
     module = _build_module(setup, weights=weights)
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = setup.mode.wrap(compiled, setup.devices)
-    torch.manual_seed(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
+    seed_rng(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
     if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
@@ -149,7 +147,8 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     schedule = build_schedule(
         config,
         optimizer,
-        total_steps=config.train.max_steps or config.train.epochs * steps_per_epoch,
+        total_steps=config.train.max_steps
+        or (steps_per_epoch and config.train.epochs * steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
     )
     return TrainState(
@@ -177,20 +176,35 @@ def model_factory(config: RunConfig, dataset: Dataset) -> Callable[..., nn.Modul
 
 
 def build_schedule(
-    config: RunConfig, optimizer: torch.optim.Optimizer, *, total_steps: int, steps_per_epoch: int
+    config: RunConfig,
+    optimizer: torch.optim.Optimizer,
+    *,
+    total_steps: int | None,
+    steps_per_epoch: int | None,
 ) -> Schedule:
     """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
 
     A scheduler that takes ``total_steps``, as OneCycleLR does, or ``steps_per_epoch`` gets them.
+    None: only the end of a stream will tell.
 
     Raises:
         UserError: a key of the group does not fit the scheduler, or it names a metric for a
-            scheduler that takes none.
+            scheduler that takes none, or it needs the length of a stream.
     """
     settings = dict(config.scheduler)
     make_factory = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
     monitor = None
-    if "monitor" not in keywords(make_factory(settings)):
+    taken = keywords(make_factory(settings))
+    lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    known = {name: length for name, length in lengths.items() if length is not None}
+    unknown = sorted(taken & (lengths.keys() - known.keys() - settings.keys()))
+    if unknown and not taken & known.keys():  # OneCycleLR, for one, needs only one of them
+        fix = "write train.max_steps" if "total_steps" in unknown else "write scheduler=cosine"
+        raise UserError(
+            f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which a stream such "
+            f"as dataset={config.dataset.get('name')} does not tell; {fix}"
+        )
+    if "monitor" not in taken:
         monitor = settings.pop("monitor", None)  # it is for the runner
     scheduler = complete(
         "scheduler",
@@ -198,8 +212,7 @@ def build_schedule(
         make_factory(settings),
         optimizer,
         kind=Scheduler,
-        total_steps=total_steps,
-        steps_per_epoch=steps_per_epoch,
+        **known,
     )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ddp_runner.config.monitors import KnownMetrics
+from ddp_runner.data.streams import num_samples
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, typed
 from ddp_runner.metric_names import CLASS_METRICS
@@ -109,11 +110,11 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
             f"{name} is not a sum over the samples ({trial.detail}), so the steps depend "
             "on how a batch is split into ranks and micro-batches"
         )
-    global_size, num_samples = state.setup.batches.global_size, len(state.setup.batches.split)
-    if global_size > num_samples:
+    global_size, size = state.setup.batches.global_size, num_samples(state.setup.batches.split)
+    if size is not None and global_size > size:
         warnings.append(
             f"batch.global_size ({global_size}) is larger than the training set: "
-            f"1 step an epoch of {num_samples:,} samples"
+            f"1 step an epoch of {size:,} samples"
         )
     return warnings
 

@@ -74,12 +74,15 @@ def take_role(
         The run's status if this rank has served the loop to its end; None if it runs the loop.
     """
     config, role = state.setup.config, state.setup.role
+    if role.serve is None and role.gradients is None:
+        return None  # all ranks do the same
+    assert state.last_step is not None
     duties = Duties(
         module=state.module,
         first_step=state.next_batch,
         num_steps=max(0, state.last_step - state.position.step),
         outstanding=state.position.outstanding,
-        compute=partial(backward_by_number, state, lru_cache(maxsize=2)(state.setup.batches.order)),
+        compute=partial(backward_by_number, state, lru_cache(maxsize=2)(state.numbered.order)),
         seed=config.seed,
         timeout_s=config.backend.timeout_s,
         ended=ended,
@@ -95,6 +98,6 @@ def take_role(
 
 def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
     """Run backward on this rank's part of a batch of the run; return its part of the mean loss."""
-    batches = state.setup.batches
+    batches = state.numbered
     epoch, index = divmod(number, batches.steps_per_epoch)
     return backward(state, batches.step(epoch, index, order=order(epoch)))

@@ -19,6 +19,7 @@ from ddp_runner.distributed import (
     gather_objects,
     sum_over_ranks,
 )
+from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
@@ -50,13 +51,13 @@ def train(
     setup, position = state.setup, state.position
     config, checkpoint = setup.config.train, setup.config.checkpoint
     early_stop = early_stop_of(setup)
-    timer, steps_per_epoch, last_step = setup.timer, setup.batches.steps_per_epoch, state.last_step
+    timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
     while not stop_reason(position, early_stop) and (
-        position.step < last_step or position.step_in_epoch == steps_per_epoch
+        not state.is_done or position.step_in_epoch == steps_per_epoch
     ):
-        epoch = position.epoch + 1
+        epoch, finished, has_ended = position.epoch + 1, state.is_done, True
         state.model.train()
         timer.restart()
         for batch in setup.batches.epoch(position.epoch, start_step=position.step_in_epoch):
@@ -70,7 +71,7 @@ def train(
             logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
-            finished = position.step == last_step
+            finished, has_ended = state.ends_with(batch), batch.is_last
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
@@ -78,14 +79,13 @@ def train(
             if not finished and vote.agreed(stop_requested()):
                 save()
                 return Status.PREEMPTED
-            if finished or position.step_in_epoch == steps_per_epoch:
+            if finished or has_ended:
                 break
             if _due(position.step, checkpoint.every_steps):
                 save()
                 timer.restart()
             timer.mark(None)
-        finished = position.step >= last_step
-        if position.step_in_epoch == steps_per_epoch:
+        if has_ended:
             position.epoch, position.step_in_epoch = epoch, 0
         if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
             results, confusion = evaluate(state)
@@ -230,6 +230,8 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
             targets = step.targets.to(step.outputs.device)
             confusion += confusion_counts(step.outputs, targets, num_classes=num_classes)
     sums = sum_over_ranks([loss_sum.item(), count.item()], group=setup.group)
+    if not sums[1]:  # of a split whose length is not known
+        raise UserError(f"dataset={setup.dataset.name} has no eval samples; give at least 1")
     results = {"eval/loss": sums[0] / sums[1]}
     # A rank without a batch does not know the names.
     own = {name: value.item() for name, value in scalars.items()}

@@ -13,10 +13,11 @@ from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
-from ddp_runner.rank.cuda import rng_states, set_rng_states
+from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.stream_batches import StreamBatches
 
 RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # that schedulers keep in the optimizer's groups
 
@@ -32,10 +33,13 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard. Such
             a state is never saved.
     """
-    tensors = {"model": state.module.state_dict(), "optimizer": state.optimizer.state_dict()}
+    content: dict[str, Any] = {
+        "model": state.module.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+    }
     if state.ema is not None:
-        tensors["ema"] = state.ema.state_dict()
-    reject_sharded(tensors)
+        content["ema"] = state.ema.state_dict()
+    reject_sharded(content)
     for name, parameter in state.module.named_parameters():  # equal on all ranks, so all raise
         if not torch.isfinite(parameter).all():
             raise UserError(
@@ -43,17 +47,16 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
                 "not saved: start again with a smaller optimizer.lr, or resume from a checkpoint "
                 "whose loss was still small"
             )
-    device, rng = state.setup.devices[0], dict[str, Any](cpu=torch.get_rng_state())
-    if device.type == "cuda":
-        rng["cuda"] = rng_states(device)
     position = asdict(replace(state.position, outstanding=state.gradients.outstanding(state)))
     del position["metrics"]  # the manifest keeps them
+    if isinstance(state.setup.batches, StreamBatches):  # where each rank is in its part
+        content["stream"] = gather_objects(state.setup.batches.state, group=state.setup.group)
     return {
-        **tensors,
+        **content,
         "scheduler": state.schedule.scheduler.state_dict(),
         "scaler": state.scaler.state_dict(),
         "position": position,
-        "rng": gather_objects(rng, group=state.setup.group),
+        "rng": gather_objects(rng_state(state.setup.devices[0]), group=state.setup.group),
         **identity(config, state.setup.dataset),
     }
 
@@ -89,10 +92,15 @@ def restore(
         reason = typed(error)
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
     state.position = position
-    # The loop begins with the batches that an asynchronous run never applied.
-    instead = dict(enumerate(position.outstanding, start=state.next_batch))
-    batches = replace(state.setup.batches, instead=instead)
-    state.setup = replace(state.setup, batches=batches)
+    if isinstance(state.setup.batches, StreamBatches):
+        if position.step_in_epoch:
+            own = content["stream"][state.setup.env.rank]
+            state.setup = replace(state.setup, batches=replace(state.setup.batches, resumed=own))
+    else:
+        # The loop begins with the batches that an asynchronous run never applied.
+        instead = dict(enumerate(position.outstanding, start=state.next_batch))
+        batches = replace(state.setup.batches, instead=instead)
+        state.setup = replace(state.setup, batches=batches)
     log(f"resumed from {path}, step {position.step}")
     return position.step
 
@@ -114,12 +122,7 @@ def _load(
     if content["scaler"]:  # empty if the run's precision scaled no loss
         state.scaler.load_state_dict(content["scaler"])
     if len(saved_rngs) == setup.env.world_size:
-        rng = saved_rngs[setup.env.rank]
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and setup.devices[0].type == "cuda":
-            states = rng["cuda"]  # earlier versions saved only the first device's
-            states = [states] if isinstance(states, torch.Tensor) else states
-            set_rng_states(states, setup.devices[0])
+        set_rng_state(saved_rngs[setup.env.rank], setup.devices[0])
     elif setup.env.is_rank_zero:
         log("the world size differs from the checkpoint's: dropout draws new random numbers")
 
@@ -154,10 +157,11 @@ def _load_optimizer(
         return
     scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
     has_other_size = content["made_of"].get("batch.global_size") != config.batch.global_size
-    if has_other_size and config.train.max_steps is None:
+    steps_per_epoch = state.setup.batches.steps_per_epoch
+    if has_other_size and config.train.max_steps is None and steps_per_epoch is not None:
         # The run is measured in epochs, so our schedules continue as if all epochs had had
         # batches of this size.
-        scheduler.last_epoch = position.epoch * state.setup.batches.steps_per_epoch
+        scheduler.last_epoch = position.epoch * steps_per_epoch
     for group, own, factor in zip(
         optimizer.param_groups, chosen, scheduler.lr_lambdas, strict=True
     ):

@@ -10,10 +10,14 @@ from ddp_runner.config.moved import present_name
 from ddp_runner.config.schema import RunConfig, leaves
 from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.train.state import Position, Setup
+from ddp_runner.train.stream_batches import StreamBatches
 
-HOW_LOADED = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+# Keys of the dataset that are groups or lists, and say which samples it has.
+NESTED = ("train", "eval", "data_files", "columns", "transform")
+HOW_LOADED = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 
 
@@ -30,7 +34,7 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     groups.pop("model.weights", None)  # only read at step 0
     for key in HOW_LOADED:
         groups.pop(f"dataset.{key}", None)
-    own = {key: config.dataset[key] for key in ("train", "eval") if config.dataset.get(key)}
+    own = {key: config.dataset[key] for key in NESTED if config.dataset.get(key)}
     step = config.train.step
     keys = {
         **groups,
@@ -44,7 +48,10 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "batch.global_size": config.batch.global_size,
         **_of_optimizing(config),
     }
-    samples = {"train_samples": len(dataset.train), "eval_samples": len(dataset.eval)}
+    samples = {
+        "train_samples": num_samples(dataset.train),
+        "eval_samples": num_samples(dataset.eval),
+    }
     return {
         # Values from the environment are not saved; they may differ when a run is resumed.
         "made_of": {key: value for key, value in keys.items() if "${" not in str(value)},
@@ -129,7 +136,10 @@ def validate_same_run(
             + (f", or start a new run with model.weights={path}" if is_of_optimizing else "")
         )
     steps_per_epoch = setup.batches.steps_per_epoch
-    if position.step_in_epoch > steps_per_epoch:
+    if steps_per_epoch is None:
+        if is_amid_epoch:
+            _validate_same_readers(content, setup, path)
+    elif position.step_in_epoch > steps_per_epoch:
         raise UserError(
             f"checkpoint {path} stands at step {position.step_in_epoch} of an epoch that has "
             f"{steps_per_epoch}; use a checkpoint that this program wrote"
@@ -145,18 +155,42 @@ def validate_same_run(
         _validate_same_data(content["data"], now["data"], setup.dataset.name, path)
 
 
+def _validate_same_readers(content: dict[str, Any], setup: Setup, path: Path) -> None:
+    """Validate that a stream is read as it was when it was saved amid an epoch."""
+    states, batches = content.get("stream"), setup.batches
+    if not isinstance(states, list) or not all(isinstance(one, dict) for one in states):
+        raise UserError(
+            f"checkpoint {path} was saved amid an epoch of samples that were no stream; resume "
+            "with the dataset as it was, or start a new run"
+        )
+    assert isinstance(batches, StreamBatches)
+    then = len(states), states[0]["num_workers"], states[0]["batch_size"]
+    now = setup.env.world_size, batches.split.num_workers, batches.micro_size
+    if then != now:
+        (ranks, workers, size), (ranks_now, workers_now, size_now) = then, now
+        raise UserError(
+            f"checkpoint {path} was saved amid an epoch of a stream that {ranks} ranks with "
+            f"{workers} workers read in batches of {size}, and this run has {ranks_now} with "
+            f"{workers_now} in batches of {size_now}; resume with world_size={ranks} "
+            f"dataset.num_workers={workers} and as many micro-steps, or from a checkpoint between "
+            "epochs"
+        )
+
+
 def _validate_same_data(
     saved: dict[str, Any], current: dict[str, Any], name: str, path: Path
 ) -> None:
     """Validate that the samples did not change: the order of an epoch depends on their number."""
     nouns = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
     changed = [
-        f"{saved.get(key):,} {noun} then, {current[key]:,} now"
+        f"{_shown(saved.get(key))} {noun} then, {_shown(current[key])} now"
         for key, noun in nouns.items()
         if saved.get(key) != current[key]
     ]
-    digests = {saved.get("digest"), current["digest"]}
-    if not changed and None not in digests and len(digests) > 1:
+    digests = [str(one["digest"]) for one in (saved, current) if one.get("digest") is not None]
+    # A run whose pictures were prepared may go on with those in their files.
+    kinds = {one.rpartition(":")[0] for one in digests}
+    if not changed and len(set(digests)) > 1 and len(kinds) == 1:
         changed = [
             f"{current['train_samples']:,} training samples then and now, but different ones"
         ]
@@ -165,3 +199,7 @@ def _validate_same_data(
             f"the data changed since checkpoint {path}: {'; '.join(changed)}; put the data of "
             f"dataset={name} back as it was, or start a new run"
         )
+
+
+def _shown(count: int | None) -> str:
+    return "a stream of" if count is None else f"{count:,}"

@@ -1,5 +1,6 @@
 """What a rank trains: the state that a checkpoint saves, and the setup that stays the same."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.batches import GlobalBatches, StepBatch
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
@@ -17,6 +18,7 @@ from ddp_runner.train.ema import Ema
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
+from ddp_runner.train.stream_batches import StreamBatches
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Setup:
     env: DistEnv  # its place among the ranks of the loop
     devices: tuple[torch.device, ...]  # batches go to the first, outputs are on the last
     dataset: Dataset
-    batches: GlobalBatches
+    batches: GlobalBatches | StreamBatches
     eval_batch_size: int
     step: StepFunction
     metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
@@ -81,19 +83,50 @@ class TrainState:
         return self.module
 
     @property
-    def next_batch(self) -> int:
-        """The number of the next batch, counted from the start of the run."""
-        position, batches = self.position, self.setup.batches
-        return position.epoch * batches.steps_per_epoch + position.step_in_epoch
+    def numbered(self) -> GlobalBatches:
+        """The batches, whose numbers are known: not those of a stream."""
+        assert isinstance(self.setup.batches, GlobalBatches)
+        return self.setup.batches
 
     @property
-    def last_step(self) -> int:
+    def next_batch(self) -> int:
+        """The number of the next batch, counted from the start of the run."""
+        return self.position.epoch * self.numbered.steps_per_epoch + self.position.step_in_epoch
+
+    @property
+    def last_step(self) -> int | None:
         """The step at which the run ends: train.max_steps, or the end of its last epoch.
 
-        Epochs are counted from the position: earlier ones may have had another batch size.
+        Epochs are counted from the position: earlier ones may have had another batch size. None:
+        the epochs of a stream end when it ends.
         """
         config, step = self.setup.config.train, self.position.step
         if config.max_steps is not None:
             return config.max_steps
+        if self.setup.batches.steps_per_epoch is None:
+            return None
         num_steps = config.epochs * self.setup.batches.steps_per_epoch
         return max(step, step + num_steps - self.next_batch)
+
+    @property
+    def total_epochs(self) -> int | None:
+        """The epochs of the run, the last one perhaps begun; None: only a stream will tell."""
+        if self.last_step is None:
+            return self.setup.config.train.epochs
+        if self.setup.batches.steps_per_epoch is None:
+            return None
+        last_batch = self.next_batch + self.last_step - self.position.step
+        return math.ceil(last_batch / self.setup.batches.steps_per_epoch)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has taken its last step."""
+        if self.last_step is None:
+            return self.position.epoch >= self.setup.config.train.epochs
+        return self.position.step >= self.last_step
+
+    def ends_with(self, batch: StepBatch) -> bool:
+        """Return whether this batch, the last one that was taken, is the last of the run."""
+        if self.last_step is None:
+            return batch.is_last and self.position.epoch + 1 >= self.setup.config.train.epochs
+        return self.position.step >= self.last_step

@@ -1,18 +1,18 @@
 """The training task of a rank: builds everything from the config, trains, and exports the model."""
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
+from ddp_runner.data.streams import num_samples
 from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
-from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.auto_batch import with_largest_batch
 from ddp_runner.train.build import build_session_state
@@ -91,7 +91,9 @@ def _logger(
         return NullLogger()
     warnings, max_steps = [*session.job.warnings, *warnings], state.last_step
     model_sizes = sizes(state.module)
-    write_run_record(run_dir, **(model_sizes | {"warnings": warnings, "directions": directions}))
+    is_stream = setup.batches.steps_per_epoch is None
+    facts = RunFields(warnings=warnings, directions=directions, trains_on_stream=is_stream)
+    write_run_record(run_dir, **(model_sizes | facts))
     keep_files(run_dir.path, setup.dataset.files)
     lines = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
     if lines:
@@ -103,8 +105,8 @@ def _logger(
         num_parameters=model_sizes["num_parameters"],
         num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
         dataset=setup.dataset.name,
-        num_train=len(setup.dataset.train),
-        num_eval=len(setup.dataset.eval),
+        num_train=num_samples(setup.dataset.train),
+        num_eval=num_samples(setup.dataset.eval),
         num_shares=setup.batches.num_shares,
         max_steps=max_steps,
         steps_per_epoch=setup.batches.steps_per_epoch,
@@ -115,12 +117,11 @@ def _logger(
     shows_header = session.job.shows_header
     (session.log if shows_header else log_to_file)(block)
     (session.log if shows_header and config.verbose else log_to_file)(words)
-    last_batch = state.next_batch + max_steps - state.position.step
     return RunLogger(
         run_dir,
         started_at=session.job.started_at,
-        max_steps=max_steps,
-        total_epochs=math.ceil(last_batch / setup.batches.steps_per_epoch),
+        max_steps=max_steps or 0,
+        total_epochs=state.total_epochs or 0,
         resume_step=resume_step,
         title=session.job.title,
     )

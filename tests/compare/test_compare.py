@@ -293,6 +293,28 @@ def test_lists_of_several_lengths_are_values_of_one_key(tmp_path: Path) -> None:
     assert len(comparison.rows) == 3
 
 
+def test_a_loop_of_ones_own_has_the_settings_that_it_used(tmp_path: Path) -> None:
+    """Beside a training: neither groups that it left nor the training's defaults are its own."""
+    own = {"task": "mine.train", "train.epochs": 10, "loop.latent": 8}
+    for latent in (8, 16):
+        write_run(
+            tmp_path / f"own-{latent}",
+            config={**own, "loop.latent": latent},
+            record={"uses": ["dataset"], "task": "mine.train"},
+            lines=[{"step": 1, "epoch": 1, "time_s": 1.0, "d/loss": 0.5}],
+        )
+    comparison = compared(tmp_path)
+    assert comparison.keys == ("parallelism.name", "world_size", "loop.latent")
+    assert "model.name" not in comparison.same
+    assert (comparison.same["task"], comparison.same["dataset.name"]) == ("mine.train", "digits")
+    assert [row.metrics["d/loss"].mean for row in comparison.rows] == [0.5, 0.5]
+    assert "d/loss" in as_text(comparison)
+    write_run(tmp_path / "train", config={"train.epochs": 10}, lines=lines_of([1.0, 2.0]))
+    mixed = compared(tmp_path)
+    assert "task" in mixed.keys
+    assert not [line for line in mixed.warnings if "lack keys" in line]
+
+
 def test_each_run_is_read_once(tmp_path: Path) -> None:
     """Even if paths overlap, go through a link or contain a copy; a repetition is another run."""
     run = write_run(tmp_path / "sweep" / "run", lines=lines_of([1.0]))

@@ -191,6 +191,17 @@ def test_an_asynchronous_mode_promises_no_parity(tmp_path: Path) -> None:
     assert "not promised" in as_text(comparison)
 
 
+def test_runs_on_a_stream_promise_no_parity(tmp_path: Path) -> None:
+    """Their ranks split it, so that each number of ranks takes other steps."""
+    for name, keys in (("two", {"world_size": 2, "batch.per_rank": 32}), ("single", {})):
+        lines = lines_of([1.0] * len(LOSSES), losses=changed(lambda _: 0.2) if keys else LOSSES)
+        record = {"trains_on_stream": True}
+        write_run(tmp_path / name, config={**SINGLE, **keys}, lines=lines, record=record)
+    comparison = compare(read_runs([tmp_path]))
+    assert not comparison.parity
+    assert "loss parity broken" not in as_text(comparison)
+
+
 @cache
 def real_losses(
     *,

@@ -224,14 +224,15 @@ def test_a_name_is_shown_as_it_is_and_on_one_line() -> None:
 
 
 def test_the_parts_that_may_be_named_are_parts() -> None:
-    """Each class of torch's three modules, each of torch's losses, and each part of our own."""
+    """The classes of torch's and torchvision's modules, torch's losses, and our own parts."""
     for module in TORCH:
         found = vars(importlib.import_module(module))
         classes = [name for name, one in found.items() if inspect.isclass(one) and name[0] != "_"]
         accepted = [name for name in classes if _is_found(f"{module}.{name}")]
         assert len(accepted) > 10
         for name in accepted:
-            assert found[name].__module__.startswith(("torch.nn.", "torch.optim"))
+            places = ("torch.nn.", "torch.optim", "torchvision.transforms.v2.")
+            assert found[name].__module__.startswith(places)
     for name in TORCH_LOSS_NAMES:
         assert callable(find(f"torch.nn.functional.{name}", key="model.loss"))
     for name in (

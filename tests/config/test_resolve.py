@@ -14,6 +14,7 @@ from ddp_runner.host.hardware import Hardware
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import losses
 
+MINE = "task=mine.train allowed_targets=[mine]"
 PARTS = f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}"
 LOSSES = " or ".join(
     f"ddp_runner.train.losses.{name}"
@@ -109,7 +110,33 @@ INVALID = [
      "optimizer=NAME: see --help"),
     ("optimizer.lr=fast", "optimizer.lr (fast) must be a number"),
     ("optimizer.lr=-0.1", "optimizer.lr (-0.1) must be greater than 0"),
-    ("task=trian", "task (trian) must be one of train, collectives, check"),
+    ("task=trian",
+     "task (trian) must be one of train, collectives, check, or a function of your own, as "
+     "PACKAGE.MODULE.FUNCTION; did you mean train?"),
+    ("task=mine.gan.train",
+     "task (mine.gan.train) is no task of ddp_runner; if it is a function of your own, add "
+     "allowed_targets=[mine]"),
+    ("task=torch.save",
+     "task (torch.save) is no task of ddp_runner; if it is a function of your own, add "
+     "allowed_targets=[torch.save]"),
+    ("task=mine..train allowed_targets=[mine]",
+     "task (mine..train) is not a dotted name; write PACKAGE.MODULE.FUNCTION"),
+    ("loop.latent=64", "loop.latent is an argument that no YAML gives; write +loop.latent=VALUE"),
+    ("+loop.latent=64",
+     "loop.latent is an argument of a function of your own and task is train; write "
+     "task=PACKAGE.MODULE.FUNCTION, or leave it out"),
+    (f"{MINE} +loop.a-b=1",
+     "loop (a-b) holds the arguments of mine.train, whose names are Python's; write "
+     "loop.NAME=VALUE"),
+    (f"{MINE} parallelism=ps",
+     "task=mine.train runs one loop on equal ranks, and parallelism=ps has a server; write "
+     "parallelism=ddp"),
+    (f"{MINE} checkpoint.monitor=d/loss",
+     "checkpoint.monitor=d/loss with checkpoint.mode=max would keep the worst; write "
+     "checkpoint.mode=min"),
+    (f"{MINE} checkpoint.monitor=d/score checkpoint.load_best=true",
+     "checkpoint.load_best=true evaluates the model of task=train, and task is mine.train; leave "
+     "it out: your function loads and evaluates what it wants"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, bf16, fp16"),
     ("train.precision=fp16", "train.precision=fp16 needs a CUDA device; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),

@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from pictures import write_folders
 from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import RandomResizedCrop, Resize
 
+from ddp_runner.config.instantiate import make
 from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.loader import LoaderSplit
+from ddp_runner.data.sources import image_folder
 from ddp_runner.data.sources.image_folder import ImageFolder
+from ddp_runner.data.splits import Piece, Split
 from ddp_runner.errors import UserError
 
 ODD = "a b=1,c='d' {é} 猫"
@@ -205,7 +213,11 @@ def test_each_fault_is_named(
         ({"channels": 1}, r"dataset\.std \(\[0\.2, 0\.3, 0\.4\]\) must be one number, or one for"),
         ({"height": 0}, r"dataset\.height \(0\) must be at least 1"),
         ({"eval_fraction": 1.5}, r"dataset\.eval_fraction \(1\.5\) must be between 0 and 1"),
-        ({"height": 10**7, "width": 10**6}, r"use a smaller dataset\.height and dataset\.width"),
+        ({"height": 10**7, "width": 10**6, "prepared": True}, r"or use a smaller dataset\.height"),
+        ({"prepared": True, "eval_transform": Resize(8)}, "leaves no place for dataset.eval_tr"),
+        ({"train_transform": {"size": 3}}, r"dataset\.train_transform \(\{'size': 3\}\) cannot be"),
+        ({"prepared": False, "num_workers": -1}, r"dataset\.num_workers \(-1\) must be 0 or great"),
+        ({"prepared": False, "prefetch_factor": 0}, r"dataset\.prefetch_factor \(0\) must be|1 or"),
         ({"folder": "pets/train", "eval_fraction": 0.01}, "leaves a split empty"),
         ({"folder": "birds"}, r"birds must hold train/CLASS/"),
     ],
@@ -224,3 +236,141 @@ def test_a_link_to_nowhere_is_named(root: Path, tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "gone.png")
     with pytest.raises(UserError, match=r"cat/9\.png cannot be read \(No such file"):
         load_dataset(SOURCE, data_root=tmp_path, log=print)
+
+
+FILES = replace(SOURCE, prepared=False, num_workers=0)
+
+
+def samples(split: Split, *, epoch: int = 0, size: int = 4) -> tuple[Tensor, Tensor]:
+    """Return all inputs and targets of a split, loaded in batches."""
+    pieces = [
+        Piece(range(start, min(start + size, len(split))), epoch)
+        for start in range(0, len(split), size)
+    ]
+    inputs, targets = zip(*split.load(pieces, seed=5), strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def opened(source: ImageFolder, folder: Path) -> Dataset:
+    """Return the dataset of pictures that stay in their files."""
+    dataset = source.open(folder)
+    assert dataset is not None
+    return dataset
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pictures_in_their_files_are_the_prepared_ones(
+    num_workers: int, root: Path, tmp_path: Path
+) -> None:
+    """The same samples in the same order, classes included."""
+    prepared = load_dataset(SOURCE, data_root=tmp_path, log=print)
+    files = load_dataset(replace(FILES, num_workers=num_workers), data_root=tmp_path, log=print)
+    for of_prepared, of_files in ((prepared.train, files.train), (prepared.eval, files.eval)):
+        inputs, targets = samples(of_files)
+        assert inputs.is_contiguous()
+        assert torch.equal(inputs, of_prepared.inputs)
+        assert torch.equal(targets, of_prepared.targets)
+
+
+def test_the_size_of_the_pictures_decides(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to half of the memory they are prepared; the run says which way it takes and why."""
+    needed = 7 * 3 * 8 * 6
+    for memory, is_prepared in ((2 * needed, True), (2 * needed - 1, False)):
+        monkeypatch.setattr(image_folder, "memory_bytes", lambda memory=memory: memory)
+        dataset = load_dataset(SOURCE, data_root=tmp_path, log=print)
+        assert isinstance(dataset.train, LoaderSplit) != is_prepared
+        (note,) = dataset.notes
+        assert ("are in the cache, since they fit" in note) == is_prepared
+        assert ("decoded to 8x6 pixels they take 0.0 GiB" in note) != is_prepared
+    assert opened(replace(FILES, num_workers=3), tmp_path).notes == (
+        "dataset pets: 5 + 2 pictures are decoded while the model trains, by 3 workers of each "
+        "rank, since dataset.prepared=false",
+    )
+
+
+def test_workers_default_to_the_threads_of_the_rank(root: Path, tmp_path: Path) -> None:
+    """The ranks of a machine have shared its cores among them."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        train = opened(replace(FILES, num_workers=None), tmp_path).train
+    finally:
+        torch.set_num_threads(before)
+    assert isinstance(train, LoaderSplit)
+    assert train.num_workers == 3
+
+
+def test_a_damaged_picture_is_named_when_its_turn_comes(root: Path, tmp_path: Path) -> None:
+    """Not before; with workers and without, in one line with its path."""
+    unreadable(root)
+    for num_workers in (0, 1):
+        train = opened(replace(FILES, num_workers=num_workers), tmp_path).train
+        batches = train.load([Piece(range(1)), Piece(range(3))], seed=0)
+        next(batches)
+        with pytest.raises(UserError, match=r"^/.*train/cat/1\.png cannot be read as a pict.*it$"):
+            next(batches)
+
+
+def test_the_digest_follows_the_pictures_and_not_their_place(root: Path, tmp_path: Path) -> None:
+    """A copy on another machine has other times and is the same; another size is another set."""
+    seen = [opened(FILES, tmp_path).digest]
+    os.utime(root / "val" / "cat" / "0.png", (1, 1))
+    shutil.copytree(root, tmp_path / "elsewhere" / "pets")
+    seen.append(opened(FILES, tmp_path / "elsewhere").digest)
+    assert seen[0] == seen[1]
+    assert str(seen[0]).startswith("files:")
+    save(root / "val" / "cat" / "0.png", RED, size=(50, 50))
+    assert opened(FILES, tmp_path).digest != seen[0]
+    unreadable(root)
+    assert len({seen[0], opened(FILES, tmp_path).digest}) == 2
+
+
+def test_transforms_see_the_whole_picture(tmp_path: Path) -> None:
+    """Each epoch draws anew, alike with any number of workers; the eval split has its own."""
+    write_folders(tmp_path / "pets", num_train=8, num_eval=3)
+    seen, sizes = [], set[tuple[int, int]]()
+
+    def noted(picture: Image.Image) -> Image.Image:
+        sizes.add(picture.size)
+        return picture
+
+    for num_workers in (0, 2):
+        source = replace(
+            FILES,
+            num_classes=3,
+            num_workers=num_workers,
+            train_transform=RandomResizedCrop(size=4),
+            eval_transform=noted,
+        )
+        dataset = opened(replace(source, prepared=None), tmp_path)
+        assert "since dataset.train_transform changes them" in dataset.notes[0]
+        seen.append([samples(dataset.train, epoch=epoch)[0] for epoch in (0, 1)])
+    samples(opened(replace(source, num_workers=0), tmp_path).eval)
+    assert sizes == {(10, 10)}
+    assert seen[0][0].shape == (8, 3, 4, 4)
+    assert seen[0][0].dtype == torch.uint8
+    assert not torch.equal(seen[0][0], seen[0][1])
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+def test_a_config_names_transforms(tmp_path: Path) -> None:
+    """Those of torchvision's transforms need no permission; its datasets do."""
+    write_folders(tmp_path / "pets", num_train=3, num_eval=3)
+    v2 = "torchvision.transforms.v2"
+    transforms = [
+        {"_target_": f"{v2}.RandomResizedCrop", "size": 5},
+        {"_target_": f"{v2}.RandomHorizontalFlip", "p": 1.0},
+    ]
+    settings = {
+        "_target_": "ddp_runner.data.sources.image_folder.ImageFolder",
+        **{"name": "pets", "folder": "pets", "height": 8, "width": 8, "mean": 0.5, "std": 0.5},
+        **{"num_classes": 3, "num_workers": 0},
+        "train_transform": {"_target_": f"{v2}.Compose", "transforms": transforms},
+    }
+    inputs, _ = samples(opened(make("dataset", settings), tmp_path).train)
+    assert inputs.shape == (3, 3, 5, 5)
+    settings["train_transform"] = {"_target_": "torchvision.datasets.MNIST", "root": "x"}
+    with pytest.raises(UserError, match="not a part that a config may name"):
+        make("dataset", settings)

@@ -39,6 +39,7 @@ FOR_EVER_S = 10_000.0
 COUNTED = {  # functions whose calls `At` counts
     # What a rank of the loop calls in each step, and a trainer of a parameter server.
     "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.gradients.backward_by_number"),
+    "own step": ("ddp_runner.own_loop.run.Run.should_stop",),
     "evaluation": ("ddp_runner.train.loop.evaluate",),
     "log": ("ddp_runner.tracking.tracker.Tracker._add",),
 }

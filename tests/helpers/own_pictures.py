@@ -14,8 +14,8 @@ HELPERS = str(Path(__file__).parent)
 # The command line that trains on it; 8 steps an epoch, the last of them smaller.
 PICTURES = (
     "dataset=torch_dataset",
-    "+dataset.train={_target_:own_pictures.Pictures,size:90}",
-    "+dataset.eval={_target_:own_pictures.Pictures,size:20}",
+    "dataset.train={_target_:own_pictures.Pictures,size:90}",
+    "dataset.eval={_target_:own_pictures.Pictures,size:20}",
     "dataset.num_classes=4",
     "dataset.num_workers=2",
     "model=toy",

@@ -1,6 +1,7 @@
 """What a machine has: its GPUs as torch can use them, and cores as its cgroups allow."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,14 @@ import torch
 
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
-from ddp_runner.host.hardware import binds_gpus, detect, quota_cores, torch_build, why_unusable
+from ddp_runner.host.hardware import (
+    binds_gpus,
+    detect,
+    memory_bytes,
+    quota_cores,
+    torch_build,
+    why_unusable,
+)
 from ddp_runner.rank.cuda import open_devices
 
 NUM_CORES = 64
@@ -58,6 +66,39 @@ def test_cores_are_those_that_the_cgroups_pay_for(
     assert quota_cores() == cores
     if sys.platform == "linux":
         assert detect().num_cores == (cores or NUM_CORES)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/", {"memory.max": "max"}, None),
+        ("0::/", {"memory.max": "2097152"}, 2**21),
+        ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": "1048576"}, 2**20),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("4:memory:/a\n1:cpu:/", {"memory/a/memory.limit_in_bytes": "4096"}, 4096),
+        ("1:cpu:/a", {"cpu/a/memory.limit_in_bytes": "4096"}, None),
+    ],
+)
+def test_memory_is_what_the_cgroups_leave(
+    cgroups: Path, own: str, files: dict[str, str], limit: int | None
+) -> None:
+    """Version 1 and 2, of the process's own group and of those above it: the tightest counts."""
+    (cgroups / "self").write_text(f"{own}\n")
+    for name, text in files.items():
+        (cgroups / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (cgroups / "fs" / name).write_text(f"{text}\n")
+    assert memory_bytes() == (limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_memory_is_what_ulimit_leaves(
+    kind: str, cgroups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ulimit -v and -d."""
+    limits = {getattr(resource, kind): (2**30, resource.RLIM_INFINITY)}
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, unlimited))
+    assert memory_bytes() == 2**30
 
 
 def test_a_machine_without_cgroups_has_its_cores(cgroups: Path) -> None:

@@ -228,7 +228,7 @@ def test_checkpoints_with_one_state_of_random_numbers_still_load(tmp_path: Path)
     config, real = case.config(), real_dataset()
     with fake_gpus(case.gpus, ranks=case.ranks) as gpus, pytest.MonkeyPatch.context() as patch:
         state = build(case, config, real)
-        patch.setattr("ddp_runner.train.snapshot.rng_states", lambda first: torch.zeros(5).byte())
+        patch.setattr("ddp_runner.rank.rng.rng_states", lambda first: torch.zeros(5).byte())
         save(state, config, tmp_path, step=4, epoch=1)
         restore(state, config, tmp_path, log=print)
         assert {index: content.numel() for index, content in gpus.rng.items()} == {

@@ -146,6 +146,31 @@ def test_the_end_names_results_and_a_command_that_shows_the_runs_name(tmp_path: 
     assert text.splitlines()[2] == f"tensorboard --logdir '{tmp_path / 'my runs'}'"
 
 
+def test_a_loop_of_ones_own_shows_its_own_names() -> None:
+    """In each line, and at the end; those of the machine stay out, but for the speed."""
+    stream = io.StringIO()
+    lines = progress(None, total_epochs=0, initial_step=0, stream=stream)
+    speed = {"perf/step_time_ms": 2.0, "perf/samples_per_s": 1234.4}
+    lines.update(3, epoch=1, metrics={})
+    lines.update(3, epoch=1, metrics={"d/loss": 0.5, **speed})
+    lines.update(4, epoch=1, metrics={"perf/step_time_ms": 2.0})
+    lines.close()
+    assert stream.getvalue() == "step 3  d/loss 0.5000  1234 samples/s\n"
+    run_dir = Path("outputs/s/j")
+    for title in ("", TITLE):
+        text = end_summary(
+            "completed", {"d/loss": 0.5, **speed}, wall_s=4.6, run_dir=run_dir, title=title
+        )
+        assert "completed in 4.6 s  d/loss 0.5000" in text
+
+
+def test_the_command_that_goes_on_allows_what_the_run_was_allowed(tmp_path: Path) -> None:
+    """A resumed run allows nothing by itself."""
+    allowed = ["mine", "theirs"]
+    text = end_summary("preempted", {}, wall_s=1.0, run_dir=tmp_path, allowed=allowed)
+    assert f'resume={tmp_path} "allowed_targets=[mine,theirs]"' in text
+
+
 def test_the_result_of_a_sweeps_job_is_one_line() -> None:
     """The table and the command for TensorBoard follow at the end of the sweep."""
     metrics = {**METRICS, **EVALUATION, "eval/f1": None}

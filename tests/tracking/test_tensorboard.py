@@ -22,7 +22,7 @@ from tensorboard_server import get_json, serve_tensorboard
 from ddp_runner.metric_names import METRICS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
-from ddp_runner.tracking.run_record import begin_session
+from ddp_runner.tracking.run_record import begin_session, write_run_record
 from ddp_runner.tracking.tensorboard import (
     MARGIN,
     MOST_CLASSES,
@@ -199,6 +199,29 @@ def test_a_sweeps_jobs_show_first_what_they_vary(tmp_path: Path) -> None:
     with serve_tensorboard(tmp_path, folder=tmp_path / ".server", wanted=wanted) as url:
         shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
     assert [one["name"] for one in shown if one["differs"]] == ["model.name", "seed"]
+
+
+def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
+    """Its arguments and the groups that it built from, not those that it left; its own metrics."""
+    own = {"task": "mine.train", "train": {"epochs": 10, "max_steps": 7}}  # 10 is the default
+    wanted = {}
+    for latent in (8, 16):
+        run_dir = tmp_path / f"loop.latent={latent}"
+        write_run_record(run_dir, uses=["dataset"])
+        loop = {"loop": {"latent": latent, "width": 4}}
+        tracker = Tracker(run_dir, config_text=yaml.safe_dump(CONFIG | own | loop))
+        tracker.log({"d/loss": 0.5}, step=1, epoch=1)
+        tracker.close(status="completed")
+        wanted[run_dir.name] = {"d/loss"}
+    with serve_tensorboard(tmp_path, folder=tmp_path / ".server", wanted=wanted) as url:
+        shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
+        rows = session_groups(url)
+    assert [one["name"] for one in shown if one["differs"]] == ["loop.latent"]
+    names = {one["name"] for one in shown}
+    groups = {name.partition(".")[0] for name in names}
+    assert groups == {"world_size", "seed", "batch", "dataset", "parallelism", "loop", "train"}
+    assert {name for name in names if name.startswith("train.")} == {"train.max_steps"}
+    assert [row["metricValues"][0]["value"] for row in rows.values()] == [0.5, 0.5]
 
 
 def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> None:

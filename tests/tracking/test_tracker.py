@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import FileWriter
 
 from ddp_runner.errors import UserError
+from ddp_runner.tracking.images import encoded
 from ddp_runner.tracking.run_dir import METRICS_FILE
 from ddp_runner.tracking.tensorboard import MOST_CLASSES
 from ddp_runner.tracking.tracker import CONFUSION_FILE, CONFUSION_TAG, Tracker
@@ -132,6 +134,48 @@ def test_there_is_a_picture_for_each_evaluation_and_a_resume_draws_them_again(
     assert resumed[2].encoded_image_string != killed[2].encoded_image_string
     Tracker(tmp_path, config_text=CONFIG).close()  # it begins anew
     assert not read_events(tmp_path).Tags()["images"]
+
+
+def test_pictures_of_ones_own_are_files_and_come_back_after_a_resume(tmp_path: Path) -> None:
+    """Those after the checkpoint are deleted: the run draws them again."""
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    pngs = {step: encoded(np.full((2, 3, 3), step, dtype=np.uint8)) for step in (4, 8, 12)}
+    for step, png in pngs.items():
+        tracker.log_image("gan/samples", png, step=step)
+    with pytest.raises(UserError, match=r"'\.\./up' cannot name a picture; use letters"):
+        tracker.log_image("../up", pngs[4], step=4)
+    tracker.close()
+    killed = read_events(tmp_path).Images("gan/samples")
+    assert [(event.step, event.height, event.width) for event in killed] == [
+        (step, 2, 3) for step in pngs
+    ]
+    Tracker(tmp_path, config_text=CONFIG, resume_step=8).close()
+    resumed = read_events(tmp_path).Images("gan/samples")
+    assert [event.encoded_image_string for event in resumed] == [pngs[4], pngs[8]]
+    files = sorted((tmp_path / "images" / "gan" / "samples").iterdir())
+    assert [path.name for path in files] == ["step-00000004.png", "step-00000008.png"]
+    assert resumed[0].wall_time == pytest.approx(files[0].stat().st_mtime)
+
+
+def test_what_a_killed_run_logged_at_its_checkpoint_is_there_once(tmp_path: Path) -> None:
+    """A kill may come between a checkpoint and what else is logged at its step."""
+    png = encoded(np.zeros((2, 3, 3), dtype=np.uint8))
+    tracker = Tracker(tmp_path, config_text=CONFIG)
+    tracker.log({"a": 1.0}, step=4, epoch=1)
+    tracker.log_image("drawn", png, step=4)
+    tracker.close()
+    tracker = Tracker(tmp_path, config_text=CONFIG, resume_step=4)
+    tracker.log({"a": 1.0}, step=4, epoch=1)
+    tracker.log({"a": 1.0, "b": 2.0}, step=4, epoch=1)
+    tracker.log_image("drawn", png, step=4)
+    tracker.log({"a": 3.0}, step=5, epoch=1)
+    tracker.log_image("drawn", png, step=5)
+    tracker.close()
+    events = read_events(tmp_path)
+    assert curve(events, "a") == [(4, 1.0), (5, 3.0)]
+    assert curve(events, "b") == [(4, 2.0)]
+    assert [event.step for event in events.Images("drawn")] == [4, 5]
+    assert [line["step"] for line in read_lines(tmp_path)] == [4, 4, 5]
 
 
 def test_more_classes_than_can_be_drawn_have_no_picture(tmp_path: Path) -> None:

@@ -1,24 +1,24 @@
-"""A user's own pictures, one folder per class, decoded and scaled once."""
+"""A user's own pictures, one folder per class: prepared once, or decoded while the model trains.
 
-import hashlib
-import math
-from collections.abc import Sequence
+Pictures are prepared if they fit in half of the memory at the size that the model gets. Both ways
+give the same samples in the same order.
+"""
+
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_runner.config.values import memory_bytes
-from ddp_runner.data.dataset import Augmentation
+from ddp_runner.data.dataset import Augmentation, Dataset
+from ddp_runner.data.pictures import PictureDecoder, PictureFiles, Samples
 from ddp_runner.data.sources import shared
-from ddp_runner.errors import UserError, typed
-
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-SPLIT_SEED = 0
-
-Samples = list[tuple[Path, int]]  # files and their classes
+from ddp_runner.data.sources.picture_folders import SPLIT_SEED, digest_of_files, find_pictures
+from ddp_runner.errors import UserError, counted
+from ddp_runner.host.hardware import memory_bytes
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,22 @@ class ImageFolder:
     channels: int = 3  # 1: grey
     eval_fraction: float | None = None  # of the pictures; None: each split has a folder
     augmentation: Augmentation | None = None
+    prepared: bool | None = None  # None: if they fit in memory, and no transform changes them
+    train_transform: Any = None  # takes a PIL picture; None: scaled and centre-cropped
+    eval_transform: Any = None
+    # Of pictures that are not prepared; see ``LoaderSplit``.
+    num_workers: int | None = None  # None: as many as the rank has threads
+    prefetch_factor: int = 2
+    persistent_workers: bool = True
+    pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
-        shared.require_at_least(self, height=1, width=1)
-        if self.channels not in (1, 3):
-            raise UserError(f"dataset.channels ({self.channels}) must be 1 (grey) or 3 (colours)")
-        for key, value in (("mean", self.mean), ("std", self.std)):
-            if not isinstance(value, float | int) and len(value) != self.channels:
+        shared.validate_pictures(self)
+        for key in ("train_transform", "eval_transform"):
+            if getattr(self, key) is not None and self.prepared:
                 raise UserError(
-                    f"dataset.{key} ({list(value)}) must be one number, or one for each of "
-                    f"dataset.channels ({self.channels})"
+                    f"dataset.prepared=true leaves no place for dataset.{key}, which may change a "
+                    "picture anew in each epoch; leave one of them out"
                 )
         if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
             raise UserError(
@@ -57,24 +63,44 @@ class ImageFolder:
                 "use 0.1, or null where folders hold the splits"
             )
 
+    def open(self, data_root: Path) -> Dataset | None:
+        """Return the dataset of pictures that stay in their files; None: they are prepared.
+
+        Raises:
+            UserError: the folders or the keys of the workers are unusable.
+        """
+        samples = self._samples(data_root)
+        reason = self._why_unprepared(samples)
+        if reason is None:
+            return None
+        train, rest = (
+            shared.loader_split(self, name, PictureFiles(samples[name], self._decoder(transform)))
+            for name, transform in (("train", self.train_transform), ("eval", self.eval_transform))
+        )
+        workers = train.num_workers
+        who = f"{counted(workers, 'worker')} of each rank" if workers else "the ranks themselves"
+        return Dataset(
+            self.name,
+            train,
+            rest,
+            num_classes=self.num_classes,
+            mean=self.mean,
+            std=self.std,
+            augmentation=self.augmentation,
+            notes=(
+                f"dataset {self.name}: {len(train):,} + {len(rest):,} pictures are decoded while "
+                f"the model trains, by {who}, since {reason}",
+            ),
+            digest=f"files:{digest_of_files(samples, data_root / self.folder)}",
+        )
+
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the shape, and a digest of the files' names, sizes and modification times."""
-        digest = hashlib.sha256()
-        for samples in self._samples(data_root).values():
-            for path, label in samples:
-                try:
-                    stat = path.stat()
-                except OSError as error:  # a dangling link, or a file removed meanwhile
-                    raise UserError(
-                        f"{path.absolute()} cannot be read ({error.strerror}); replace or remove it"
-                    ) from error
-                digest.update(f"{path}\0{label}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-            digest.update(b"\n")
         return {
             "shape": [self.channels, self.height, self.width],
             "eval_fraction": self.eval_fraction,
             "split_seed": SPLIT_SEED,
-            "files": digest.hexdigest(),
+            "files": digest_of_files(self._samples(data_root)),
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
@@ -84,92 +110,65 @@ class ImageFolder:
             UserError: a folder is missing or empty, the classes of the splits differ or do not
                 match num_classes, the pictures do not fit in memory, or a picture is damaged.
         """
-        tensors = {}
-        for split, samples in self._samples(data_root).items():
+        tensors, found = {}, self._samples(data_root)
+        if not self._fits(found):
+            raise UserError(
+                f"dataset.prepared=true, and {self._sizes(found)}; write dataset.prepared=false, "
+                "or use a smaller dataset.height and dataset.width"
+            )
+        for split, samples in found.items():
             tensors[f"{split}_inputs"] = self._decode([path for path, _ in samples])
             tensors[f"{split}_targets"] = torch.tensor([label for _, label in samples])
         return tensors
 
-    dataset = shared.image_dataset
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Return the dataset of the prepared pictures, which stay memory-mapped."""
+        dataset = shared.image_dataset(self, tensors)
+        num_train, num_eval = (len(tensors[f"{split}_targets"]) for split in ("train", "eval"))
+        note = f"dataset {self.name}: {num_train:,} + {num_eval:,} pictures are in the cache, " + (
+            "since dataset.prepared=true"
+            if self.prepared
+            else "since they fit in half of the memory"
+        )
+        return replace(dataset, notes=(note,))
+
+    def _why_unprepared(self, samples: Mapping[str, Samples]) -> str | None:
+        """Return why the pictures stay in their files; None: they are prepared."""
+        if self.prepared is not None:
+            return None if self.prepared else "dataset.prepared=false"
+        for key in ("train_transform", "eval_transform"):
+            if getattr(self, key) is not None:
+                return f"dataset.{key} changes them"
+        return None if self._fits(samples) else self._sizes(samples)
+
+    def _fits(self, samples: Mapping[str, Samples]) -> bool:
+        return self._bytes(samples) <= memory_bytes() / 2
+
+    def _bytes(self, samples: Mapping[str, Samples]) -> int:
+        """Return the size of the decoded pictures of both splits."""
+        return sum(map(len, samples.values())) * self.channels * self.height * self.width
+
+    def _sizes(self, samples: Mapping[str, Samples]) -> str:
+        decoded, memory = (size / 2**30 for size in (self._bytes(samples), memory_bytes()))
+        return (
+            f"decoded to {self.height}x{self.width} pixels they take {decoded:.1f} GiB, more than "
+            f"half of the {memory:.1f} GiB of memory"
+        )
 
     def _samples(self, data_root: Path) -> dict[str, Samples]:
-        """Return the files of each split with their classes, in a fixed order."""
         root = data_root / self.folder
-        if self.eval_fraction is not None:
-            _, samples = self._classes(root)
-            parts = shared.shuffled_split(
-                len(samples), self.eval_fraction, seed=SPLIT_SEED, noun="pictures", place=root
-            )
-            return {split: [samples[i] for i in part] for split, part in parts.items()}
-        present = [name for name in ("val", "eval") if (root / name).is_dir()]
-        if not (root / "train").is_dir() or len(present) != 1:
-            raise UserError(
-                f"{root.absolute()} must hold train/CLASS/ and either val/CLASS/ or eval/CLASS/ "
-                "with the pictures; name it with data_root and dataset.folder, or write "
-                "dataset.eval_fraction=0.1 if it holds the folders of the classes itself"
-            )
-        names, train = self._classes(root / "train")
-        eval_names, rest = self._classes(root / present[0])
-        if differing := names ^ eval_names:
-            raise UserError(
-                f"the classes in {root / 'train'} and {root / present[0]} differ: "
-                f"{', '.join(sorted(differing))} is in only one of them; give both the same classes"
-            )
-        return {"train": train, "eval": rest}
+        return find_pictures(root, num_classes=self.num_classes, eval_fraction=self.eval_fraction)
 
-    def _classes(self, root: Path) -> tuple[set[str], Samples]:
-        """Return the names of the classes, and the pictures sorted by class and path."""
-        folders = [path for path in root.glob("*") if path.is_dir() and path.name[0] != "."]
-        classes = {
-            folder.name: sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES)
-            for folder in sorted(folders)
-        }
-        for name, paths in classes.items():
-            if not paths:
-                raise UserError(
-                    f"{root / name} holds no picture ({', '.join(SUFFIXES)}); add some, or remove "
-                    "the folder"
-                )
-        if len(classes) != self.num_classes:
-            raise UserError(
-                f"{root.absolute()} holds {len(classes)} folders of classes, dataset.num_classes "
-                f"is {self.num_classes}; "
-                + (f"write dataset.num_classes={len(classes)}" if classes else "add pictures")
-            )
-        numbered = enumerate(classes.values())
-        return set(classes), [(path, label) for label, paths in numbered for path in paths]
+    def _decoder(self, transform: Any = None) -> PictureDecoder:
+        return PictureDecoder(self.channels, self.height, self.width, transform)
 
-    def _decode(self, paths: Sequence[Path]) -> Tensor:
-        shape = (len(paths), self.channels, self.height, self.width)
-        needed, memory = (size / 2**30 for size in (math.prod(shape), memory_bytes()))
-        if needed > memory / 2:
-            raise UserError(
-                f"{len(paths)} pictures of {self.height}x{self.width} pixels take {needed:.0f} GiB "
-                f"and this machine has {memory:.0f}; use a smaller dataset.height and "
-                "dataset.width, or fewer pictures"
-            )
-        images = torch.empty(shape, dtype=torch.uint8)
+    def _decode(self, paths: Sequence[str]) -> Tensor:
+        """Return all pictures of a split, uint8 (n, channels, height, width)."""
+        decoder = self._decoder()
+        images = torch.empty(
+            (len(paths), self.channels, self.height, self.width), dtype=torch.uint8
+        )
         with ThreadPoolExecutor() as pool:  # Pillow releases the interpreter lock
-            for image, pixels in zip(images, pool.map(self._picture, paths), strict=True):
+            for image, pixels in zip(images, pool.map(decoder, paths), strict=True):
                 image.copy_(pixels)
         return images
-
-    def _picture(self, path: Path) -> Tensor:
-        from PIL import Image, ImageOps
-
-        try:
-            with Image.open(path) as picture:
-                if picture.mode[0] in "IF":
-                    raise ValueError(f"mode {picture.mode}: more than 8 bits a channel")
-                # A large photograph need not be decoded at its full size.
-                picture.draft(None, (2 * max(self.width, self.height),) * 2)
-                upright = ImageOps.exif_transpose(picture)
-                upright = upright.convert("RGB" if self.channels == 3 else "L")
-            fitted = ImageOps.fit(upright, (self.width, self.height), Image.Resampling.BILINEAR)
-        except Exception as error:  # damaged bytes raise any kind
-            reason = typed(error)
-            raise UserError(
-                f"{path.absolute()} cannot be read as a picture ({reason}); replace or remove it"
-            ) from error
-        pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-        return pixels.reshape(self.height, self.width, self.channels).permute(2, 0, 1)

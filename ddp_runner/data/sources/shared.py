@@ -1,4 +1,4 @@
-"""What sources share: checks of their fields, the split, and the files that they download."""
+"""What sources share: checks of their fields, the split, their workers, and downloads."""
 
 import socket
 import sys
@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from ddp_runner.data.dataset import Augmentation, Dataset, TensorSource, splits
+from ddp_runner.data.loader import Collate, LoaderSplit, MapDataset
 from ddp_runner.errors import UserError, one_line
 
 REMEDY = "replace the file, or delete it to have it downloaded"
@@ -44,6 +46,70 @@ def image_dataset(source: _ImageSource, tensors: Mapping[str, Tensor]) -> Datase
         std=source.std,
         augmentation=source.augmentation,
     )
+
+
+class _Loads(Protocol):
+    """A source whose samples are loaded while the model trains; see ``LoaderSplit``."""
+
+    @property
+    def num_workers(self) -> int | None: ...
+    @property
+    def prefetch_factor(self) -> int: ...
+    @property
+    def persistent_workers(self) -> bool: ...
+    @property
+    def pin_memory(self) -> bool | None: ...
+
+
+def loader_split(
+    source: _Loads, name: str, samples: MapDataset, *, collate_fn: Collate = default_collate
+) -> LoaderSplit:
+    """Return a split with as many workers as the source says; None: as this rank has threads.
+
+    Raises:
+        UserError: a number is out of range.
+    """
+    if (source.num_workers or 0) < 0 or source.prefetch_factor < 1:
+        raise UserError(
+            f"dataset.num_workers ({source.num_workers}) must be 0 or greater and "
+            f"dataset.prefetch_factor ({source.prefetch_factor}) 1 or greater"
+        )
+    num_workers = source.num_workers
+    return LoaderSplit(
+        name,
+        samples,
+        collate_fn,
+        # The ranks of a machine have shared its cores among them.
+        num_workers=torch.get_num_threads() if num_workers is None else num_workers,
+        prefetch_factor=source.prefetch_factor,
+        persistent_workers=source.persistent_workers,
+        pin_memory=source.pin_memory,
+    )
+
+
+def validate_pictures(source: Any) -> None:
+    """Reject fields that no source of pictures can use.
+
+    Raises:
+        UserError: a size, the number of channels, mean, std or a transform is unusable.
+    """
+    require_at_least(source, height=1, width=1)
+    for key in ("train_transform", "eval_transform"):
+        transform = getattr(source, key)
+        if transform is not None and not callable(transform):
+            raise UserError(
+                f"dataset.{key} ({transform}) cannot be called; write "
+                f"dataset.{key}._target_=torchvision.transforms.v2.NAME and its keywords"
+            )
+    if source.channels not in (1, 3):
+        raise UserError(f"dataset.channels ({source.channels}) must be 1 (grey) or 3 (colours)")
+    for key in ("mean", "std"):
+        value = getattr(source, key)
+        if not isinstance(value, float | int) and len(value) != source.channels:
+            raise UserError(
+                f"dataset.{key} ({list(value)}) must be one number, or one for each of "
+                f"dataset.channels ({source.channels})"
+            )
 
 
 def require_at_least(source: TensorSource, **least: int) -> None:

@@ -1,0 +1,102 @@
+"""Builds, for a loop of the user's own, from the groups of a resolved config."""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_runner.checkpoint.weights import load_weights, starting_weights
+from ddp_runner.config.instantiate import complete, make
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.validate import validate_num_samples
+from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.dataset import Dataset, Source, TensorSource
+from ddp_runner.data.loader import LoaderSplit
+from ddp_runner.data.splits import Split
+from ddp_runner.errors import UserError
+from ddp_runner.rank.session import Session
+
+MOST_GPU_DATA_BYTES = 2.0 * 2**30  # samples up to this size move to the GPU once
+
+
+def build_model(session: Session, **arguments: Any) -> nn.Module:
+    """Return the config's model on this rank's devices; rank 0 loads ``model.weights``.
+
+    Raises:
+        UserError: the keys do not fit the model, or the weights do not.
+    """
+    keys, allowed = session.config.model, session.config.allowed_targets
+    build = partial(make, "model", keys, kind=nn.Module, allowed=allowed, **arguments)
+    module = session.mode.place(build, session.devices)
+    if keys.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)
+    if session.env.is_rank_zero:
+        checkpoints = session.run_dir.checkpoints
+        weights = starting_weights(session.config, checkpoints, log=session.log)
+        if weights is not None:
+            load_weights(module, weights)
+    return module
+
+
+def build_dataset(session: Session) -> Dataset:
+    """Return the config's dataset on the CPU.
+
+    Raises:
+        UserError: its keys or files are unusable.
+    """
+    config = session.config
+    source: Source | TensorSource = make("dataset", config.dataset, allowed=config.allowed_targets)
+    return load_dataset(source, data_root=Path(config.data_root), log=session.log)
+
+
+def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:
+    """Return the config's optimizer for parameters, or for groups of them.
+
+    Raises:
+        UserError: the keys do not fit it.
+    """
+    keys, allowed = config.optimizer, config.allowed_targets
+    factory = make("optimizer", keys, allowed=allowed, partial=True)
+    optimizer: Optimizer = complete("optimizer", keys, factory, parameters, kind=Optimizer)
+    return optimizer
+
+
+def build_batches(
+    session: Session, dataset: Any, *, name: str, global_size: int | None, seed: int, **options: Any
+) -> GlobalBatches:
+    """Return this rank's share of the global batches of a map-style dataset, or of a split.
+
+    Args:
+        session: of this rank.
+        dataset: a ``torch.utils.data.Dataset``, or a split of ours, which takes no options.
+        name: of the loader, in messages.
+        global_size: samples of a batch over all ranks; None: ``batch.global_size``.
+        seed: of the order.
+        options: see ``LoaderSplit``.
+
+    Raises:
+        UserError: the dataset is not map-style, or has fewer samples than there are ranks.
+    """
+    env, device = session.env, session.devices[0]
+    split: Split = dataset
+    if not (hasattr(dataset, "load") and hasattr(dataset, "near")):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(
+                f"run.loader takes a dataset with __len__ and __getitem__, and {name} got a "
+                f"{type(dataset).__name__}; give a map-style torch.utils.data.Dataset"
+            )
+        split = LoaderSplit(name, dataset, **options)
+    validate_num_samples(type(dataset).__name__, len(split), ranks=env.world_size)
+    return GlobalBatches(
+        split=split.near(device, most_bytes=MOST_GPU_DATA_BYTES),
+        global_size=global_size or session.config.batch.global_size,
+        grad_accum_steps=1,
+        share=env.rank,
+        num_shares=env.world_size,
+        seed=seed,
+    )

@@ -1,0 +1,105 @@
+"""The batches that a rank gets in a loop of the user's own, and their place in the run's order."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ddp_runner.data.batches import ORDER_VERSION, GlobalBatches, eval_batches
+from ddp_runner.data.trees import to_device
+from ddp_runner.errors import UserError
+
+
+@dataclass(frozen=True)
+class Order:
+    """What decides which samples a batch has; a loader cannot continue amid an epoch of another."""
+
+    num_samples: int
+    global_size: int
+    seed: int
+    version: int = ORDER_VERSION
+
+
+class Loader:
+    """Batches on this rank's device: over all ranks each sample once an epoch.
+
+    A loop over it is an epoch, or the rest of one: after a resume it continues with the batch after
+    the last one that was trained on. The global batches are the same for every number of ranks.
+
+    Args:
+        batches: this rank's share of the global batches.
+        device: where the batches go.
+        shuffle: in another order in each epoch. Otherwise in the dataset's order, always from its
+            start, for evaluation: the ranks may get different numbers of batches, or none, so call
+            no collective in that loop, and no module that `Run.wrap` returned.
+
+    Attributes:
+        epoch: completed epochs.
+        weight: of the current batch, 1.0 if all ranks got equally many samples, as they do but in
+            an epoch's last step. Multiply a mean loss by it: then the mean over the ranks, which
+            DDP takes of the gradients, is the mean over the global batch.
+        num_seen: samples of the global batches so far, without those of earlier sessions.
+    """
+
+    def __init__(self, batches: GlobalBatches, device: torch.device, *, shuffle: bool) -> None:
+        self.epoch, self.weight, self.num_seen = 0, 1.0, 0
+        self._step = 0  # in the epoch
+        self._batches, self._device, self._shuffle = batches, device, shuffle
+        self._order = Order(len(batches.split), batches.global_size, batches.seed)
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch."""
+        return self._batches.steps_per_epoch
+
+    @property
+    def epoch_number(self) -> int:
+        """The number of the epoch of the last batch, from 1; 0 before the first one."""
+        return self.epoch + (self._step > 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches that are left of the epoch, trees of tensors (batch, ...)."""
+        if not self._shuffle:
+            yield from self._in_order()
+            return
+        for step in self._batches.epoch(self.epoch, start_step=self._step):
+            (batch,) = step.micro_batches
+            # A rank without a sample gets one that weighs nothing, and the others wait for it.
+            share = batch.weight * batch.num_samples / step.global_count
+            self.weight = share * self._batches.num_shares
+            self._step += 1  # before the loop's body, which may save
+            self.num_seen += step.global_count
+            yield to_device(batch.data, self._device)
+        self.epoch, self._step = self.epoch + 1, 0
+
+    def _in_order(self) -> Iterator[Any]:
+        batches = self._batches
+        for batch in eval_batches(
+            batches.split,
+            batch_size=batches.micro_size,
+            rank=batches.share,
+            world_size=batches.num_shares,
+            seed=batches.seed,
+        ):
+            yield to_device(batch.data, self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the order of samples, equal on all ranks."""
+        return {"epoch": self.epoch, "step": self._step, "order": asdict(self._order)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a place that ``state_dict`` returned.
+
+        Raises:
+            UserError: it is amid an epoch, and the samples have another order now.
+        """
+        order = asdict(self._order)
+        changed = [key for key, value in order.items() if state["order"].get(key) != value]
+        if state["step"] and changed:
+            then = ", ".join(f"{key} {state['order'].get(key)}" for key in changed)
+            now = ", ".join(f"{key} {order[key]}" for key in changed)
+            raise UserError(
+                f"it stands at step {state['step']} of an epoch with {then}, and now it is {now}; "
+                "leave the seed, the batch and the samples as they were"
+            )
+        self.epoch, self._step = int(state["epoch"]), int(state["step"])

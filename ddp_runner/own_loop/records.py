@@ -1,0 +1,159 @@
+"""What a loop of the user's own leaves: metrics, pictures and checkpoints, all of rank 0."""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.errors import UserError
+from ddp_runner.job import Status
+from ddp_runner.own_loop.loader import Loader
+from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.rank.session import Session
+from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.images import encoded
+from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
+from ddp_runner.tracking.run_record import write_run_record
+
+RESERVED = ("step", "epoch", "time_s")  # the other fields of a line of metrics.jsonl
+
+
+class Records:
+    """The logger and the checkpoint writer of a run, which do nothing on ranks other than 0.
+
+    Args:
+        session: of this rank.
+        uses: the groups of the config that the function has built from.
+        resume_step: the step of the checkpoint that the run continues from; None: it begins anew.
+        stack: closes both at the end of the run, also after an error.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        uses: Collection[str],
+        resume_step: int | None,
+        stack: ExitStack,
+    ) -> None:
+        self.metrics: dict[str, float] = {}  # of the last step that has any
+        self._metrics_step = -1
+        self._logger: Logger = NullLogger()
+        self._writer: CheckpointWriter | None = None
+        if session.job.scratch is not None:
+            session.job.scratch.begin_loop()
+        if session.env.is_rank_zero:
+            freeze(
+                session.job, session.run_dir
+            )  # only now, so that a failed resume changes nothing
+            write_run_record(session.run_dir, uses=sorted(uses))
+            self._logger = RunLogger(
+                session.run_dir,
+                started_at=session.job.started_at,
+                resume_step=resume_step,
+                max_steps=None,
+                title=session.job.title,
+            )
+            self._writer = CheckpointWriter(
+                session.run_dir.checkpoints,
+                session.config.checkpoint,
+                scratch=session.job.scratch,
+                log=session.log,
+                pinned=session.devices[0].type == "cuda",
+            )
+            stack.enter_context(self._logger)
+            stack.enter_context(self._writer)
+            if resume_step is not None:
+                self._writer.retain(step=resume_step)
+        self._timed_step, self._timed_at, self._timed_samples = resume_step or 0, 0.0, 0
+        self._timed_at = time.perf_counter()
+
+    def log(
+        self, values: Mapping[str, float | Tensor], *, step: int, loaders: Sequence[Loader]
+    ) -> None:
+        """Write the values of a step, and the speed since the last call.
+
+        Raises:
+            UserError: a name is one of RESERVED, or a value is not a number.
+        """
+        if self._writer is None:
+            return
+        numbers = dict[str, float]()
+        for name, value in values.items():
+            if name in RESERVED:
+                raise UserError(f"run.log: {name} is a field of each line; give another name")
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UserError(
+                    f"run.log: {name} is {_kind(value)}, not a single number; reduce it first"
+                ) from error
+        if step != self._metrics_step:  # a checkpoint keeps only its own step's metrics
+            self.metrics, self._metrics_step = {}, step
+        self.metrics |= numbers
+        self._logger.log(numbers | self._speed(step, loaders), step=step, epoch=_epoch(loaders))
+
+    def log_image(self, name: str, image: Tensor, *, step: int) -> None:
+        """Write a picture: see ``Run.log_image``.
+
+        Raises:
+            UserError: the name or the shape cannot be used.
+        """
+        if self._writer is None:
+            return
+        if image.ndim == 2:
+            image = image[None]
+        if image.ndim != 3 or image.shape[0] not in (1, 3):
+            raise UserError(
+                f"run.log_image: {name} is {_kind(image)}; give (3 or 1, height, width) or "
+                "(height, width)"
+            )
+        if image.is_floating_point():
+            image = image.detach().clamp(0, 1).mul(255).round()
+        pixels = image.to("cpu", torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
+        self._logger.log_image(name, encoded(pixels), step=step)
+
+    def step_done(self, step: int, *, loaders: Sequence[Loader]) -> None:
+        """Note that a step is done: the first one ends the start-up."""
+        self._logger.step_done(step=step, epoch=_epoch(loaders))
+
+    def save(self, content: dict[str, Any], *, step: int) -> None:
+        """Start to write a checkpoint, with the metrics of its step."""
+        if self._writer is not None:
+            metrics = self.metrics if step == self._metrics_step else {}
+            self._writer.save(content, step=step, metrics=metrics)
+
+    def finish(self, status: Status, *, step: int, loaders: Sequence[Loader]) -> None:
+        """Wait for the last checkpoint, and write how the run ended."""
+        if self._writer is not None:
+            self._writer.wait()
+        epoch = max((loader.epoch for loader in loaders), default=0)
+        self._logger.finish(status, step=step, epoch=epoch)
+
+    def _speed(self, step: int, loaders: Sequence[Loader]) -> dict[str, float]:
+        """Return the speed since the last line of an earlier step; nothing for the same step."""
+        num_steps = step - self._timed_step
+        if num_steps <= 0:
+            return {}
+        now, num_samples = time.perf_counter(), sum(loader.num_seen for loader in loaders)
+        elapsed_s, new_samples = now - self._timed_at, num_samples - self._timed_samples
+        self._timed_step, self._timed_at, self._timed_samples = step, now, num_samples
+        speed = {
+            "perf/step_time_ms": 1000 * elapsed_s / num_steps,
+            "perf/peak_memory_gib": peak_memory_gib(),
+        }
+        return speed | ({"perf/samples_per_s": new_samples / elapsed_s} if new_samples else {})
+
+
+def _epoch(loaders: Sequence[Loader]) -> int:
+    return max((loader.epoch_number for loader in loaders), default=0)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

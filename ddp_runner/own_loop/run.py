@@ -1,0 +1,260 @@
+"""What a loop of the user's own gets: facts of its rank, and what a run needs around the loop."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.checkpoint.weights import export_weights
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.distributed import StopVote, sum_over_ranks
+from ddp_runner.errors import UserError
+from ddp_runner.files import json_safe
+from ddp_runner.job import Status
+from ddp_runner.own_loop.build import (
+    build_batches,
+    build_dataset,
+    build_model,
+    build_optimizer,
+)
+from ddp_runner.own_loop.loader import Loader
+from ddp_runner.own_loop.records import Records
+from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
+from ddp_runner.own_loop.wrapping import bare, fix_bucket_order
+from ddp_runner.rank.rng import seed_rng
+from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.seeds import derive
+
+
+class Run:
+    """One rank's part of a run, for a function with a loop of its own.
+
+    Until ``restore`` all ranks draw the same random numbers, so that they build equal modules;
+    from then on each draws its own.
+
+    Attributes:
+        rank, world_size: this rank, from 0, and how many there are.
+        is_rank_zero: whether this rank logs and saves.
+        devices, device: of this rank, as its mode of parallelism wants them; the first of them.
+        config: the resolved config. Of its keys under train, the runner itself applies
+            deterministic and num_threads alone; under checkpoint all but every_epochs.
+        seed: ``config.seed``.
+        run_dir: the run's folder.
+    """
+
+    def __init__(
+        self, session: Session, *, stop_requested: Callable[[], bool], stack: ExitStack
+    ) -> None:
+        self.rank, self.world_size = session.env.rank, session.env.world_size
+        self.is_rank_zero = session.env.is_rank_zero
+        self.devices, self.device = session.devices, session.devices[0]
+        self.config: RunConfig = session.config
+        self.seed: int = session.config.seed
+        self.run_dir: Path = session.run_dir.path
+        self._session, self._stop_requested, self._stack = session, stop_requested, stack
+        self._vote = StopVote()
+        self._objects: dict[str, Any] = {}
+        self._loaders: list[Loader] = []
+        self._records: Records | None = None
+        self._uses = set[str]()  # groups of the config
+        self._step = 0  # the last one that this rank reported
+        self._saved_step = -1
+        self._is_stopped = False
+
+    def model(self, **arguments: Any) -> nn.Module:
+        """Return the config's model on this rank's devices, not wrapped; arguments win over keys.
+
+        Rank 0 loads ``model.weights``, and ``wrap`` sends them to the others.
+
+        Raises:
+            UserError: the keys do not fit the model, or the weights do not.
+        """
+        self._uses.add("model")
+        return build_model(self._session, **arguments)
+
+    def dataset(self) -> Dataset:
+        """Return the dataset of the config's group; ``loader`` takes its splits train and eval.
+
+        Raises:
+            UserError: the keys or the files of the dataset are unusable.
+        """
+        self._uses.add("dataset")
+        return build_dataset(self._session)
+
+    def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return the optimizer of the config's group for parameters, or for groups of them.
+
+        Raises:
+            UserError: the keys do not fit the optimizer.
+        """
+        self._uses.add("optimizer")
+        return build_optimizer(self.config, parameters)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return the module in the run's mode of parallelism, on this rank's devices.
+
+        Under DDP its backward averages the gradients over the ranks. Keep the bare module: it is
+        what optimizers, ``restore`` and evaluations take. A loop may wrap several.
+
+        Collective: every rank must call, for equal modules in one order.
+        """
+        mode = self._session.mode
+        if len(self.devices) == 1:  # a module on several devices has placed its stages itself
+            module = mode.place(lambda: module, self.devices)
+        model = mode.wrap(module, self.devices)
+        if self.world_size > 2:  # the sum of two has only one order
+            fix_bucket_order(model)
+        return model
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_size: int | None = None,
+        shuffle: bool = True,
+        **options: Any,
+    ) -> Loader:
+        """Return this rank's batches of a dataset, on its device; see ``Loader``.
+
+        Args:
+            dataset: a map-style ``torch.utils.data.Dataset``, or a split of ``dataset()``, whose
+                batches are as they are stored.
+            global_size: samples of a batch over all ranks; None: ``batch.global_size``.
+            shuffle: False for evaluation.
+            options: of a torch dataset: collate_fn, num_workers, prefetch_factor,
+                persistent_workers and pin_memory, as of ``torch.utils.data.DataLoader``.
+
+        Raises:
+            UserError: there are fewer samples than ranks.
+        """
+        number = len(self._loaders)
+        batches = build_batches(
+            self._session,
+            dataset,
+            name=f"loader {number + 1}",
+            global_size=global_size,
+            seed=derive(self.seed, "loader", number),
+            **options,
+        )
+        self._loaders.append(Loader(batches, self.device, shuffle=shuffle))
+        return self._loaders[-1]
+
+    def restore(self, **objects: Any) -> int:
+        """Name what a checkpoint holds, and load the newest one if the run has any.
+
+        Call it once, before the loop, even with nothing to save: the run's records begin here.
+        Collective: every rank must call.
+
+        Args:
+            objects: whatever has ``state_dict`` and ``load_state_dict``: modules, optimizers,
+                schedulers, scalers, loaders. Or a dict of plain values, which is updated in place.
+
+        Returns:
+            The steps taken: 0 in a new run.
+
+        Raises:
+            UserError: an object has no state, or the checkpoint does not fit.
+        """
+        if self._records is not None:
+            raise UserError("run.restore was called twice; call it once, with all that is saved")
+        self._objects = {name: bare(value) for name, value in objects.items()}
+        validate_objects(self._objects)
+        seed_rng(derive(self.seed, "own loop", self.rank))
+        resume_step = load_newest(self._objects, self._session)
+        self._step = resume_step or 0
+        note_restart(self._session, step=self._step)
+        self._records = Records(
+            self._session, uses=self._uses, resume_step=resume_step, stack=self._stack
+        )
+        return self._step
+
+    def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
+        """Write rank 0's values of a step to metrics.jsonl, TensorBoard and the terminal.
+
+        A name is free, such as "discriminator/loss"; a slash makes a group. The runner adds the
+        speed since the last call: perf/step_time_ms, and perf/samples_per_s of the loaders.
+        ``sum`` gives rank 0 the values of all ranks.
+        """
+        self._recording().log(values, step=self._at(step), loaders=self._loaders)
+
+    def log_image(self, name: str, image: Tensor, *, step: int) -> None:
+        """Write rank 0's picture of a step to the folder images/NAME and to TensorBoard.
+
+        Args:
+            name: letters, digits, -, _ and ., with slashes between names.
+            image: (3 or 1, height, width) or (height, width), floats in [0, 1] or uint8.
+            step: steps taken.
+
+        Raises:
+            UserError: the name or the shape cannot be used.
+        """
+        self._recording().log_image(name, image, step=self._at(step))
+
+    def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Return each value summed over the ranks, in float64. Collective: every rank must call."""
+        totals = sum_over_ranks([float(value) for value in values.values()])
+        return dict(zip(values, totals, strict=True))
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint of what ``restore`` names; it is written while the loop continues.
+
+        Collective: every rank must call.
+
+        Raises:
+            UserError: ``restore`` has named nothing, or a parameter is not finite.
+        """
+        if not self._objects:
+            raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
+        content = state_of(self._objects, self._session, step=self._at(step))
+        self._recording().save(content, step=step)
+        self._saved_step = step
+
+    def should_stop(self, step: int) -> bool:
+        """Return whether the function must return now; call it at the end of each step.
+
+        It saves a checkpoint every ``checkpoint.every_steps``, and before it returns True: after a
+        Ctrl-C, a SIGTERM or a scheduler's notice. Collective: every rank must call.
+        """
+        self._recording().step_done(self._at(step), loaders=self._loaders)
+        every = self.config.checkpoint.every_steps
+        is_due = every is not None and step % every == 0
+        self._is_stopped = self._vote.agreed(self._stop_requested())
+        if (is_due or self._is_stopped) and self._objects and step != self._saved_step:
+            self.save(step)
+        return self._is_stopped
+
+    def export(self, module: nn.Module) -> None:
+        """Write rank 0's weights of a module, bare or wrapped, to model.safetensors.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        if self.is_rank_zero:
+            state, metrics = bare(module).state_dict(), json_safe(self._recording().metrics)
+            export_weights(self._session.run_dir.export, state, step=self._step, metrics=metrics)
+
+    def _at(self, step: int) -> int:
+        self._step = step
+        return step
+
+    def _recording(self) -> Records:
+        if self._records is None:  # log may be called on one rank, restore not
+            raise UserError(
+                "the loop began without run.restore; call it before, with what a checkpoint holds, "
+                "as in step = run.restore(model=model), or with nothing"
+            )
+        return self._records
+
+
+def finish(run: Run) -> Status:
+    """Write how a run ended whose function has returned. Collective: every rank must call."""
+    run._vote.close()
+    if run._records is None:
+        run.restore()
+    status = Status.PREEMPTED if run._is_stopped else Status.COMPLETED
+    run._recording().finish(status, step=run._step, loaders=run._loaders)
+    return status

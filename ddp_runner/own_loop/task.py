@@ -1,0 +1,113 @@
+"""``task=PACKAGE.MODULE.FUNCTION``: calls a function of the user's own as the task of a rank."""
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.config.instantiate import construct, find
+from ddp_runner.errors import UserError, nearest
+from ddp_runner.job import Status
+from ddp_runner.own_loop.run import Run, finish
+from ddp_runner.rank.rank_log import log_to_file
+from ddp_runner.rank.rng import seed_rng
+from ddp_runner.rank.session import Session
+from ddp_runner.tracking.start_block import (
+    fact_lines,
+    gpu_names,
+    ranks_on_nodes,
+    shown_path,
+    word_lines,
+)
+
+
+def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status:
+    """Call the function that the task names with a ``Run`` and the keys under loop.
+
+    Collective: every rank must call.
+
+    Returns:
+        PREEMPTED if ``Run.should_stop`` has returned True, else COMPLETED.
+
+    Raises:
+        UserError: the function does not take the keys, or raised one.
+        Exception: whatever else the function raised, with the place of its own code as a note.
+    """
+    config = session.config
+    function = find(config.task, key="task", allowed=config.allowed_targets)
+    arguments = {
+        key: construct(value, key=f"loop.{key}", allowed=config.allowed_targets)
+        for key, value in config.loop.items()
+    }
+    validate_arguments(function, arguments, named=config.task)
+    _log_start(session)
+    seed_rng(config.seed)  # equal modules on all ranks
+    with ExitStack() as stack:
+        run = Run(session, stop_requested=stop_requested, stack=stack)
+        with place_noted(function):
+            function(run, **arguments)
+        return finish(run)
+
+
+def validate_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, named: str
+) -> None:
+    """Reject keys under loop that the function does not take, and missing ones.
+
+    Raises:
+        UserError: an argument is unknown or missing, or the function takes no run.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # written in C
+        return
+    if not parameters or parameters[0].kind == parameters[0].KEYWORD_ONLY:
+        raise UserError(f"task ({named}) takes no run; write def {function.__name__}(run, …)")
+    own = [one for one in parameters[1:] if one.kind != one.VAR_POSITIONAL]
+    names = [one.name for one in own if one.kind != one.VAR_KEYWORD]
+    for key in arguments if len(names) == len(own) else ():
+        if key not in names:
+            meant = nearest(key, names)
+            known = f"its arguments are {', '.join(names)}" if names else "it has none"
+            hint = f"did you mean loop.{meant}?" if meant else known
+            raise UserError(f"loop.{key} is not an argument of {named}; {hint}")
+    for one in own:
+        is_needed = one.default is one.empty and one.kind != one.VAR_KEYWORD
+        if is_needed and one.name not in arguments:
+            raise UserError(f"{named} needs loop.{one.name}; add +loop.{one.name}=VALUE")
+
+
+@contextmanager
+def place_noted(function: Callable[..., Any]) -> Iterator[None]:
+    """Add to an exception, as a note, the last line of the function's own package on its way."""
+    try:
+        yield
+    except Exception as error:
+        package = str(function.__module__).partition(".")[0]
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+                error.add_note(f"{shown_path(Path(frame.f_code.co_filename))}, line {line}")
+                break
+        raise
+
+
+def _log_start(session: Session) -> None:
+    config, job = session.config, session.job
+    for warning in job.warnings:
+        session.log(f"warning: {warning}")
+    written = job.secrets.written(config).loop
+    arguments = ", ".join(f"{key}={value}" for key, value in written.items())
+    facts = {
+        "run": "" if job.run_dir else str(shown_path(session.run_dir.path)),
+        "task": f"{config.task}({arguments})",
+        "parallelism": f"{config.parallelism.get('name')}, {config.backend.name}, "
+        f"{ranks_on_nodes(session.env)}",
+        "device": gpu_names(session.devices),
+    }
+    words = word_lines(
+        config, session.env, device=session.devices[0], versions=job.code["versions"]
+    )
+    (session.log if job.shows_header else log_to_file)(fact_lines(facts))
+    (session.log if job.shows_header and config.verbose else log_to_file)(words)

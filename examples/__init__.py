@@ -1,0 +1,1 @@
+"""Examples of a user's own packages, each with its config folder."""

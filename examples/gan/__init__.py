@@ -1,0 +1,1 @@
+"""An example: a GAN, which a training step with one optimizer cannot express."""

@@ -1,0 +1,132 @@
+"""What run.restore names is saved and restored, and a checkpoint of something else is one line."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from ddp_runner.checkpoint.store import save_checkpoint
+from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
+from ddp_runner.tracking.run_dir import RunDir
+
+
+def session(env: DistEnv, folder: Path, *, task: str = "mine.train") -> Any:
+    """Return the parts of a session that saving needs."""
+    config = SimpleNamespace(task=task, resume=None)
+    devices = (torch.device("cpu"),)
+    return SimpleNamespace(
+        config=config, env=env, devices=devices, run_dir=RunDir(folder), log=lambda _: None
+    )
+
+
+def objects() -> dict[str, Any]:
+    """Return one of each kind."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    return {
+        "module": module,
+        "optimizer": optimizer,
+        "scheduler": StepLR(optimizer, 1, gamma=0.5),
+        "best": {"score": 0.0, "at": [1, 2]},
+    }
+
+
+def save(given: dict[str, Any], ours: Any) -> None:
+    """Save the state of step 3."""
+    content = state_of(given, ours, step=3)
+    if ours.env.is_rank_zero:
+        save_checkpoint(
+            ours.run_dir.checkpoints,
+            content,
+            step=3,
+            metrics={},
+            config=CheckpointConfig(),
+            log=print,
+        )
+    torch.distributed.barrier()
+
+
+def draw() -> tuple[float, ...]:
+    """Draw a number from each generator."""
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+
+def saved_and_restored(env: DistEnv, folder: Path) -> tuple[Any, ...]:
+    """Return what a rank had when it saved, and what it has after it has restored."""
+    ours, given = session(env, folder), objects()
+    random.seed(env.rank)
+    np.random.seed(env.rank)
+    torch.manual_seed(env.rank)
+    given["module"](torch.ones(1, 2)).sum().backward()
+    given["optimizer"].step()
+    given["scheduler"].step()
+    given["best"].update(score=0.5)
+    save(given, ours)
+    drawn, again = draw(), objects()
+    again["best"]["other"] = 1
+    step = load_newest(again, ours)
+    equal = torch.equal(again["module"].weight, given["module"].weight)
+    rates = [one["optimizer"].param_groups[0]["lr"] for one in (given, again)]
+    return step, drawn, draw(), equal, rates[0] == rates[1] != 1e-3, again["best"]
+
+
+def test_objects_and_the_random_numbers_of_each_rank_come_back(tmp_path: Path) -> None:
+    """A dict of plain values is updated in place; each rank has its own random numbers."""
+    ranks = run_ranks(saved_and_restored, 2, tmp_path)
+    for step, drawn, redrawn, _, has_rate, best in ranks:
+        assert (step, has_rate, best) == (3, True, {"score": 0.5, "at": [1, 2]})
+        assert drawn == redrawn
+    assert ranks[0][3], "rank 0's weights"
+    assert ranks[0][1] != ranks[1][1]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error line of a call."""
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+def errors(env: DistEnv, folder: Path) -> list[str]:
+    """Return what is said of each checkpoint that does not fit."""
+    ours, given = session(env, folder), objects()
+    save(given, ours)
+    other = given | {"module": nn.Linear(3, 3)}
+    lines = [
+        error_of(lambda: load_newest({"module": given["module"]}, ours)),
+        error_of(lambda: load_newest(other, ours)),
+        error_of(lambda: load_newest(given, session(env, folder, task="other.train"))),
+    ]
+    with torch.no_grad():
+        given["module"].bias[0] = torch.nan
+    return [*lines, error_of(lambda: state_of(given, ours, step=3))]
+
+
+def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    """Other names, other shapes, another task, and a parameter that is not finite."""
+    (lines,) = run_ranks(errors, 1, tmp_path)
+    path = tmp_path / "checkpoints" / "step-00000003"
+    assert lines[0] == (
+        f"checkpoint {path} has best, module, optimizer, scheduler, and run.restore was called "
+        "with module; give it the same names, or start a new run"
+    )
+    assert lines[1].startswith(f"checkpoint {path} does not fit module: RuntimeError: ")
+    assert lines[2].startswith(f"checkpoint {path} was made by task=mine.train, and this is task=")
+    assert lines[3].startswith("parameter module.bias became NaN or infinite by step 3")
+
+
+def test_an_object_without_a_state_is_refused_at_once() -> None:
+    """Long before the first checkpoint would fail."""
+    with pytest.raises(UserError, match="best, a float, has no state_dict and load_state_dict"):
+        validate_objects({"best": 0.5})

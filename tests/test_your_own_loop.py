@@ -1,0 +1,46 @@
+"""The page about a loop of your own: its files run by its commands, and its table is complete."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from commands import run_command
+from pages import ROOT, commands, write_files
+from run_folders import metrics, record
+
+from ddp_runner.own_loop import Run
+
+PAGE = "docs/your_own_loop.md"
+COMMANDS = commands(PAGE)
+
+
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
+def test_each_command_of_the_page_runs(number: int, tmp_path: Path) -> None:
+    """With the page's own files, or with the example of this project."""
+    write_files(PAGE, tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command = COMMANDS[number]
+    is_example = "examples/gan/conf" in command
+    fewer = ["loop.epochs=1"] if is_example else []
+    ranks = [] if "-m" in command else ["world_size=2"]
+    done = run_command(
+        *command, *ranks, *fewer, folder=tmp_path, environ={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.exit_code == 0, done.stderr
+    for run in done.run_dirs:
+        assert record(run)["status"] == "completed"
+        lines = metrics(run)
+        assert any("g/loss" in line or "generator/loss" in line for line in lines)
+        assert (run / "model.safetensors").exists()
+        assert list((run / "images" / "samples").iterdir())
+
+
+def test_the_table_has_all_that_a_run_offers() -> None:
+    """And nothing that it does not."""
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `run.")]
+    named = {name for row in rows for name in re.findall(r"`(?:run)?\.(\w+)", row)}
+    methods = {name for name, _ in inspect.getmembers(Run, inspect.isfunction)}
+    facts = {"rank", "world_size", "is_rank_zero", "device", "devices", "config", "seed", "run_dir"}
+    assert named == {name for name in methods if not name.startswith("_")} | facts

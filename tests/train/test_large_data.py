@@ -1,0 +1,78 @@
+"""Data that stay in their files give the losses of prepared data, and resume exactly."""
+
+import gc
+from pathlib import Path
+
+from pictures import write_folders, write_shards
+from ranks import run_ranks
+from train_states import Trace, compose_config, run_loop
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+
+NUM_STEPS, MIDDLE = 12, 6  # four steps an epoch, so that the middle is inside the second
+PICTURES = (
+    "model=convnet", "dataset.num_classes=3",
+    "dataset.height=8", "dataset.width=8", "batch.global_size=8", "optimizer.lr=0.05",
+    "dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=1",
+    "train.log_every_steps=1", f"train.max_steps={NUM_STEPS}",
+)  # fmt: skip
+PREPARED = ("dataset.prepared=true",)
+FILES = ("dataset.prepared=false", "dataset.num_workers=0")
+WORKERS = ("dataset.prepared=false", "dataset.num_workers=1")
+
+
+def loops(env: DistEnv, plans: list[list[tuple[Config, int]]], folders: list[Path]) -> list[Trace]:
+    """Train by each plan: configs and the steps at which they end; return the last traces."""
+    last = []
+    for plan, folder in zip(plans, folders, strict=True):
+        for config, end in plan:
+            trace = run_loop(env, config, max_steps=end, folder=folder)
+        last.append(trace)
+        gc.collect()  # ends the workers, for which multiprocessing would wait
+    return last
+
+
+def test_both_ways_give_the_same_losses(tmp_path: Path) -> None:
+    """Bit for bit, with augmentation and two ranks; a run that changes the way midway agrees."""
+    write_folders(tmp_path / "pets", num_train=27, num_eval=7)
+    keys = (*PICTURES, f"data_root={tmp_path}", "dataset=image_folder", "dataset.folder=pets")
+    prepared, files, workers = (
+        compose_config(*keys, *way, world_size=2) for way in (PREPARED, FILES, WORKERS)
+    )
+    plans = [
+        [(prepared, NUM_STEPS)],
+        [(files, NUM_STEPS)],
+        [(prepared, MIDDLE), (workers, NUM_STEPS)],
+        [(files, MIDDLE), (prepared, NUM_STEPS)],
+    ]
+    folders = [tmp_path / f"run{index}" for index in range(len(plans))]
+    assert_same_runs(run_ranks(loops, 2, plans, folders)[0])
+
+
+def test_shards_resume_exactly(tmp_path: Path) -> None:
+    """Bit for bit, with two ranks, workers, shards of unequal sizes and a stop amid an epoch."""
+    write_shards(tmp_path / "tars", num_train=27, num_eval=7)
+    keys = (*PICTURES, f"data_root={tmp_path}", "dataset=shards", "dataset.folder=tars")
+    alone, workers = (
+        compose_config(*keys, f"dataset.num_workers={number}", world_size=2) for number in (0, 1)
+    )
+    plans = [[(alone, NUM_STEPS)], [(alone, MIDDLE), (workers, NUM_STEPS)]]
+    assert_same_runs(run_ranks(loops, 2, plans, [tmp_path / "whole", tmp_path / "parts"])[0])
+
+
+def assert_same_runs(traces: list[Trace]) -> None:
+    """Assert that each run ends as the first, and logged what that one did."""
+    whole, *others = traces
+    assert len(whole.losses) == NUM_STEPS
+    expected = without_times(whole)
+    for trace in others:
+        lines = without_times(trace)
+        assert lines[-1]["step"] == NUM_STEPS
+        assert all(line in expected for line in lines), trace.error
+        assert trace.weights.equal(whole.weights)
+
+
+def without_times(trace: Trace) -> list[dict[str, float]]:
+    """Return what a run logged, without what the machine's speed decides."""
+    return [{k: v for k, v in line.items() if "perf/" not in k} for line in trace.lines]
