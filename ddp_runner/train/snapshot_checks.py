@@ -16,7 +16,10 @@ from ddp_runner.train.state import Position, Setup
 from ddp_runner.train.stream_batches import StreamBatches
 
 # Keys of the dataset that are groups or lists, and say which samples it has.
-NESTED = ("train", "eval", "data_files", "columns", "transform")
+NESTED = (
+    *("train", "eval", "data_files", "columns", "transform"),
+    *("train_transform", "eval_transform", "decode"),
+)
 HOW_LOADED = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
 

@@ -5,7 +5,9 @@ the rule that asks for one is skipped.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from ranks import run_ranks
 from run_folders import rank_log, record, reproducible_metrics
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from train_states import build, compose_config, with_setup
 
 from ddp_runner.config.schema import AUTO, Config, config_hash
@@ -163,6 +166,40 @@ def test_the_number_is_at_most_what_is_allowed_or_there(
     else:
         assert answer == "completed"
         assert batch_of(tmp_path / "run")["per_rank"] == expected
+
+
+class Ones(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream of equal samples; without a size it never ends."""
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from repeat(
+            (torch.ones(10), torch.ones(5)), *[] if self.size is None else [self.size]
+        )
+
+
+@pytest.mark.parametrize("most", [None, 20])
+def test_a_stream_needs_a_limit(tmp_path: Path, most: int | None) -> None:
+    """It may have no length, and then the key alone says how many samples to try."""
+    config = auto(config_of("train.max_steps=2", limits=[10**9], folder=tmp_path, world_size=1))
+    dataset = {
+        "name": "ones",
+        "_target_": "ddp_runner.data.sources.torch_dataset.TorchDataset",
+        "train": {"_target_": f"{__name__}.Ones"},
+        "eval": {"_target_": f"{__name__}.Ones", "size": 8},
+    }
+    config = replace(config, dataset=dataset, batch=replace(config.batch, max_per_rank=most))
+    (answer,) = run(config, tmp_path / "run", 1)
+    if most is None:
+        assert answer == (
+            "batch.per_rank=auto needs a limit, since dataset=ones is a stream of unknown length; "
+            "write batch.max_per_rank"
+        )
+    else:
+        assert answer == "completed"
+        assert batch_of(tmp_path / "run")["per_rank"] == 16
 
 
 def rejection(env: DistEnv, config: Config) -> str:

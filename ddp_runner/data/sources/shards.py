@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
@@ -55,13 +54,11 @@ class Shards:
     def __post_init__(self) -> None:
         if self.decode is None:
             shared.validate_pictures(self)
-        for key in ("decode", "collate_fn"):
-            function = getattr(self, key)
-            if function is not None and not callable(function):
-                raise UserError(
-                    f"dataset.{key} ({function}) cannot be called; write "
-                    "{_target_: my_package.function, _partial_: true}"
-                )
+        if self.decode is not None and not callable(self.decode):
+            raise UserError(
+                f"dataset.decode ({self.decode}) cannot be called; write "
+                "{_target_: my_package.decode, _partial_: true}"
+            )
         if self.decode is None and self.num_classes is None:
             raise UserError(
                 "dataset.num_classes is missing; write dataset.num_classes=N, or name a function "
@@ -116,9 +113,7 @@ class Shards:
             decoder = PictureDecoder(self.channels, self.height, self.width, transform)
             decode = PictureAndClass(decoder, self.num_classes)
         samples = ShardSamples(index, decode)
-        return shared.loader_split(
-            self, name, samples, collate_fn=self.collate_fn or default_collate
-        )
+        return shared.loader_split(self, name, samples, collate_fn=self.collate_fn)
 
     def _shards(self, data_root: Path) -> dict[str, list[Path]]:
         found = {}

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from ddp_runner.data.dataset import Augmentation, Dataset, TensorSource, splits
 from ddp_runner.data.loader import Collate, LoaderSplit, MapDataset
+from ddp_runner.data.loading import Loading
 from ddp_runner.errors import UserError, one_line
 
 REMEDY = "replace the file, or delete it to have it downloaded"
@@ -62,29 +62,24 @@ class _Loads(Protocol):
 
 
 def loader_split(
-    source: _Loads, name: str, samples: MapDataset, *, collate_fn: Collate = default_collate
+    source: _Loads, name: str, samples: MapDataset, *, collate_fn: Collate | None = None
 ) -> LoaderSplit:
     """Return a split with as many workers as the source says; None: as this rank has threads.
 
     Raises:
-        UserError: a number is out of range.
+        UserError: a key is out of range.
     """
-    if (source.num_workers or 0) < 0 or source.prefetch_factor < 1:
-        raise UserError(
-            f"dataset.num_workers ({source.num_workers}) must be 0 or greater and "
-            f"dataset.prefetch_factor ({source.prefetch_factor}) 1 or greater"
-        )
     num_workers = source.num_workers
-    return LoaderSplit(
-        name,
-        samples,
+    split = Loading(
         collate_fn,
         # The ranks of a machine have shared its cores among them.
         num_workers=torch.get_num_threads() if num_workers is None else num_workers,
         prefetch_factor=source.prefetch_factor,
         persistent_workers=source.persistent_workers,
         pin_memory=source.pin_memory,
-    )
+    ).split(name, samples)
+    assert isinstance(split, LoaderSplit)
+    return split
 
 
 def validate_pictures(source: Any) -> None:
