@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,11 +98,18 @@ def run_runner(num_ranks: int, *, data_root: str, folder: Path) -> Measured:
     )
 
 
-def timed(module: str, *args: str, cwd: Path) -> float:
-    """Run a module to its end and return the seconds that the whole process took."""
+def timed(module: str, *args: str, cwd: Path, environ: Mapping[str, str] | None = None) -> float:
+    """Run a module to its end and return the seconds that the whole process took.
+
+    `environ` are variables to add.
+    """
     start = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", module, *args], cwd=cwd, check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", module, *args],
+        cwd=cwd,
+        env=os.environ | (environ or {}),
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     return time.perf_counter() - start
 

@@ -105,9 +105,11 @@ class GlobalBatches:
 
     def _plan(self, epoch: int, index: int, *, order: Tensor) -> "_Plan":
         global_batch = order[index * self.global_size :][: self.global_size]
-        # Drawn for the whole global batch, so they are the same at every world size.
-        generator = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
-        randoms = torch.rand(len(global_batch), self.num_randoms, generator=generator)
+        randoms = torch.empty(len(global_batch), 0)
+        if self.num_randoms:
+            # Drawn for the whole global batch, so they are the same at every world size.
+            numbers = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
+            randoms = torch.rand(len(global_batch), self.num_randoms, generator=numbers)
         share = slice(self.share, None, self.num_shares)
         largest_share = math.ceil(len(global_batch) / self.num_shares)
         num_pieces = math.ceil(largest_share / self.micro_size)

@@ -5,7 +5,12 @@ next batch on. What a sample draws at random follows from the seed, the epoch an
 So it is the same with any number of workers and ranks, and after a resume.
 """
 
+import io
+import os
+import pickle
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +18,9 @@ from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ddp_runner.data.random_states import have_drawn, random_states, restore, seed_all
+from ddp_runner.data.random_states import GENERATORS, moved, random_states, restore, seed_all
 from ddp_runner.data.splits import Piece
 from ddp_runner.errors import UserError, typed
 from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
@@ -44,7 +49,7 @@ class LoaderSplit:
     num_workers: int = 0  # processes that load; 0: the rank loads by itself
     prefetch_factor: int = 2  # batches that each worker loads ahead
     persistent_workers: bool = True  # keep the workers from one epoch to the next
-    pin_memory: bool | None = None  # None: if the rank has a GPU
+    pin_memory: bool | None = None  # of a split that is `near` a GPU: False for none
 
     @property
     def device(self) -> torch.device:
@@ -56,19 +61,23 @@ class LoaderSplit:
         return len(self.dataset)
 
     def near(self, device: torch.device, *, most_bytes: float) -> "LoaderSplit":
-        """Return the split with pinned memory for a GPU, unless the user chose."""
-        if self.pin_memory is not None:
-            return self
-        return replace(self, pin_memory=device.type == "cuda")
+        """Return the split with pinned memory if it is for a GPU, unless the user wants none."""
+        return replace(self, pin_memory=device.type == "cuda" and self.pin_memory is not False)
 
     def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
         """Yield the batch of each piece; the workers load some batches ahead.
 
+        Workers that are kept load for one iterator at a time, the last one.
+
         Raises:
             UserError: a sample cannot be loaded, or a worker has died.
         """
-        self._orders.pieces = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
-        yield from loaded(iter(self._loader), name=self.name, num_workers=self.num_workers)
+        orders = self._orders
+        orders.next = mine = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
+        for batch in loaded(iter(self._loader), name=self.name, num_workers=self.num_workers):
+            yield batch
+            if self._loader.persistent_workers and orders.next is not mine:
+                raise RuntimeError(f"other {self.name} samples were loaded amid this epoch")
 
     @cached_property
     def _orders(self) -> "_Orders":
@@ -77,10 +86,8 @@ class LoaderSplit:
     @cached_property
     def _loader(self) -> "DataLoader[Any]":
         has_workers = self.num_workers > 0
-        # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
-        context = "fork" if has_workers and sys.platform == "linux" else None
         return DataLoader(
-            _Fetcher(self.name, self.dataset, self.collate_fn),
+            _Fetcher(self.name, self.dataset, self.collate_fn, restores=not has_workers),
             batch_sampler=cast(Any, self._orders),  # each order takes the place of a list
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
@@ -88,7 +95,8 @@ class LoaderSplit:
             persistent_workers=self.persistent_workers and has_workers,
             pin_memory=bool(self.pin_memory),
             worker_init_fn=start_worker if has_workers else None,
-            multiprocessing_context=context,
+            # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
+            multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
             generator=torch.Generator(),  # else each epoch takes a number from the model's dropout
         )
 
@@ -135,72 +143,121 @@ def loaded(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[A
 
 
 def start_worker(worker: int) -> None:
-    """Prepare a process that loads: the rank decides when it ends, and takes it along."""
+    """Prepare a process that loads: the rank decides when it ends, and takes it along.
+
+    Stop signals may reach every process at once. Only the rank's own SIGTERM, by which a DataLoader
+    ends its workers, counts.
+    """
     ignore_stop_signals()
     die_with_parent()
+    if sys.platform != "linux":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def end_with_rank() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+            continue
+        os._exit(0)  # torch reports any other code in the rank
+
+    threading.Thread(target=end_with_rank, name="sigterm-watch", daemon=True).start()
 
 
 class _Orders:
     """The batches that a DataLoader loads next, as its batch_sampler."""
 
     def __init__(self) -> None:
-        self.pieces: Iterator[_Order] = iter(())
+        self.next: Iterator[_Order] = iter(())
 
     def __iter__(self) -> Iterator[_Order]:
-        return self.pieces
+        return self.next
 
 
 class _Fetcher(Dataset[Any]):
     """Loads a batch from a dataset, with random numbers that depend only on its samples.
 
-    Seeding Python's, NumPy's and torch's generators takes about as long as loading a small image.
-    So a batch is first loaded as it comes. Only if that has drawn a number is it loaded again, and
-    from then on each sample is seeded.
+    Seeding a generator takes a tenth of the time of loading a small image. So a batch is first
+    loaded as it comes. If that has drawn from one of the global generators, then the batch is
+    loaded again, and from then on each sample seeds this generator.
     """
 
-    def __init__(self, name: str, dataset: MapDataset, collate_fn: Collate) -> None:
+    def __init__(
+        self, name: str, dataset: MapDataset, collate_fn: Collate, *, restores: bool
+    ) -> None:
         self._name, self._dataset, self._collate_fn = name, dataset, collate_fn
         self._fetch_many = getattr(dataset, "__getitems__", None)
-        self._draws = False
+        self._restores = restores  # the rank's own generators are the model's
+        self._drawn = set[str]()  # the generators that samples draw from
+        self._is_first = True
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitems__(self, order: _Order) -> Any:
         """Return a batch, or why it cannot be loaded. DataLoader asks for its batches so."""
-        before = random_states()
+        others = GENERATORS.keys() - self._drawn
+        own = random_states(self._drawn) if self._restores else {}
+        before = random_states(others)
+        while True:
+            try:
+                result = self._seeded_batch(order) if self._drawn else self._batch(order)
+            except UserError as error:  # of one of our datasets, whose sentence has the file
+                result = Failure(str(error), traceback.format_exc())
+            except Exception as error:  # of the user's code: any kind
+                result = Failure(
+                    f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "
+                    f"{typed(error)}; mend the dataset or its collate_fn (the traceback is in "
+                    "logs/)",
+                    traceback.format_exc(),
+                )
+            if not (newly := moved(before)):
+                break
+            self._drawn |= newly  # so that even a failure depends on the samples alone
+            own |= {name: before.pop(name) for name in newly}
+        if self._restores:
+            restore(own)
+        elif self._is_first:
+            self._is_first, result = False, self._sendable(result)
+        return result
+
+    def _sendable(self, batch: Any) -> Any:
+        """Return the batch, or why a worker cannot send it: a DataLoader would wait for ever."""
         try:
-            if not self._draws:
-                batch = self._batch(order)
-                if not have_drawn(before):
-                    return batch
-                self._draws = True
-            return self._seeded_batch(order)
-        except UserError as error:  # of one of our datasets, whose sentence has the file
-            return Failure(str(error), traceback.format_exc())
-        except Exception as error:  # of the user's code: any kind
+            _WithoutTensors(io.BytesIO()).dump(batch)
+        except Exception as error:  # of the user's classes: any kind
             return Failure(
-                f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "
-                f"{typed(error)}; mend the dataset or its collate_fn (the traceback is in logs/)",
+                f"a batch of the {self._name} samples cannot be sent to the rank "
+                f"({typed(error)}); return tensors, numbers and texts from the dataset's "
+                "collate_fn, or write dataset.num_workers=0",
                 traceback.format_exc(),
             )
-        finally:
-            if get_worker_info() is None:  # the rank's own generators are the model's
-                restore(before)
+        return batch
 
     def _batch(self, order: _Order) -> Any:
         if self._fetch_many:
             return self._collate_fn(self._fetch_many(list(order.indices)))
-        return self._collate_fn([self._dataset[index] for index in order.indices])
+        dataset = self._dataset
+        return self._collate_fn([dataset[index] for index in order.indices])
 
     def _seeded_batch(self, order: _Order) -> Any:
         samples = list[Any]()
         for index in order.indices:
-            seed_all(derive(order.seed, self._name, "sample", order.epoch, index))
+            seed_all(derive(order.seed, self._name, "sample", order.epoch, index), self._drawn)
             # A dataset may offer to load many at once, but one seed serves one sample.
             samples += self._fetch_many([index]) if self._fetch_many else [self._dataset[index]]
-        seed_all(derive(order.seed, self._name, "batch", order.epoch, *order.indices[:1]))
+        first = order.indices[:1]
+        seed_all(derive(order.seed, self._name, "batch", order.epoch, *first), self._drawn)
         return self._collate_fn(samples)
+
+
+class _WithoutTensors(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, torch.Tensor) else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _numbers(piece: Piece) -> Sequence[int]:
@@ -212,7 +269,3 @@ def _listed(indices: Sequence[int]) -> str:
     """Return the first numbers of a batch, and how many there are."""
     shown = ", ".join(map(str, indices[:3]))
     return shown if len(indices) <= 3 else f"{shown}, … ({len(indices)} of one batch)"
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

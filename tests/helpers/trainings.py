@@ -124,9 +124,9 @@ def assert_same_run(run_dir: Path, uninterrupted: Path, *, same_steps: bool = Tr
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
-def assert_resumes(folder: Path, uninterrupted: Path, *, same_steps: bool = True) -> None:
+def assert_resumes(folder: Path, uninterrupted: Path, *keys: str, same_steps: bool = True) -> None:
     """Resume RUN in a folder, and compare its end with the uninterrupted run."""
-    end = run_command(f"resume={RUN}", folder=folder)
+    end = run_command(f"resume={RUN}", *keys, folder=folder)
     assert (end.exit_code, end.stderr) == (0, "")
     assert "resumed from" in rank_log(folder / RUN)
     assert_same_run(folder / RUN, uninterrupted, same_steps=same_steps)
