@@ -5,12 +5,7 @@ next batch on. What a sample draws at random follows from the seed, the epoch an
 So it is the same with any number of workers and ranks, and after a resume.
 """
 
-import io
-import os
-import pickle
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.random_states import GENERATORS, moved, random_states, restore, seed_all
 from ddp_runner.data.splits import Piece
+from ddp_runner.data.workers import Failure, loaded, sendable, start_worker
 from ddp_runner.errors import UserError, typed
-from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
 from ddp_runner.seeds import derive
 
 Collate = Callable[[list[Any]], Any]  # samples -> batch
@@ -110,60 +105,6 @@ class _Order:
     indices: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a batch could not be loaded; a worker cannot raise it without its traceback's text."""
-
-    sentence: str
-    trace: str
-
-
-def loaded(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:
-    """Yield what a loader's iterator gives, as long as its workers live and load.
-
-    Raises:
-        UserError: a sample cannot be loaded, or a worker has died.
-    """
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise UserError(
-                f"a process that loads the {name} samples has died ({typed(error)}), often for "
-                f"want of memory; write a smaller dataset.num_workers ({num_workers}) or "
-                "batch.per_rank"
-            ) from error
-        if isinstance(batch, Failure):
-            raise UserError(batch.sentence) from RuntimeError(batch.trace)
-        yield batch
-
-
-def start_worker(worker: int) -> None:
-    """Prepare a process that loads: the rank decides when it ends, and takes it along.
-
-    Stop signals may reach every process at once. Only the rank's own SIGTERM, by which a DataLoader
-    ends its workers, counts.
-    """
-    ignore_stop_signals()
-    die_with_parent()
-    if sys.platform != "linux":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return
-    rank = os.getppid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-
-    def end_with_rank() -> None:
-        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
-            continue
-        os._exit(0)  # torch reports any other code in the rank
-
-    threading.Thread(target=end_with_rank, name="sigterm-watch", daemon=True).start()
-
-
 class _Orders:
     """The batches that a DataLoader loads next, as its batch_sampler."""
 
@@ -218,21 +159,8 @@ class _Fetcher(Dataset[Any]):
         if self._restores:
             restore(own)
         elif self._is_first:
-            self._is_first, result = False, self._sendable(result)
+            self._is_first, result = False, sendable(result, name=self._name)
         return result
-
-    def _sendable(self, batch: Any) -> Any:
-        """Return the batch, or why a worker cannot send it: a DataLoader would wait for ever."""
-        try:
-            _WithoutTensors(io.BytesIO()).dump(batch)
-        except Exception as error:  # of the user's classes: any kind
-            return Failure(
-                f"a batch of the {self._name} samples cannot be sent to the rank "
-                f"({typed(error)}); return tensors, numbers and texts from the dataset's "
-                "collate_fn, or write dataset.num_workers=0",
-                traceback.format_exc(),
-            )
-        return batch
 
     def _batch(self, order: _Order) -> Any:
         if self._fetch_many:
@@ -249,11 +177,6 @@ class _Fetcher(Dataset[Any]):
         first = order.indices[:1]
         seed_all(derive(order.seed, self._name, "batch", order.epoch, *first), self._drawn)
         return self._collate_fn(samples)
-
-
-class _WithoutTensors(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> str | None:
-        return "tensor" if isinstance(obj, torch.Tensor) else None
 
 
 def _as_it_is(batch: Any) -> Any:

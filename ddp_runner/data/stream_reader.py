@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_runner.data.loader import Collate, Failure
+from ddp_runner.data.loader import Collate
 from ddp_runner.data.random_states import random_states, restore, seed_all
 from ddp_runner.data.stream_state import BlockStart, state_of
+from ddp_runner.data.workers import Failure
 from ddp_runner.errors import UserError, typed
 from ddp_runner.seeds import derive
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from ddp_runner.data.loader import Collate, loaded, start_worker
+from ddp_runner.data.loader import Collate
 from ddp_runner.data.splits import Split
 from ddp_runner.data.stream_reader import Loaded, Part, Readers
+from ddp_runner.data.workers import loaded, start_worker
 from ddp_runner.errors import UserError
 
 NEEDS_STREAMS_EXTRA = 'a stream needs torchdata; write pip install "ddp-runner[streams]"'

@@ -1,0 +1,90 @@
+"""The processes that load for a rank: how they start and end, and how they report what fails."""
+
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_runner.errors import UserError, typed
+from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a batch could not be loaded; a worker cannot raise it without its traceback's text."""
+
+    sentence: str
+    trace: str
+
+
+def loaded(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:
+    """Yield what a loader's iterator gives, as long as its workers live and load.
+
+    Raises:
+        UserError: a sample cannot be loaded, or a worker has died.
+    """
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                f"a process that loads the {name} samples has died ({typed(error)}), often for "
+                f"want of memory; write a smaller dataset.num_workers ({num_workers}) or "
+                "batch.per_rank"
+            ) from error
+        if isinstance(batch, Failure):
+            raise UserError(batch.sentence) from RuntimeError(batch.trace)
+        yield batch
+
+
+def start_worker(worker: int) -> None:
+    """Prepare a process that loads: the rank decides when it ends, and takes it along.
+
+    Stop signals may reach every process at once. Only the rank's own SIGTERM, by which a DataLoader
+    ends its workers, counts.
+    """
+    ignore_stop_signals()
+    die_with_parent()
+    if sys.platform != "linux":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def end_with_rank() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+            continue
+        os._exit(0)  # torch reports any other code in the rank
+
+    threading.Thread(target=end_with_rank, name="sigterm-watch", daemon=True).start()
+
+
+def sendable(batch: Any, *, name: str) -> Any:
+    """Return the batch, or why a worker cannot send it: a DataLoader would wait for ever."""
+    try:
+        _WithoutTensors(io.BytesIO()).dump(batch)
+    except Exception as error:  # of the user's classes: any kind
+        return Failure(
+            f"a batch of the {name} samples cannot be sent to the rank ({typed(error)}); return "
+            "tensors, numbers and texts from the dataset's collate_fn, or write "
+            "dataset.num_workers=0",
+            traceback.format_exc(),
+        )
+    return batch
+
+
+class _WithoutTensors(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, torch.Tensor) else None
