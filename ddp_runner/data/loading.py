@@ -36,12 +36,8 @@ class Loading:
                     f"dataset.{key} ({getattr(self, key)}) must be {smallest} or greater"
                 )
         for key in ("collate_fn", "transform"):
-            function = getattr(self, key)
-            if function is not None and not callable(function):
-                raise UserError(
-                    f"dataset.{key} ({function}) cannot be called; write "
-                    f"{{_target_: my_package.{key}, _partial_: true}}"
-                )
+            fix = f"{{_target_: my_package.{key}, _partial_: true}}"
+            require_function(key, getattr(self, key), fix=fix)
 
     def split(self, name: str, dataset: Any) -> LoaderSplit | StreamSplit:
         """Return a dataset's samples as a split: of a stream, or of numbered samples.
@@ -81,6 +77,16 @@ class Loading:
             persistent_workers=self.persistent_workers,
             pin_memory=self.pin_memory,
         )
+
+
+def require_function(key: str, function: object, *, fix: str) -> None:
+    """Reject a key of a dataset that is neither null nor a function.
+
+    Raises:
+        UserError: it cannot be called; the message says to write `fix`.
+    """
+    if function is not None and not callable(function):
+        raise UserError(f"dataset.{key} ({function}) cannot be called; write {fix}")
 
 
 @dataclass(frozen=True)

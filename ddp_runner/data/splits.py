@@ -7,6 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# In bytes: a split up to this size moves to each GPU once, not batch by batch.
+MOST_GPU_DATA = 2 * 2**30
+
 
 @dataclass(frozen=True)
 class Piece:

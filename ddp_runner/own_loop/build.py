@@ -17,11 +17,9 @@ from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import Split
+from ddp_runner.data.splits import MOST_GPU_DATA, Split
 from ddp_runner.errors import UserError
 from ddp_runner.rank.session import Session
-
-MOST_GPU_DATA_BYTES = 2.0 * 2**30  # samples up to this size move to the GPU once
 
 
 def build_model(session: Session, **arguments: Any) -> nn.Module:
@@ -93,7 +91,7 @@ def build_batches(
         split = LoaderSplit(name, dataset, **options)
     validate_num_samples(type(dataset).__name__, len(split), ranks=env.world_size)
     return GlobalBatches(
-        split=split.near(device, most_bytes=MOST_GPU_DATA_BYTES),
+        split=split.near(device, most_bytes=MOST_GPU_DATA),
         global_size=global_size or session.config.batch.global_size,
         grad_accum_steps=1,
         share=env.rank,

@@ -15,6 +15,7 @@ from ddp_runner.config.instantiate import complete, find, keywords, make, make_f
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
+from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import broadcast_buffers, loop_group
 from ddp_runner.errors import UserError
@@ -33,9 +34,6 @@ from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
 from ddp_runner.train.stream_batches import StreamBatches
-
-# In bytes: a split up to this size moves to each GPU once, not batch by batch.
-MOST_GPU_DATA = 2 * 2**30
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:

@@ -75,10 +75,10 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
     keys = (f"checkpoint.monitor={monitor}", f"checkpoint.mode={mode}", *OWN_STEP)
     config, _ = resolved(*keys)
     if sentence is None:
-        validate_known(config, KNOWN)  # type: ignore[arg-type]
+        validate_known(config, KNOWN)
     else:
         with pytest.raises(UserError) as error:
-            validate_known(config, KNOWN)  # type: ignore[arg-type]
+            validate_known(config, KNOWN)
         assert sentence in str(error.value)
 
 

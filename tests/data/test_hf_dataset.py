@@ -95,7 +95,7 @@ def test_rows_are_numbered_samples(kind: str, data_root: Path, offline: Path) ->
     before = sorted(data_root.rglob("*"))
     dataset = opened(data_root, kind)
     assert isinstance(dataset.train, LoaderSplit)
-    assert (len(dataset.train), len(dataset.eval)) == (SIZE, EVAL_SIZE)  # type: ignore[arg-type]
+    assert (len(dataset.train), len(dataset.eval)) == (SIZE, EVAL_SIZE)
     (batch,) = dataset.train.load([Piece(torch.tensor([16, 2, 7]))], seed=0)
     assert batch["number"].tolist() == [16, 2, 7]
     assert batch["x"].tolist() == [8.0, 1.0, 3.5]
@@ -126,8 +126,7 @@ def test_a_part_of_the_training_split_is_evaluated(data_root: Path) -> None:
     for _ in range(2):
         dataset = opened(data_root, "one", eval_split=None, eval_fraction=0.25)
         numbers = [
-            [int(row["number"]) for row in split.dataset]  # type: ignore[union-attr]
-            for split in (dataset.train, dataset.eval)
+            [int(row["number"]) for row in split.dataset] for split in (dataset.train, dataset.eval)
         ]
         assert (len(numbers[0]), len(numbers[1])) == (13, 4)
         assert sorted(numbers[0] + numbers[1]) == list(range(SIZE))

@@ -140,7 +140,7 @@ def of_one(model: nn.Module, batch: Any) -> Step:
 
 def number_as_scalar(model: nn.Module, batch: Any) -> Step:
     """Return a Python number among the scalars."""
-    return Step(squares(model, batch).loss_sum, len(batch[0]), scalars={"one": 1.0})  # type: ignore[dict-item]
+    return Step(squares(model, batch).loss_sum, len(batch[0]), scalars={"one": 1.0})
 
 
 def failing(model: nn.Module, batch: Any) -> Step:

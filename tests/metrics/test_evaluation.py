@@ -91,7 +91,7 @@ def test_ranks_raise_the_same_error() -> None:
 def unpicklable(env: DistEnv) -> str:
     """Return the error of a metric that cannot be sent."""
     metric = Largest()
-    metric.weigh = lambda value: value  # type: ignore[attr-defined]
+    metric.weigh = lambda value: value
     with pytest.raises(UserError) as error:
         Evaluation({"largest": metric}, device=CPU).compute()
     return str(error.value)

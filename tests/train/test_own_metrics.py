@@ -128,7 +128,7 @@ def tried(env: DistEnv, config: Config) -> tuple[set[str], set[str], dict[str, s
     random, was_training = torch.get_rng_state(), state.module.training
     try:
         known = try_evaluation(state)
-        validate_known(config, known)  # type: ignore[arg-type]
+        validate_known(config, known)
     except UserError as error:
         return str(error)
     assert torch.equal(random, torch.get_rng_state())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
+from ddp_runner.data.loading import require_function
 from ddp_runner.data.pictures import SUFFIXES, PictureDecoder
 from ddp_runner.data.shards import ShardIndex, ShardSamples, index_shards
 from ddp_runner.data.sources import shared
@@ -54,11 +55,9 @@ class Shards:
     def __post_init__(self) -> None:
         if self.decode is None:
             shared.validate_pictures(self)
-        if self.decode is not None and not callable(self.decode):
-            raise UserError(
-                f"dataset.decode ({self.decode}) cannot be called; write "
-                "{_target_: my_package.decode, _partial_: true}"
-            )
+        require_function(
+            "decode", self.decode, fix="{_target_: my_package.decode, _partial_: true}"
+        )
         if self.decode is None and self.num_classes is None:
             raise UserError(
                 "dataset.num_classes is missing; write dataset.num_classes=N, or name a function "

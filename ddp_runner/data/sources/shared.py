@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_runner.data.dataset import Augmentation, Dataset, TensorSource, splits
 from ddp_runner.data.loader import Collate, LoaderSplit, MapDataset
-from ddp_runner.data.loading import Loading
+from ddp_runner.data.loading import Loading, require_function
 from ddp_runner.errors import UserError, one_line
 
 REMEDY = "replace the file, or delete it to have it downloaded"
@@ -90,12 +90,8 @@ def validate_pictures(source: Any) -> None:
     """
     require_at_least(source, height=1, width=1)
     for key in ("train_transform", "eval_transform"):
-        transform = getattr(source, key)
-        if transform is not None and not callable(transform):
-            raise UserError(
-                f"dataset.{key} ({transform}) cannot be called; write "
-                f"dataset.{key}._target_=torchvision.transforms.v2.NAME and its keywords"
-            )
+        fix = f"dataset.{key}._target_=torchvision.transforms.v2.NAME and its keywords"
+        require_function(key, getattr(source, key), fix=fix)
     if source.channels not in (1, 3):
         raise UserError(f"dataset.channels ({source.channels}) must be 1 (grey) or 3 (colours)")
     for key in ("mean", "std"):
