@@ -61,6 +61,6 @@ class TorchDataset:
         if dataset is None or isinstance(dataset, Mapping):
             raise UserError(
                 f"dataset.{name} has no _target_; name your Dataset: "
-                f"dataset.{name}._target_=my_package.MyDataset"
+                f"dataset.{name}={{_target_:my_package.MyDataset}}"
             )
         return dataset
