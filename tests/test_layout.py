@@ -22,7 +22,7 @@ ALLOWED = {
     "job": {"config", "scratch"},
     "scratch": {"errors", "files"},
     "distributed": GROUND,
-    "metrics": {*GROUND, "distributed"},
+    "metrics": {*GROUND, "config", "data", "distributed"},
     "parallelism": {*GROUND, "dist_env", "job"},
     "models": set(),
     "data": {*GROUND, "config"},

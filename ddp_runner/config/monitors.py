@@ -51,7 +51,8 @@ def validate_monitors(config: Config) -> None:
             raise UserError(f"{group}.monitor ({monitor}) must be one of {', '.join(known)}{hint}")
         if not is_own:  # else a rank knows the end
             _validate_end(group, monitor, mode, best_end(monitor))
-        if monitor.startswith("eval/") and not config.train.eval_every_epochs:
+        is_evaluated = config.train.eval_every_epochs or config.train.eval_every_steps
+        if monitor.startswith("eval/") and not is_evaluated:
             raise UserError(
                 f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
                 "write train.eval_every_epochs=1"

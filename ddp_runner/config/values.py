@@ -30,9 +30,9 @@ from ddp_runner.metric_names import LISTED
 MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
 YEAR_S = 365 * 86_400.0  # longer times overflow in the libraries
 POSITIVE = (
-    "train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps",
-    "train.clip_norm", "train.clip_value", "train.num_threads", "early_stop.patience",
-    "batch.global_size", "batch.per_rank", "batch.max_per_rank",
+    "train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_steps",
+    "train.grad_accum_steps", "train.clip_norm", "train.clip_value", "train.num_threads",
+    "early_stop.patience", "batch.global_size", "batch.per_rank", "batch.max_per_rank",
     "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
     "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",

@@ -130,6 +130,7 @@ class _Fetcher(Dataset[Any]):
         self._fetch_many = getattr(dataset, "__getitems__", None)
         self._restores = restores  # the rank's own generators are the model's
         self._drawn = set[str]()  # the generators that samples draw from
+        self._at: int | None = None  # the sample that is being loaded by itself
         self._is_first = True
 
     def __len__(self) -> int:
@@ -141,17 +142,13 @@ class _Fetcher(Dataset[Any]):
         own = random_states(self._drawn) if self._restores else {}
         before = random_states(others)
         while True:
+            self._at = None
             try:
                 result = self._seeded_batch(order) if self._drawn else self._batch(order)
             except UserError as error:  # of one of our datasets, whose sentence has the file
                 result = Failure(str(error), traceback.format_exc())
             except Exception as error:  # of the user's code: any kind
-                result = Failure(
-                    f"the {self._name} samples {_listed(order.indices)} cannot be loaded: "
-                    f"{typed(error)}; mend the dataset or its collate_fn (the traceback is in "
-                    "logs/)",
-                    traceback.format_exc(),
-                )
+                result = Failure(self._sentence(order, error), traceback.format_exc())
             if not (newly := moved(before)):
                 break
             self._drawn |= newly  # so that even a failure depends on the samples alone
@@ -165,18 +162,32 @@ class _Fetcher(Dataset[Any]):
     def _batch(self, order: _Order) -> Any:
         if self._fetch_many:
             return self._collate_fn(self._fetch_many(list(order.indices)))
-        dataset = self._dataset
-        return self._collate_fn([dataset[index] for index in order.indices])
+        return self._collate_fn([self._sample(index) for index in order.indices])
 
     def _seeded_batch(self, order: _Order) -> Any:
         samples = list[Any]()
         for index in order.indices:
             seed_all(derive(order.seed, self._name, "sample", order.epoch, index), self._drawn)
-            # A dataset may offer to load many at once, but one seed serves one sample.
-            samples += self._fetch_many([index]) if self._fetch_many else [self._dataset[index]]
+            samples.append(self._sample(index))
         first = order.indices[:1]
         seed_all(derive(order.seed, self._name, "batch", order.epoch, *first), self._drawn)
         return self._collate_fn(samples)
+
+    def _sample(self, index: int) -> Any:
+        self._at = index
+        # A dataset may offer to load many at once, but one seed serves one sample.
+        sample = self._fetch_many([index])[0] if self._fetch_many else self._dataset[index]
+        self._at = None
+        return sample
+
+    def _sentence(self, order: _Order, error: Exception) -> str:
+        which, mend = f"sample {self._at}", "the dataset"
+        if self._at is None:
+            which, mend = f"samples {_listed(order.indices)}", "the dataset or its collate_fn"
+        return (
+            f"the {self._name} {which} cannot be loaded: {typed(error)}; mend {mend} (the "
+            "traceback is in logs/)"
+        )
 
 
 def _as_it_is(batch: Any) -> Any:

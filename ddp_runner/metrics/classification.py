@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from ddp_runner.data.dataset import IGNORED
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import IGNORED, validate_scores
+from ddp_runner.metrics.confusion import validate_scores
 
 
 class TopKAccuracy:

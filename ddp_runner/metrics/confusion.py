@@ -6,9 +6,8 @@ Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#class
 import torch
 from torch import Tensor
 
+from ddp_runner.data.dataset import IGNORED
 from ddp_runner.errors import UserError
-
-IGNORED = -100  # a target that does not count: the default of torch's cross_entropy
 
 
 def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> Tensor:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ddp_runner.data.dataset import IGNORED
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import IGNORED
 
 
 class Perplexity:

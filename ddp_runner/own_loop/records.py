@@ -47,9 +47,8 @@ class Records:
         if session.job.scratch is not None:
             session.job.scratch.begin_loop()
         if session.env.is_rank_zero:
-            freeze(
-                session.job, session.run_dir
-            )  # only now, so that a failed resume changes nothing
+            # Only now, so that a failed resume changes nothing.
+            freeze(session.job, session.run_dir)
             write_run_record(session.run_dir, uses=sorted(uses))
             self._logger = RunLogger(
                 session.run_dir,
@@ -69,7 +68,7 @@ class Records:
             stack.enter_context(self._writer)
             if resume_step is not None:
                 self._writer.retain(step=resume_step)
-        self._timed_step, self._timed_at, self._timed_samples = resume_step or 0, 0.0, 0
+        self._timed_step, self._timed_samples = resume_step or 0, 0
         self._timed_at = time.perf_counter()
 
     def log(

@@ -30,7 +30,7 @@ TUNED = re.compile(
 # The keys of these groups that are not: they say where data are, or follow from the data.
 UNTUNED = re.compile(
     r".*(_target_|_partial_|loss|folder|path|weights|pretrained|tokenizer|text|label|encoding"
-    r"|delimiter|mean|std|num_classes|channels|log_every_steps|eval_every_epochs)"
+    r"|delimiter|mean|std|num_classes|channels|log_every_steps|eval_every_(epochs|steps))"
 )
 # The keys that the HParams tab shows first in a run that no sweep varies.
 FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")

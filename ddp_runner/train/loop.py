@@ -11,23 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_runner.config.optimizing import EarlyStopConfig
+from ddp_runner.config.schema import TrainConfig
 from ddp_runner.data.batches import MicroBatch, StepBatch, eval_batches
-from ddp_runner.distributed import (
-    StopVote,
-    add_over_ranks,
-    broadcast_buffers,
-    gather_objects,
-    sum_over_ranks,
-)
-from ddp_runner.errors import UserError
+from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
-from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
+from ddp_runner.train.eval_totals import EvalTotals
 from ddp_runner.train.metrics import gradient_norm, step_metrics
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import Position, TrainState
 from ddp_runner.train.step import Step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,6 +69,11 @@ def train(
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
+            is_inside = not (finished or has_ended)
+            if is_inside and _due(position.step, config.eval_every_steps):
+                finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)
+                state.model.train()
+                timer.restart()
             # After the last step only the evaluation is left; stopping now would lose it.
             if not finished and vote.agreed(stop_requested()):
                 save()
@@ -87,13 +86,9 @@ def train(
             timer.mark(None)
         if has_ended:
             position.epoch, position.step_in_epoch = epoch, 0
-        if config.eval_every_epochs and (finished or _due(epoch, config.eval_every_epochs)):
-            results, confusion = evaluate(state)
-            position.metrics |= results
-            state.schedule.evaluated(results)
-            count_evaluation(position, early_stop, results)
-            finished = finished or stop_reason(position, early_stop) is not None
-            logger.log(results, step=position.step, epoch=epoch, confusion=confusion)
+        is_stopped = stop_reason(position, early_stop) is not None  # inside the epoch
+        if not is_stopped and _evaluation_is_due(position, config, epoch=epoch, finished=finished):
+            finished |= _evaluate(state, early_stop, epoch=epoch, logger=logger)
         is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
         if finished or is_due:
             save()
@@ -141,6 +136,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     """Accumulate the micro-batches' gradients; return this rank's part of the mean loss."""
     setup = state.setup
     timer, has_peers = setup.timer, setup.env.world_size > 1
+    counts_tokens = setup.config.batch.count == "tokens"
     total = torch.zeros((), device=setup.devices[-1])
     num_tokens, scalars = torch.zeros_like(total), dict[str, Tensor]()
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -159,9 +155,9 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
         total += loss.detach()
         for name, value in step.scalars.items():
             scalars[name] = scalars.get(name, 0) + value.detach() * share
-        if setup.config.batch.count == "tokens":
+        if counts_tokens:
             num_tokens += step.count * micro_batch.weight
-    if setup.config.batch.count == "tokens":
+    if counts_tokens:
         factor = token_factor(num_tokens, batch, group=setup.group)
         for parameter in state.module.parameters():
             if parameter.grad is not None:
@@ -204,15 +200,11 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
         counts (num_classes, num_classes), a row per true class, or None without classes. A
         prediction outside the classes counts as wrong and is in no column.
     """
-    setup, device = state.setup, state.setup.devices[-1]
+    setup, totals = state.setup, EvalTotals(state.setup)
     # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
     module = state.evaluated
     broadcast_buffers(module, group=setup.group)
     module.eval()
-    num_classes = setup.dataset.num_classes or 0
-    loss_sum, count, zero = torch.zeros(3, dtype=torch.float64, device=device)
-    confusion = torch.zeros((num_classes, num_classes + 1), dtype=torch.int64, device=device)
-    scalars, metrics = dict[str, Tensor](), Evaluation(setup.metrics, device=device)
     for batch in eval_batches(
         setup.dataset.eval,
         batch_size=setup.eval_batch_size,
@@ -220,37 +212,33 @@ def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | Non
         world_size=setup.env.world_size,
         seed=setup.config.seed,
     ):
-        step = forward(state, module, batch)
-        loss_sum += step.loss_sum
-        count += step.count
-        for name, value in step.scalars.items():
-            scalars[name] = scalars.get(name, zero) + value
-        metrics.update(step.outputs, step.targets)
-        if num_classes and has_classes(step):
-            targets = step.targets.to(step.outputs.device)
-            confusion += confusion_counts(step.outputs, targets, num_classes=num_classes)
-    sums = sum_over_ranks([loss_sum.item(), count.item()], group=setup.group)
-    if not sums[1]:  # of a split whose length is not known
-        raise UserError(f"dataset={setup.dataset.name} has no eval samples; give at least 1")
-    results = {"eval/loss": sums[0] / sums[1]}
-    # A rank without a batch does not know the names.
-    own = {name: value.item() for name, value in scalars.items()}
-    for of_rank in gather_objects(own, group=setup.group):
-        for name, part in of_rank.items():
-            results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / sums[1]
-    results |= metrics.compute(group=setup.group)
-    confusion = add_over_ranks(confusion, group=setup.group)
-    if not confusion.any():
-        return results, None
-    matches = classification_metrics(confusion)
-    results |= {f"eval/{name}": value for name, value in matches.items()}
-    return results, confusion[:, :-1].tolist()
+        totals.add(forward(state, module, batch))
+    return totals.compute()
 
 
-def has_classes(step: Step) -> bool:
-    """Return whether a step has what accuracy, precision, recall and F1 are computed from."""
-    return isinstance(step.outputs, Tensor) and isinstance(step.targets, Tensor)
+def _evaluation_is_due(
+    position: Position, config: TrainConfig, *, epoch: int, finished: bool
+) -> bool:
+    """Return whether to evaluate after the last step of an epoch, or of the run."""
+    by_epochs, by_steps = config.eval_every_epochs, config.eval_every_steps
+    if finished:
+        return bool(by_epochs or by_steps)
+    return _due(epoch, by_epochs) or _due(position.step, by_steps)
+
+
+def _evaluate(
+    state: TrainState, early_stop: EarlyStopConfig, *, epoch: int, logger: Logger
+) -> bool:
+    """Evaluate, log the results and count them; return whether the run stops early."""
+    position = state.position
+    results, confusion = evaluate(state)
+    position.metrics |= results
+    state.schedule.evaluated(results)
+    count_evaluation(position, early_stop, results)
+    logger.log(results, step=position.step, epoch=epoch, confusion=confusion)
+    return stop_reason(position, early_stop) is not None
 
 
 def _due(count: int, every: int | None) -> bool:
-    return every is not None and count % every == 0
+    """Return whether it is due; None and 0 are never."""
+    return bool(every and count % every == 0)

@@ -1,0 +1,74 @@
+"""What an evaluation adds up over batches and ranks: the loss, scalars, metrics and confusion."""
+
+import torch
+from torch import Tensor
+
+from ddp_runner.distributed import add_over_ranks, gather_objects, sum_over_ranks
+from ddp_runner.errors import UserError
+from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
+from ddp_runner.metrics.evaluation import Evaluation
+from ddp_runner.train.state import Setup
+from ddp_runner.train.step import Step
+
+
+class EvalTotals:
+    """The totals of one evaluation set, split among the ranks, on the device of the outputs."""
+
+    def __init__(self, setup: Setup) -> None:
+        device, self._setup = setup.devices[-1], setup
+        self._loss, self._count, self._zero = torch.zeros(3, dtype=torch.float64, device=device)
+        self._scalars = dict[str, Tensor]()
+        self._metrics = Evaluation(setup.metrics, device=device)
+        self._num_classes = setup.dataset.num_classes or 0
+        shape = (self._num_classes, self._num_classes + 1)
+        self._confusion = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def add(self, step: Step) -> None:
+        """Add what the training step returned for a batch.
+
+        Raises:
+            UserError: a metric cannot take the outputs, or a target is not a class.
+        """
+        self._loss += step.loss_sum
+        self._count += step.count
+        for name, value in step.scalars.items():
+            self._scalars[name] = self._scalars.get(name, self._zero) + value
+        self._metrics.update(step.outputs, step.targets)
+        if self._num_classes and has_classes(step):
+            targets = step.targets.to(step.outputs.device)
+            self._confusion += confusion_counts(
+                step.outputs, targets, num_classes=self._num_classes
+            )
+
+    def compute(self) -> tuple[dict[str, float], list[list[int]] | None]:
+        """Return the metrics and the confusion counts of all ranks; see ``evaluate``. Call it once.
+
+        Collective: every rank of the loop must call.
+
+        Raises:
+            UserError: no rank had a sample, or a metric computes no number. All ranks raise.
+        """
+        group = self._setup.group
+        loss, count = sum_over_ranks([self._loss.item(), self._count.item()], group=group)
+        if not count:  # of a split whose length is not known
+            raise UserError(
+                f"dataset={self._setup.dataset.name} has no eval samples; give at least 1"
+            )
+        results = {"eval/loss": loss / count}
+        # A rank without a batch does not know the names.
+        own = {name: value.item() for name, value in self._scalars.items()}
+        for of_rank in gather_objects(own, group=group):
+            for name, part in of_rank.items():
+                results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / count
+        results |= self._metrics.compute(group=group)
+        confusion = add_over_ranks(self._confusion, group=group)
+        if not confusion.any():
+            return results, None
+        matches = classification_metrics(confusion)
+        results |= {f"eval/{name}": value for name, value in matches.items()}
+        return results, confusion[:, :-1].tolist()
+
+
+def has_classes(step: Step) -> bool:
+    """Return whether a step has what accuracy, precision, recall and F1 are computed from."""
+    return isinstance(step.outputs, Tensor) and isinstance(step.targets, Tensor)
