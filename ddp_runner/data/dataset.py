@@ -95,7 +95,10 @@ class Dataset:
         if inputs.dtype != torch.uint8 or self.mean is None:
             return inputs
         if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
-            return inputs.float().sub_(255 * self.mean).mul_(1 / (255 * self.std))
+            pixels = inputs.float()
+            if self.mean:  # else a pass over the batch would change nothing
+                pixels.sub_(255 * self.mean)
+            return pixels.mul_(1 / (255 * self.std))
         facts = (self.mean, self.std)
         mean, std = (tuple(one) if isinstance(one, Sequence) else one for one in facts)
         shift, factor = _scaling(mean, std, inputs.device)
