@@ -77,6 +77,7 @@ def _index_shard(path: Path) -> tuple[list[str], Tensor, Tensor]:
                 samples[-1][ending] = (member.offset_data, member.size)
                 text = f"{member.name}\0{member.size}\0{member.mtime}"
                 marks[-1] = zlib.crc32(os.fsencode(text), marks[-1])
+            _validate_end(path, shard.offset)
     except (OSError, tarfile.TarError) as error:
         raise UserError(
             f"{path.absolute()} cannot be read as an uncompressed tar file ({one_line(error)}); "
@@ -90,6 +91,27 @@ def _index_shard(path: Path) -> tuple[list[str], Tensor, Tensor]:
         for sample in samples
     ]
     return endings, torch.tensor(places), torch.tensor(marks)
+
+
+def _validate_end(path: Path, offset: int) -> None:
+    """Reject a shard that has more than the end mark of a tar, which is zeros, or not even that.
+
+    tarfile stops at a damaged header as if it were the end, and the samples after it would be lost.
+
+    Raises:
+        UserError: the message has the byte.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        first = file.read(HEADER)
+        is_zero = not first.strip(b"\0")
+        while is_zero and (rest := file.read(2**20)):
+            is_zero = not rest.strip(b"\0")
+    if len(first) < HEADER or not is_zero:
+        raise UserError(
+            f"{path.absolute()} is damaged: at byte {offset:,} there is neither a file nor the end "
+            "mark of a tar; replace it"
+        )
 
 
 def _split_name(name: str) -> tuple[str, str]:

@@ -170,6 +170,37 @@ def test_each_fault_of_a_shard_is_named(
     assert "\n" not in str(caught.value)
 
 
+def _zeros(content: bytes, header: int) -> bytes:
+    return content[:header] + bytes(512) + content[header + 512 :]
+
+
+def _noise(content: bytes, header: int) -> bytes:
+    return content[:header] + b"\x7f" * 512 + content[header + 512 :]
+
+
+def _cut_in_header(content: bytes, header: int) -> bytes:
+    return content[: header + 200]
+
+
+def _cut_before_header(content: bytes, header: int) -> bytes:
+    return content[:header]
+
+
+@pytest.mark.parametrize("damage", [_zeros, _noise, _cut_in_header, _cut_before_header])
+@pytest.mark.parametrize("member", [1, -1])
+def test_a_shard_does_not_end_before_its_end_mark(
+    damage: Callable[[bytes, int], bytes], member: int, root: Path, tmp_path: Path
+) -> None:
+    """The library that reads tar files takes a damaged header for the end."""
+    path = root / "train-000000.tar"
+    with tarfile.open(path) as shard:
+        header = shard.getmembers()[member].offset
+    path.write_bytes(damage(path.read_bytes(), header))
+    message = rf"^{path} is damaged: at byte {header:,} there is neither a file nor"
+    with pytest.raises(UserError, match=message):
+        load_dataset(SOURCE, data_root=tmp_path, log=print)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
