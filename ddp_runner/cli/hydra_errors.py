@@ -31,6 +31,8 @@ SENTENCES: tuple[tuple[str, str], ...] = (
     (r"\Amaximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
     (r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'",
      r"\1 has a value already; write \1=\2, without +"),
+    (r"Could not append to config\. An item is already at '([^']+)'",
+     r"\1 has a value already; write \1=VALUE, without +"),
     (r"force-add of config groups is not supported: '\+\+(.+)'", r"write \1, without ++"),
     (r"(?s)LexerNoViableAltException: (.+? = .+?)\s+\^",
      r"\1: write key=value without spaces around ="),

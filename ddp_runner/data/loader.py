@@ -160,9 +160,15 @@ class _Fetcher(Dataset[Any]):
         return result
 
     def _batch(self, order: _Order) -> Any:
-        if self._fetch_many:
-            return self._collate_fn(self._fetch_many(list(order.indices)))
-        return self._collate_fn([self._sample(index) for index in order.indices])
+        if self._fetch_many is None:
+            return self._collate_fn([self._sample(index) for index in order.indices])
+        try:
+            samples = self._fetch_many(list(order.indices))
+        except Exception:
+            for index in order.indices:  # one of them raises it again, and gets named
+                self._sample(index)
+            raise
+        return self._collate_fn(samples)
 
     def _seeded_batch(self, order: _Order) -> Any:
         samples = list[Any]()

@@ -82,6 +82,7 @@ ANSWERS = {
     "-m 'seed=range(3,0)'": "the sweep has no job: a range is empty",
     "-cn toy": PLACE,
     "--config-path x": PLACE,
+    "+train.epochs=3": "train.epochs has a value already; write train.epochs=VALUE, without +",
     "+experiment=toy_ddp": "write experiment=toy_ddp, without +",
     "++model=toy": "write model=toy, without ++",
     "model=toy,convnet": "write -m for a sweep over its values",

@@ -312,6 +312,10 @@ class Failing(Drawing):
         return super().__getitem__(index)
 
 
+class FailingTogether(Failing, Many):
+    """The same, fetched together."""
+
+
 class Moody(Drawing):
     """Samples that fail for half of the random numbers."""
 
@@ -347,19 +351,17 @@ def failing_collate(samples: list[Any]) -> Any:
 def test_a_sample_or_a_batch_that_fails_is_one_line(num_workers: int) -> None:
     """It has the sample's number and the error; the traceback is in the cause."""
     bad_sample = split_of(Failing(7), num_workers=num_workers)
+    bad_together = split_of(FailingTogether(7), num_workers=num_workers)
     bad_batch = split_of(Drawing(), num_workers=num_workers, collate_fn=failing_collate)
-    cases = {
-        ("sample 7 cannot be loaded: ZeroDivisionError: no such picture", "the dataset ("): (
-            bad_sample,
-            "__getitem__",
-        ),
-        ("samples 1, 3, 7, … (4 of one batch) cannot be loaded: RuntimeError", "collate_fn ("): (
-            bad_batch,
-            "failing_collate",
-        ),
-    }
+    of_sample = ("sample 7 cannot be loaded: ZeroDivisionError: no such picture", "the dataset (")
+    of_batch = ("samples 1, 3, 7, … (4 of one batch) cannot be loaded: RuntimeE", "collate_fn (")
+    cases = [
+        (bad_sample, of_sample, "__getitem__"),
+        (bad_together, of_sample, "__getitem__"),
+        (bad_batch, of_batch, "failing_collate"),
+    ]
     pieces = [Piece(torch.tensor(numbers)) for numbers in ([2], [1, 3, 7, 8])]
-    for parts, (split, place) in cases.items():
+    for split, parts, place in cases:
         for _ in range(2):  # a failure does not end the workers
             with pytest.raises(UserError) as caught:
                 list(split.load(pieces, seed=0))
