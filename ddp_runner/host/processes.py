@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ PRELOAD = "ddp_runner.launch.preload"  # what the fork server imports
 _SERVER: Any = forkserver._forkserver  # the module's only ForkServer object
 PROC = Path("/proc")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
 LIMIT_S = 1.0  # for killed processes to be gone
 
 
@@ -79,7 +80,21 @@ def start_fork_server() -> None:
     temp_folder()
     multiprocessing.set_forkserver_preload([PRELOAD])
     with children_ignore_signals():
+        _start_resource_tracker()
         forkserver.ensure_running()
+
+
+def _start_resource_tracker() -> None:
+    """Start the process that removes what others leave behind, and let it do so in silence.
+
+    Ranks end without the interpreter's shutdown, so the semaphores of a user's progress bars are
+    left to it. Its warning of them would follow the last line of the run.
+    """
+    sys.warnoptions.append(WITHOUT_WARNING)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(WITHOUT_WARNING)
 
 
 def fork_server_is_gone() -> bool:

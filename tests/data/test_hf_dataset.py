@@ -1,9 +1,6 @@
 """Datasets of Hugging Face's library, from files and saved folders; the network is never asked."""
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -208,27 +205,6 @@ def test_a_damaged_file_is_named_with_its_cause(data_root: Path, tmp_path: Path)
     damaged.write_bytes(content[:middle] + b"\x55" * 60 + content[middle + 60 :])
     with pytest.raises(UserError, match=r"the split train cannot be loaded \((?!DatasetGen)\w+: "):
         opened(data_root, "parquet", data_files={"train": str(damaged), "test": "test.parquet"})
-
-
-def test_a_run_leaves_no_semaphore(data_root: Path, offline: Path) -> None:
-    """Progress bars would: Python warns of it after the last line of the run."""
-    code = (
-        "import os, sys; from pathlib import Path; from test_hf_dataset import opened\n"
-        "import multiprocessing; multiprocessing.set_start_method('spawn')\n"  # as of a rank
-        "opened(Path(sys.argv[1]), 'csv')\n"
-        "os._exit(0)"  # as a rank ends
-    )
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environ = os.environ | {"PYTHONPATH": paths, "HF_DATASETS_CACHE": str(offline)}
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(data_root)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert "leaked" not in ended.stderr
 
 
 def test_what_is_missing_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

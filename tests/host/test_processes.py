@@ -1,7 +1,9 @@
-"""The private pipe of multiprocessing's fork server exists, and shows whether the server lives."""
+"""multiprocessing's fork server: a private pipe tells whether it lives, and it ends in silence."""
 
 import os
 import signal
+import subprocess
+import sys
 from multiprocessing import forkserver, get_context
 from typing import Any
 
@@ -32,3 +34,28 @@ def test_the_pipe_of_the_fork_server_tells_its_end_and_can_be_released() -> None
     process.start()
     process.join()
     assert process.exitcode == 42
+
+
+LEAVES_A_SEMAPHORE = """
+from multiprocessing import get_context
+from ddp_runner.host.processes import start_fork_server
+
+start_fork_server()
+code = "import multiprocessing as m, os; lock = m.get_context('spawn').RLock(); os._exit(0)"
+rank = get_context("forkserver").Process(target=exec, args=(code,))
+rank.start()
+rank.join()
+assert rank.exitcode == 0
+"""
+
+
+def test_a_semaphore_that_a_rank_leaves_behind_causes_no_warning() -> None:
+    """Progress bars have one, and a warning of it would follow the last line of the run."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVES_A_SEMAPHORE],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert ended.stderr == ""

@@ -4,7 +4,6 @@ Numbered samples are memory-mapped from Arrow files; with `streaming` they are r
 API: https://huggingface.co/docs/datasets/package_reference/loading_methods
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,6 @@ class HFDataset:
         needed = NEEDS_HF_EXTRA.format(self.name, ".".join(map(str, FIRST_VERSION)))
         try:
             from datasets import __version__, disable_progress_bars
-            from tqdm import tqdm
         except ImportError as error:
             raise UserError(needed) from error
         if tuple(map(int, __version__.split(".")[:2])) < FIRST_VERSION:
@@ -108,8 +106,6 @@ class HFDataset:
                 f"({', '.join(FORMATS)}) and no name of the hub, as in user/name; write one of them"
             )
         disable_progress_bars()
-        # By default it is a semaphore, which a rank leaves behind with a warning.
-        tqdm.set_lock(threading.RLock())
 
     def _load(self, split: str, data_root: Path) -> Any:
         """Return a split as the library's Dataset, or as its IterableDataset if streaming."""
