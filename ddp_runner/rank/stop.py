@@ -18,6 +18,8 @@ from ddp_runner.scratch import SAVING_POLL_S, Scratch
 # From SIGTERM to the end of a rank whose launcher did not ask for a checkpoint: its worker group
 # has failed, and the rank may be in a collective that never ends.
 FAILED_GROUP_GRACE_S = 3.0
+# From the launcher's end to that of a rank which the fork server has not ended by then.
+SERVER_GRACE_S = 5.0
 
 
 class StopRequest:
@@ -73,14 +75,17 @@ def die_with_launcher() -> None:
     """Make this process end when its launcher does, even by SIGKILL.
 
     The fork server ends when no process holds the other end of its pipe; on Linux the kernel then
-    kills the server's children, even suspended and deadlocked ones. Elsewhere a thread waits for
-    the launcher's end.
+    kills the server's children, even suspended and deadlocked ones. Elsewhere, and if that server
+    hangs, a thread waits for the launcher's end.
     """
     launcher = multiprocessing.parent_process()
     assert launcher is not None
 
     def wait() -> None:
         launcher.join()
+        if sys.platform == "linux":
+            # The server first ends what this rank has started, and finds it only below a rank.
+            time.sleep(SERVER_GRACE_S)
         os._exit(128 + signal.SIGKILL)
 
     threading.Thread(target=wait, name="launcher-watch", daemon=True).start()

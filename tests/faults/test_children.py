@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,25 @@ def test_children_of_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
         pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
         assert all(map(psutil.pid_exists, pids))
         process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+        wait_until_gone(process)
+
+
+def test_ranks_leave_their_children_to_a_server_that_is_late(tmp_path: Path) -> None:
+    """Ranks that ended by themselves would leave them behind, where nobody finds them."""
+    (tmp_path / "mother.py").write_text(CHILD_STARTER)
+    keys = ("model._target_=mother.Mother", "allowed_targets=[mother]")
+    with background(
+        *LONG, *keys, folder=tmp_path, environ={"PYTHONPATH": str(tmp_path)}
+    ) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
+        below = psutil.Process(process.pid).children()
+        (server,) = (one for one in below if "forkserver" in " ".join(one.cmdline()))
+        server.suspend()
+        process.send_signal(signal.SIGKILL)
+        time.sleep(1.0)
+        server.resume()
         wait_for(lambda: not any(map(psutil.pid_exists, pids)))
         wait_until_gone(process)
 
