@@ -88,7 +88,8 @@ def wait_with_workers(pipe: Any, how: str) -> None:
 def test_workers_end_with_their_rank(how: str) -> None:
     """However it ends: killed, or ordinarily with an epoch still open."""
     own, other = Pipe()
-    context: Any = multiprocessing.get_context("fork")
+    # As a rank of a run, it inherits no thread and no lock: a fork of this process would.
+    context: Any = multiprocessing.get_context("spawn")
     rank = context.Process(target=wait_with_workers, args=(other, how))
     rank.start()
     pids = own.recv()
