@@ -5,10 +5,12 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
-from commands import background, wait_for, wait_for_end, wait_until_gone
+from commands import Started, background, wait_for, wait_for_end, wait_until_gone
 from ranks import run_ranks
 from run_folders import record
 from trainings import CHILD_STARTER, LONG, is_training
@@ -22,15 +24,32 @@ from ddp_runner.host.processes import (
 )
 
 
+def starting_children(
+    folder: Path, *keys: str, prepare: Callable[[], None] | None = None
+) -> AbstractContextManager[Started]:
+    """Run a long training whose two ranks each start a child in a session of its own."""
+    (folder / "mother.py").write_text(CHILD_STARTER)
+    return background(
+        *LONG,
+        "model._target_=mother.Mother",
+        "allowed_targets=[mother]",
+        *keys,
+        folder=folder,
+        environ={"PYTHONPATH": str(folder)},
+        prepare=prepare,
+    )
+
+
+def children_of_ranks(folder: Path) -> list[int]:
+    """Return the processes that the ranks have started."""
+    return [int((folder / f"child-{rank}").read_text()) for rank in (0, 1)]
+
+
 def test_children_of_ranks_end_with_a_completed_run(tmp_path: Path) -> None:
     """Each rank has a child in a session of its own; none outlives the launcher for long."""
-    (tmp_path / "mother.py").write_text(CHILD_STARTER)
-    keys = ("model._target_=mother.Mother", "allowed_targets=[mother]", "train.max_steps=4")
-    with background(
-        *LONG, *keys, folder=tmp_path, environ={"PYTHONPATH": str(tmp_path)}
-    ) as process:
+    with starting_children(tmp_path, "train.max_steps=4") as process:
         end = wait_for_end(process, tmp_path)
-        pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
+        pids = children_of_ranks(tmp_path)
         wait_for(lambda: not any(map(psutil.pid_exists, pids)))
         wait_until_gone(process)
     assert (end.exit_code, end.stderr) == (0, "")
@@ -39,13 +58,9 @@ def test_children_of_ranks_end_with_a_completed_run(tmp_path: Path) -> None:
 
 def test_children_of_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
     """Only the server that the ranks were forked from is left to end them."""
-    (tmp_path / "mother.py").write_text(CHILD_STARTER)
-    keys = ("model._target_=mother.Mother", "allowed_targets=[mother]")
-    with background(
-        *LONG, *keys, folder=tmp_path, environ={"PYTHONPATH": str(tmp_path)}
-    ) as process:
+    with starting_children(tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
+        pids = children_of_ranks(tmp_path)
         assert all(map(psutil.pid_exists, pids))
         process.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(map(psutil.pid_exists, pids)))
@@ -54,13 +69,9 @@ def test_children_of_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
 
 def test_ranks_leave_their_children_to_a_server_that_is_late(tmp_path: Path) -> None:
     """Ranks that ended by themselves would leave them behind, where nobody finds them."""
-    (tmp_path / "mother.py").write_text(CHILD_STARTER)
-    keys = ("model._target_=mother.Mother", "allowed_targets=[mother]")
-    with background(
-        *LONG, *keys, folder=tmp_path, environ={"PYTHONPATH": str(tmp_path)}
-    ) as process:
+    with starting_children(tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
+        pids = children_of_ranks(tmp_path)
         below = psutil.Process(process.pid).children()
         (server,) = (one for one in below if "forkserver" in " ".join(one.cmdline()))
         server.suspend()
@@ -91,14 +102,9 @@ def is_gone(pid: int) -> bool:
 
 def test_children_of_ranks_end_when_the_servers_pipe_closes(tmp_path: Path) -> None:
     """A dying launcher's pipe may close long before the kernel signals its death."""
-    (tmp_path / "mother.py").write_text(CHILD_STARTER)
-    keys = ("model._target_=mother.Mother", "allowed_targets=[mother]")
-    environ = {"PYTHONPATH": str(tmp_path)}
-    with background(
-        *LONG, *keys, folder=tmp_path, environ=environ, prepare=close_pipe_on_signal
-    ) as process:
+    with starting_children(tmp_path, prepare=close_pipe_on_signal) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        pids = [int((tmp_path / f"child-{rank}").read_text()) for rank in (0, 1)]
+        pids = children_of_ranks(tmp_path)
         assert not any(map(is_gone, pids))
         process.send_signal(signal.SIGRTMIN)
         wait_for(lambda: all(map(is_gone, pids)))
