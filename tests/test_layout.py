@@ -48,7 +48,10 @@ ALLOWED = {
     "worker": {*GROUND, "check", "collectives", "dist_env", "job", "own_loop", "rank", "train"},
     "launch": {*GROUND, "config", "dist_env", "job", "rank", "scratch", "tracking", "worker"},
     "compare": {*GROUND, "config", "job", "tracking"},
-    "sweep": {*GROUND, "compare", "config", "job", "launch", "rank", "scratch", "tracking"},
+    "sweep": {
+        *(*GROUND, "compare", "config", "dist_env", "job", "launch", "rank", "scratch"),
+        "tracking",
+    },
     "cli": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "job", "launch", "sweep"),
         *("tracking", "worker"),
