@@ -45,28 +45,35 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
 
 
 def current(entry: Entry, folder: Path) -> Entry:
-    """Return how a job stands now.
-
-    Nobody may watch the jobs that Slurm runs, so a run.json is newer than the ledger unless a
-    command holds the lock of the sweep.
-    """
+    """Return how a job stands now; the ledger may not have its latest status."""
+    if entry.status not in UNFINISHED:
+        return entry
     run_dir = RunDir(folder / entry.folder)
-    if (folder / WATCHED).exists() and not _is_watched(folder) and entry.status in UNFINISHED:
-        try:
-            record = read_run_record(run_dir, missing_ok=True)
-        except UserError as error:
-            return replace(entry, status=Status.FAILED, kind="user", sentence=str(error))
-        if record.get("status") in set(Status):
-            failure = (record.get("error") if record["status"] == Status.FAILED else None) or {}
-            entry = replace(
-                entry,
-                status=Status(record["status"]),
-                kind=failure.get("kind"),
-                sentence=failure.get("sentence"),
-            )
+    if (folder / WATCHED).exists():
+        if _is_watched(folder):
+            return entry
+        entry = _by_record(entry, run_dir)
     # A job that runs and that nobody has locked: its launcher was killed.
     is_abandoned = entry.status == Status.RUNNING and not run_dir.is_locked
     return replace(entry, status=Status.PREEMPTED) if is_abandoned else entry
+
+
+def _by_record(entry: Entry, run_dir: RunDir) -> Entry:
+    """Return how a job on Slurm stands by its run.json; without one it waits in the queue."""
+    try:
+        record = read_run_record(run_dir, missing_ok=True)
+    except UserError as error:
+        return replace(entry, status=Status.FAILED, kind="user", sentence=str(error))
+    status = record.get("status")
+    if status not in set(Status):
+        return replace(entry, status=Status.QUEUED)
+    failure = (record.get("error") if status == Status.FAILED else None) or {}
+    return replace(
+        entry,
+        status=Status(status),
+        kind=failure.get("kind"),
+        sentence=failure.get("sentence"),
+    )
 
 
 def _is_watched(folder: Path) -> bool:

@@ -1,12 +1,13 @@
 """Writes sweep.sbatch, the job array of a sweep, for users who submit it themselves. Torch-free."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddp_runner.files import replace_file
 from ddp_runner.job import Job
-from ddp_runner.sweep.slurm_jobs import LOGS, run_arguments
+from ddp_runner.sweep.slurm_jobs import LOGS, RUNNER, allowed_override, resume_override
 from ddp_runner.sweep.slurm_settings import SlurmSettings, after_srun
 
 
@@ -24,7 +25,8 @@ def write_sbatch_file(
     logs = f"{folder / LOGS}/%A_%a.log"
     named = {"job_name": folder.name, "array": array, "output": logs, "chdir": str(Path.cwd())}
     lines = [_option(key, value) for key, value in {**named, **options}.items()]
-    commands = [shlex.join(run_arguments(job)) for job in jobs]
+    program = shlex.join(RUNNER)
+    common = shlex.join(allowed_override(jobs))
     text = "\n".join(
         [
             "#!/bin/bash",
@@ -32,10 +34,10 @@ def write_sbatch_file(
             *lines,
             "",
             "runs=(",
-            *(f"  {shlex.quote(command)}" for command in commands),
+            *(f"  {_double_quoted(resume_override(job))}" for job in jobs),
             ")",
             *settings.setup,
-            'eval "srun ${runs[$SLURM_ARRAY_TASK_ID]}"',
+            f'srun {program} "${{runs[$SLURM_ARRAY_TASK_ID]}}" {common}'.rstrip(),
             *after_srun(settings),
             "",
         ]
@@ -46,3 +48,8 @@ def write_sbatch_file(
 def _option(key: str, value: str | int | bool) -> str:
     name = f"#SBATCH --{key.replace('_', '-')}"
     return name if value is True else f"{name}={shlex.quote(str(value))}"
+
+
+def _double_quoted(text: str) -> str:
+    """Return a text as one word of bash; it holds single quotes for Hydra already."""
+    return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'

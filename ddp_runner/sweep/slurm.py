@@ -147,6 +147,7 @@ class Slurm:
 
     def _write(self, batch: Batch) -> list[Outcome]:
         """Write the arrays of what is left as scripts for sbatch; return how the others ended."""
+        (self._folder / WATCHED).touch()  # so that the table asks run.json
         outcomes, left = list[Outcome](), dict[str, Job]()
         for job_id, entry in batch.ledger.read().items():
             if (job := batch.jobs.get(job_id)) is None:
@@ -174,6 +175,7 @@ class Slurm:
             )
             jobs = counted(len(job_ids), "job")
             print(f"\n{jobs}: submit with  sbatch {shlex.quote(str(shown_path(path)))}", flush=True)
-        shown = shlex.quote(str(shown_path(self._folder)))
-        print(f"then see how they stand with  python -m ddp_runner.sweep {shown}", flush=True)
+        if left:
+            shown = shlex.quote(str(shown_path(self._folder)))
+            print(f"then see how they stand with  python -m ddp_runner.sweep {shown}", flush=True)
         return outcomes

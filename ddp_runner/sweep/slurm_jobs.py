@@ -28,6 +28,7 @@ from ddp_runner.tracking.run_record import read_run_record
 
 LOGS = "slurm"  # in the sweep's folder: what the jobs print, and submitit's files
 RECORD = "slurm.json"  # in a run folder
+RUNNER = (sys.executable, "-m", "ddp_runner")
 # Why Slurm ended a job that can go on.
 STOPPED = {
     "CANCELLED": "was cancelled",
@@ -58,18 +59,17 @@ class Standing:
     is_final: bool = True  # False: Slurm has ended the job, and run.json may still change
 
 
-def run_arguments(job: Job) -> list[str]:
-    """Return the program and its arguments, which each rank of a job runs."""
+def resume_override(job: Job) -> str:
+    """Return the override by which each rank of a job finds its frozen config."""
     assert job.run_dir is not None
-    resume = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
-    # A frozen config cannot allow its own targets.
-    allowed = job.config.allowed_targets
-    named = [f"allowed_targets=[{','.join(map(_quoted, allowed))}]"] if allowed else []
-    return [sys.executable, "-m", "ddp_runner", *resume, *named]
+    (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
+    return override
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+def allowed_override(jobs: Sequence[Job]) -> list[str]:
+    """Return the override for what a frozen config cannot allow itself; none if it is nothing."""
+    targets = sorted({target for job in jobs for target in job.config.allowed_targets})
+    return [f"allowed_targets=[{','.join(targets)}]"] if targets else []
 
 
 def submit(
@@ -111,7 +111,8 @@ def submit(
                 additional_parameters=dict(options),
             )
             # submitit's process becomes the rank, so that Slurm's signals reach the rank.
-            arguments = [run_arguments(job) for job in jobs]
+            common = allowed_override(jobs)
+            arguments = [[*RUNNER, resume_override(job), *common] for job in jobs]
             submitted = executor.map_array(os.execv, [sys.executable] * len(jobs), arguments)
     except RuntimeError as error:  # of submitit, with what sbatch printed
         raise UserError(

@@ -183,14 +183,20 @@ def sbatch_options(
 
 
 def after_srun(settings: SlurmSettings) -> list[str]:
-    """Return the lines of shell that queue a job again if its time limit has ended it.
+    """Return the lines of shell that queue a job again if its time limit has stopped it.
 
-    Slurm itself queues a job again only after a preemption. Ranks that were stopped by SIGUSR1 end
-    with 128 + 10.
+    Slurm itself queues a job again only after a preemption. A rank that SIGUSR1 has stopped ends
+    with 128 + 10; one that stopped with the others, before the signal reached it, with 128 + 15.
+    After scancel, too, but then the job is no longer running.
     """
     return [
         "code=$?",
-        f'if [ "$code" -eq 138 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {settings.max_requeues} ]; '
-        'then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'if [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; then',
+        '  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
+        f'  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt '
+        f"{settings.max_requeues} ]; then",
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "  fi",
+        "fi",
         'exit "$code"',
     ]
