@@ -489,17 +489,12 @@ def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
         assert f"#SBATCH --{line}\n" in script.read_text()
     assert table_row(end.stdout, "seed=2")[1] == "queued"
 
-    program(tmp_path / "bin", "srun", 'exec "$@"')
-    environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", str(script)],
-        env={**environ, "SLURM_ARRAY_TASK_ID": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    program(tmp_path / "bin", "srun", f'printf "%s\\0" "$@" > {tmp_path}/asked')
+    environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
+    subprocess.run(["bash", str(script)], env=environ, cwd=folder, check=True)
+    *started, resume, end_of_words = (tmp_path / "asked").read_text().split("\0")
+    assert (started, end_of_words) == ([sys.executable, "-m", "ddp_runner"], "")
+    assert run_command(resume, folder=folder).exit_code == 0
     (folder / "sweep" / "seed=1" / "run.json").write_text('{"status": "preempted"}')
     table = run_command("sweep", folder=folder, program=(sys.executable, "-m", "ddp_runner.sweep"))
     assert table_row(table.stdout, "seed=1")[1] == "preempted"
