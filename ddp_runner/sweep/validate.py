@@ -19,7 +19,7 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
     """
     sweep, launch = config.sweep, config.launch
     _validate_objective(sweep, searches=searches)
-    if launch.nnodes > 1:
+    if launch.most_nodes > 1:
         raise UserError(
             f"-m runs its jobs on one machine and launch.nnodes is {launch.nnodes}: two launchers "
             "would take different jobs and wait for each other; run the jobs one by one, without -m"
