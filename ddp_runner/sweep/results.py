@@ -65,6 +65,8 @@ def _by_record(entry: Entry, run_dir: RunDir) -> Entry:
     except UserError as error:
         return replace(entry, status=Status.FAILED, kind="user", sentence=str(error))
     status = record.get("status")
+    if status == entry.status:
+        return entry  # with the ledger's sentence
     if status not in set(Status):
         return replace(entry, status=Status.QUEUED)
     failure = (record.get("error") if status == Status.FAILED else None) or {}

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-from ddp_runner.config.schema import Config, LaunchConfig, SweepConfig
+from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 
@@ -18,14 +18,14 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
         UserError: a rule is broken.
     """
     sweep, launch = config.sweep, config.launch
-    _validate_objective(sweep, searches=searches)
+    _validate_objective(config, searches=searches)
     if launch.most_nodes > 1:
         raise UserError(
             f"-m runs its jobs on one machine and launch.nnodes is {launch.nnodes}: two launchers "
             "would take different jobs and wait for each other; run the jobs one by one, without -m"
         )
     slots = sweep.parallel_jobs
-    _validate_parallel(sweep, launch)
+    _validate_parallel(config)
     if slots == 1:
         return
     if sys.platform != "linux":
@@ -53,8 +53,8 @@ def validate_slurm_sweep(config: Config, *, searches: bool, submits: bool) -> No
     Raises:
         UserError: a rule is broken.
     """
-    _validate_objective(config.sweep, searches=searches)
-    _validate_parallel(config.sweep, config.launch)
+    _validate_objective(config, searches=searches)
+    _validate_parallel(config)
     if searches and not submits:
         raise UserError(
             "hydra.launcher.submit=false leaves the jobs to you, and a search chooses the next "
@@ -68,16 +68,16 @@ def validate_slurm_sweep(config: Config, *, searches: bool, submits: bool) -> No
         )
 
 
-def _validate_objective(sweep: SweepConfig, *, searches: bool) -> None:
-    if searches and sweep.objective is None:
+def _validate_objective(config: Config, *, searches: bool) -> None:
+    if searches and config.sweep.objective is None:
         raise UserError(
             "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
             "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
         )
 
 
-def _validate_parallel(sweep: SweepConfig, launch: LaunchConfig) -> None:
-    jobs = sweep.parallel_jobs
+def _validate_parallel(config: Config) -> None:
+    launch, jobs = config.launch, config.sweep.parallel_jobs
     if jobs < 1:
         raise UserError(f"sweep.parallel_jobs ({jobs}) must be greater than 0")
     if jobs > 1 and launch.init_method is not None:
@@ -85,7 +85,7 @@ def _validate_parallel(sweep: SweepConfig, launch: LaunchConfig) -> None:
             f"sweep.parallel_jobs ({jobs}) would let jobs meet at one address, which "
             f"launch.init_method ({launch.init_method}) gives; leave one of them out"
         )
-    if jobs > 1 and sweep.calibrate:
+    if jobs > 1 and config.sweep.calibrate:
         raise UserError(
             f"sweep.calibrate measures what the jobs beside it disturb, sweep.parallel_jobs is "
             f"{jobs}; leave one of them out"

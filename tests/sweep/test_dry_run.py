@@ -1,11 +1,14 @@
 """A dry run lists every job of a sweep, starts none, and leaves nothing behind."""
 
+import re
+import shlex
 import sqlite3
 from pathlib import Path
 
 import pytest
 from commands import error_line, run_command
 
+PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
 TOY = ("-m", "model=toy", "sweep.dry_run=true")
 # What sinfo would report; no command of Slurm is needed then.
 NODES = (
@@ -56,6 +59,22 @@ def test_jobs_of_slurm_are_listed_with_their_nodes(tmp_path: Path) -> None:
     ]
     assert "write 8 or 10, or give launch.nproc_per_node" in end.stdout
     assert not (tmp_path / "mine").exists()
+
+
+def test_the_commands_of_the_page_are_valid(tmp_path: Path) -> None:
+    """Those of its sections about dry runs and Slurm, each as a dry run."""
+    text = PAGE.read_text(encoding="utf-8")
+    sections = text[text.index("## Dry run") : text.index("## Searches")].replace("\\\n", " ")
+    commands = re.findall(r"^python -m ddp_runner (.*)$", sections, flags=re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command)
+        nodes = NODES[1:] if "hydra/launcher=slurm" in words else ()
+        end = run_command(
+            *(*words, *nodes, "sweep.dry_run=true", "sweep.skip_invalid=true"), folder=tmp_path
+        )
+        assert (end.exit_code, end.stderr) == (0, "")
+        assert " 0 valid" not in end.stdout
 
 
 def test_a_job_that_is_done_is_named(tmp_path: Path) -> None:

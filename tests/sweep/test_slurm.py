@@ -22,7 +22,7 @@ from sweeps import statuses, table_row
 
 from ddp_runner.cli.compose import register
 from ddp_runner.config.load import to_config
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.schema import CONFIG_DIR, SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
@@ -137,6 +137,13 @@ def test_a_wrong_key_of_the_launcher_is_answered_in_one_line(
     """As any other key."""
     with pytest.raises(UserError, match=rf"hydra\.launcher\.{rule}"):
         read_settings(OmegaConf.create({"_target_": OURS, key: value}))
+
+
+def test_the_yaml_has_every_key_with_its_default() -> None:
+    """Hydra accepts no key on the command line that the YAML lacks."""
+    path = CONFIG_DIR / "hydra" / "launcher" / "slurm.yaml"
+    assert read_settings(OmegaConf.load(path)) == SlurmSettings()
+    assert set(OmegaConf.load(path)) == {"_target_", *vars(SlurmSettings())}
 
 
 def test_other_launchers_have_no_settings_of_slurm() -> None:
