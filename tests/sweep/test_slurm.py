@@ -28,7 +28,7 @@ from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
 from ddp_runner.sweep import slurm, slurm_jobs, slurm_settings, slurm_watch
 from ddp_runner.sweep.jobs import Batch
-from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep.ledger import Ledger, sweep_command
 from ddp_runner.sweep.slurm import Slurm
 from ddp_runner.sweep.slurm_jobs import RECORD, standing, submit, submitted_number
 from ddp_runner.sweep.slurm_settings import (
@@ -150,6 +150,12 @@ def test_other_launchers_have_no_settings_of_slurm() -> None:
     """Neither our own for one machine, nor somebody else's."""
     assert read_settings(OmegaConf.create({"_target_": OURS})) is None
     assert read_settings(OmegaConf.create({"_target_": "other", "partition": "gpu"})) is None
+
+
+def test_a_sweep_stays_the_same_wherever_its_jobs_run() -> None:
+    """So it goes on with another time limit, in another partition, or on this machine."""
+    on_slurm = ("-m", "hydra/launcher=slurm", "hydra.launcher.timeout_min=9", "seed=1,2")
+    assert sweep_command(on_slurm) == sweep_command(("-m", "seed=1,2", "sweep.parallel_jobs=2"))
 
 
 @pytest.fixture
