@@ -3,6 +3,9 @@
 Torch decides who takes part in a round. The machines then tell each other what they are, and the
 first of them has rank 0: the one with launch.node_rank=0, else one that has the run's folder, else
 the one of launch.rdzv_endpoint.
+
+Of torch's handler it uses five private names, which torch 2.11 and 2.15 have: the state of the
+rendezvous, this node in it, and what a node needs to leave.
 """
 
 import json
@@ -12,18 +15,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed.elastic.rendezvous as rdzv
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _RendezvousExitOp,
+    create_handler,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError, counted
 from ddp_runner.launch.meeting import STORES, Meeting, open_meeting
 from ddp_runner.launch.patience import patiently
-from ddp_runner.launch.reports import LOST, Machine, Reports
+from ddp_runner.launch.reports import LOST, Machine, Reports, store_is_lost
 
 DEFAULT_PORT = 29400  # torchrun's
 LAST_CALL_S = 10  # an elastic run that has enough machines waits so long for more
@@ -48,36 +55,42 @@ class Machines(rdzv.RendezvousHandler):
         self._meeting: Meeting | None = None
         self._handler: Any = None
         self._unreachable = ""  # why the store cannot be reached yet
-        self._has_left = False
         self.reports: Reports | None = None  # of this round
 
     def next_rendezvous(self) -> rdzv.RendezvousInfo:
         """Meet the other machines, and return this one's place among them.
 
         Raises:
-            UserError: they do not meet within launch.join_timeout_s, or do not fit together.
+            UserError: they do not fit together, or this machine cannot hold the store.
+            TimeoutError, RendezvousError, RuntimeError: see ``why_not_met``.
         """
         self._end_round()
         deadline = time.monotonic() + self._launch.join_timeout_s
-        try:
-            if self._handler is None:
-                self._open(deadline)
-            while (info := self._introduced(self._handler.next_rendezvous())) is None:
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-        except LOST as error:
-            raise UserError(self.not_met()) from error
+        if self._handler is None:
+            self._open(deadline)
+        while (info := self._introduced(self._handler.next_rendezvous())) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
         return info
 
-    def not_met(self) -> str:
-        """Return that the machines did not meet in time, and what was missing, for the user."""
-        return (
-            f"waited {self._launch.join_timeout_s:g} s (launch.join_timeout_s) for "
-            f"{self._awaited()}, in vain; start the same command on each machine"
-        )
+    def why_not_met(self, error: BaseException) -> str:
+        """Return why the machines did not meet, for the user."""
+        launch, again = self._launch, "start the same command on each machine"
+        if isinstance(error, TimeoutError | rdzv.RendezvousTimeoutError):
+            return (
+                f"waited {launch.join_timeout_s:g} s (launch.join_timeout_s) for "
+                f"{self._awaited()}, in vain; {again}"
+            )
+        if isinstance(error, rdzv.RendezvousClosedError):
+            return f"the run that meets at {launch.rdzv_endpoint} has ended; {again}"
+        return store_is_lost(launch)
 
     def waiting(self) -> str:
-        """Return what this machine waits for, for the user."""
+        """Return what this machine waits for, for the user; nothing if it has met the others."""
+        if self._handler is not None:
+            state = self._handler._state_holder.state
+            if state.complete and self._handler._this_node in state.participants:
+                return ""
         return (
             f"waiting for {self._awaited()}, up to {self._launch.join_timeout_s:g} s; start the "
             "same command on each machine"
@@ -89,7 +102,8 @@ class Machines(rdzv.RendezvousHandler):
             reason = f" ({self._unreachable})" if self._unreachable else ""
             return f"{endpoint}, where the {launch.nnodes} machines of the run meet{reason}"
         state = self._handler._state_holder.state
-        num_here, fewest = len(state.participants), launch.fewest_nodes
+        num_here = max(1, len(state.participants))  # torch removes this machine at the end
+        fewest = launch.fewest_nodes
         if state.complete and num_here >= launch.most_nodes:
             return f"a place at {endpoint}, where a run has its {num_here} machines"
         if num_here < fewest:
@@ -147,7 +161,7 @@ class Machines(rdzv.RendezvousHandler):
             place,
             store=info.store,
             num_waiting=self._handler.num_nodes_waiting,
-            endpoint=self._launch.rdzv_endpoint or "",
+            launch=self._launch,
         )
         meeting_point = rdzv.RendezvousStoreInfo.build(
             place, STORES.PrefixStore("ranks", info.store), local_addr=own.address
@@ -172,18 +186,30 @@ class Machines(rdzv.RendezvousHandler):
         return self._launch.rdzv_id
 
     def is_closed(self) -> bool:
-        """Return whether this machine has left."""
-        return self._has_left
+        """Return whether the run has ended on all machines."""
+        return bool(self._handler.is_closed()) if self._handler else False
 
     def set_closed(self) -> None:
-        """Leave; the other machines may go on."""
+        """Let no machine join any more."""
+        if self._handler is not None:
+            self._handler.set_closed()
+
+    def leave(self) -> None:
+        """Let the other machines go on without this one, at once rather than after 15 s."""
         self._end_round()
-        self._has_left = True
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler._stop_heartbeats()
+            go = partial(
+                handler._op_executor.run, _RendezvousExitOp(), time.monotonic() + GOODBYE_S
+            )
+            with suppress(*LOST):  # then the others find out by themselves
+                patiently(go, limit_s=GOODBYE_S)
 
     def shutdown(self) -> bool:
         """End the rendezvous for all machines, unless this one has left it."""
         self._end_round()
-        if self._handler is not None and not self._has_left:
+        if self._handler is not None:
             with suppress(*LOST):  # the store is gone: nothing is left to end
                 patiently(self._handler.shutdown, limit_s=GOODBYE_S)
         return True

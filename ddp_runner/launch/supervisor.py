@@ -37,6 +37,7 @@ from ddp_runner.host.processes import (
     fork_server_is_gone,
     start_fork_server,
 )
+from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.blame import Ends, first_failure
 from ddp_runner.launch.elastic import numa_bound, numa_options, worker_spec
@@ -73,7 +74,12 @@ def supervise(job: Job) -> dict[str, Any] | Failure | None:
         result = supervisor.run()
     except StoppedError:
         return None
+    except NotMetError as error:
+        if not supervisor.has_begun:
+            raise UserError(str(error)) from error
+        return Failure(rank=-1, kind="machine", sentence=str(error))
     finally:
+        supervisor.say_goodbye()
         supervisor.get_worker_group().spec.rdzv_handler.shutdown()
     if supervisor.failure is not None:
         return supervisor.failure
@@ -81,6 +87,10 @@ def supervise(job: Job) -> dict[str, Any] | Failure | None:
         raise UserError("the run was over on its other machines; start the command on all at once")
     first: dict[str, Any] = result.return_values[min(result.return_values)]
     return first
+
+
+class NotMetError(Exception):
+    """The machines did not meet, or not again."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,7 @@ class Supervisor(SimpleElasticAgent):
         self._results: dict[int, Any] = {}
         self._own_children = set[int]()
         self._oom_kills = 0
+        self.has_begun = False  # ranks have been started
         self._is_leaving = False  # this machine ends, and the others may go on
         # Whether the run goes on when a rank that serves the loop is lost.
         is_alone = job.config.launch.most_nodes == 1
@@ -144,8 +155,14 @@ class Supervisor(SimpleElasticAgent):
                 stop_requested=self._scratch.stop.exists,
                 notice=machines.waiting,
             )
-        except LOST as error:  # of a store that is gone
-            raise UserError(machines.not_met()) from error
+        except LOST as error:
+            before = f"{self.failure.sentence}; " if self.failure else ""
+            raise NotMetError(before + machines.why_not_met(error)) from error
+
+    def say_goodbye(self) -> None:
+        """Let the other machines go on without this one, if they are to."""
+        if self._machines is not None and self._is_leaving:
+            self._machines.leave()
 
     def _exit_barrier(self) -> None:
         """Wait for the other machines, of which one holds the store."""
@@ -157,7 +174,7 @@ class Supervisor(SimpleElasticAgent):
         self._scratch.begin_attempt(self._attempt)
         start_fork_server()  # if it was killed
         self._own_children, self._oom_kills = children(), oom_kills()
-        self.failure = None
+        self.failure, self.has_begun = None, True
         self._job = replace(self._job, run_dir=self._job.run_dir or self._scratch.run_folder())
         options, pids = numa_options(self._job.config), {}
         for one in worker_group.workers:
@@ -217,16 +234,18 @@ class Supervisor(SimpleElasticAgent):
             # The machines that were not asked to stop go on without the others.
             self._is_leaving = self._scratch.stop.exists()
             if not self._is_leaving:
-                return self._regrouping()
+                is_wanted = reports is not None and reports.is_wanted
+                return self._regrouping(f"a machine {'joins' if is_wanted else 'leaves'}")
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
     @property
     def _is_preempted(self) -> bool:
         return any(one["status"] == Status.PREEMPTED for one in self._results.values())
 
-    def _regrouping(self) -> RunResult:
+    def _regrouping(self, reason: str) -> RunResult:
         """Return what lets torch's agent meet the machines anew, without counting a restart."""
         self._remaining_restarts += 1
+        print_line(f"{reason}: the machines meet again, and the run goes on", stream=sys.stdout)
         return RunResult(state=WorkerState.FAILED)
 
     def _collect(self) -> None:
@@ -253,7 +272,7 @@ class Supervisor(SimpleElasticAgent):
         if self.failure.kind == "user" or self.failure.rank < 0:
             self._remaining_restarts = 0  # it would only fail again, or there is nowhere to meet
         elif self.failure.kind == "machine" and self._job.config.launch.is_elastic:
-            return self._regrouping()
+            return self._regrouping(self.failure.sentence)
         return RunResult(state=WorkerState.FAILED)
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
