@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,14 +44,14 @@ class Machines(rdzv.RendezvousHandler):
 
     Args:
         launch: how they meet.
-        num_ranks: of this machine.
+        num_ranks: of this machine; None: as many as the first machine.
         sees_run: whether this machine has the folder of the run that goes on; asked each round.
     """
 
     def __init__(
-        self, launch: LaunchConfig, *, num_ranks: int, sees_run: Callable[[], bool]
+        self, launch: LaunchConfig, *, num_ranks: int | None, sees_run: Callable[[], bool]
     ) -> None:
-        self._launch, self._num_ranks, self._sees_run = launch, num_ranks, sees_run
+        self._launch, self.num_ranks, self._sees_run = launch, num_ranks, sees_run
         self._meeting: Meeting | None = None
         self._handler: Any = None
         self._unreachable = ""  # why the store cannot be reached yet
@@ -141,7 +141,7 @@ class Machines(rdzv.RendezvousHandler):
         own = Machine(
             host=socket.gethostname(),
             address=self._meeting.address,
-            num_ranks=self._num_ranks,
+            num_ranks=self.num_ranks,
             number=self._launch.node_rank,
             serves=self._meeting.is_served_here,
             sees_run=self._sees_run(),
@@ -154,6 +154,9 @@ class Machines(rdzv.RendezvousHandler):
             return None
         machines = [Machine(**json.loads(info.store.get(key))) for key in keys]
         order = _order(machines)
+        self.num_ranks = machines[order[0]].num_ranks or 1  # if it is unknown, no rank will go on
+        machines = [replace(one, num_ranks=one.num_ranks or self.num_ranks) for one in machines]
+        _validate_equal(machines)
         place = order.index(info.rank)
         ordered = [machines[one] for one in order]
         self.reports = Reports(
@@ -224,7 +227,7 @@ def _order(machines: Sequence[Machine]) -> list[int]:
     """Return the places that torch gave the machines, in the order of their ranks.
 
     Raises:
-        UserError: two have one number, or they do not start equally many ranks.
+        UserError: two have one number.
     """
     by_number: dict[int, str] = {}
     for one in machines:
@@ -235,12 +238,6 @@ def _order(machines: Sequence[Machine]) -> list[int]:
             )
         if one.number is not None:
             by_number[one.number] = one.host
-        if one.num_ranks != machines[0].num_ranks:
-            first = machines[0]
-            raise UserError(
-                f"{first.host} starts {counted(first.num_ranks, 'rank')} and {one.host} "
-                f"{one.num_ranks}; give each machine the same launch.nproc_per_node"
-            )
 
     def key(place: int) -> tuple[int, bool, bool, int]:
         one = machines[place]
@@ -248,3 +245,14 @@ def _order(machines: Sequence[Machine]) -> list[int]:
         return number, not one.sees_run, not one.serves, place
 
     return sorted(range(len(machines)), key=key)
+
+
+def _validate_equal(machines: Sequence[Machine]) -> None:
+    """Reject machines that do not start equally many ranks."""
+    first = machines[0]
+    for one in machines:
+        if one.num_ranks != first.num_ranks:
+            raise UserError(
+                f"{first.host} starts {counted(first.num_ranks or 0, 'rank')} and {one.host} "
+                f"{one.num_ranks}; give each machine the same launch.nproc_per_node"
+            )

@@ -36,7 +36,7 @@ class Machine:
 
     host: str
     address: str  # at which the others reach it
-    num_ranks: int
+    num_ranks: int | None  # None: as many as the first machine
     number: int | None  # its launch.node_rank
     serves: bool  # it holds the store
     sees_run: bool  # it has the folder of the run that goes on
@@ -126,8 +126,8 @@ class Reports:
         return f"{self._machines[place].host} (rank{'s' * (len(ranks) > 1)} {numbers})"
 
     def _ranks(self, place: int) -> range:
-        first = sum(one.num_ranks for one in self._machines[:place])
-        return range(first, first + self._machines[place].num_ranks)
+        count = self._machines[place].num_ranks or 1  # all machines have equally many
+        return range(place * count, (place + 1) * count)
 
     def _with_host(self, sentence: str, rank: int) -> str:
         place = next((i for i in range(len(self._machines)) if rank in self._ranks(i)), self._own)

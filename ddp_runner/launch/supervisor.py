@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
     SimpleElasticAgent,
     Worker,
     WorkerGroup,
+    WorkerSpec,
     WorkerState,
 )
 from torch.numa.binding import NumaOptions
@@ -111,7 +112,7 @@ class Supervisor(SimpleElasticAgent):
 
     def __init__(self, job: Job) -> None:
         assert job.scratch is not None
-        super().__init__(worker_spec(job.config, sees_run=self._sees_run))
+        super().__init__(worker_spec(job, sees_run=self._sees_run))
         self.failure: Failure | None = None  # of the last attempt
         self._job, self._scratch = job, job.scratch
         self._ranks: list[RankProcess] = []
@@ -163,6 +164,16 @@ class Supervisor(SimpleElasticAgent):
         """Let the other machines go on without this one, if they are to."""
         if self._machines is not None and self._is_leaving:
             self._machines.leave()
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        if self._machines is not None and self._machines.num_ranks is not None:
+            spec.local_world_size = self._machines.num_ranks
+        workers: list[Worker] = super()._assign_worker_ranks(
+            store, group_rank, group_world_size, spec
+        )
+        return workers
 
     def _exit_barrier(self) -> None:
         """Wait for the other machines, of which one holds the store."""
