@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
@@ -84,6 +85,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             stack.enter_context(_failure_recorded(run_dir))
         job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
         log = stack.enter_context(rank_log(run_dir, env, hide=job.secrets.hide))
+        if env.num_nodes > 1:
+            _say_where(run_dir, log=log)
         session = Session(job, env, mode, devices, run_dir, log)
         if env.is_rank_zero:
             if not run_dir.is_frozen:
@@ -111,6 +114,17 @@ def _comparable(job: Job) -> dict[str, Any]:
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     return {**shown, "the hash of what oc.env gives": digest(hidden)}
+
+
+def _say_where(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
+    """Log on rank 0 which machines do not see the run folder. Collective: every rank."""
+    places = gather_objects((socket.gethostname(), run_dir.record.exists()))
+    blind = sorted({host for host, sees_it in places if not sees_it})
+    if blind and dist.get_rank() == 0:
+        log(
+            f"{places[0][0]} keeps the run: {', '.join(blind)} does not see its folder, and keeps "
+            "only the logs of its own ranks"
+        )
 
 
 def note_restart(session: Session, *, step: int) -> None:
