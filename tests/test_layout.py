@@ -27,7 +27,7 @@ ALLOWED = {
     "models": set(),
     "data": {*GROUND, "config"},
     "tracking": {*GROUND, "config", "dist_env", "job"},
-    "checkpoint": {*GROUND, "config", "scratch", "tracking"},
+    "checkpoint": {*GROUND, "config", "distributed", "scratch", "tracking"},
     "rank": {
         *(*GROUND, "config", "dist_env", "distributed", "job", "parallelism", "scratch"),
         "tracking",
@@ -69,11 +69,15 @@ TORCH_FREE = {
     "sweep",
     "tracking",
 }
-LATE = {
-    "launch.preload",
+LATE = {  # imported once ranks start
     "launch.elastic",
+    "launch.machines",
+    "launch.meeting",
+    "launch.preload",
+    "launch.rank_processes",
+    "launch.reports",
     "launch.supervisor",
-}  # imported once ranks start
+}
 # Seconds at import: inside functions only.
 SLOW = {"torchvision", "sklearn", "transformers", "datasets", "torchdata"}
 

@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened
-from ddp_runner.cli.resume import with_resumed
+from ddp_runner.cli.resume import NotARunError, with_resumed
 from ddp_runner.config.keys import help_text
+from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
@@ -113,10 +114,17 @@ def plan_at(
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.
     """
-    command = invocation.command
+    command, env = invocation.command, invocation.env
     with opened(composed) as (given, node):
         overrides = _written(node, command)
-        raw = with_resumed(given, overrides, is_launched=invocation.env is not None)
+        raw, lacks_run = given, False
+        try:
+            raw = with_resumed(given, overrides, is_launched=env is not None)
+        except NotARunError:
+            most_nodes = LaunchConfig(nnodes=given.launch.nnodes).most_nodes
+            lacks_run = (env.num_nodes if env else most_nodes) > 1
+            if not lacks_run:
+                raise
         secrets = find_secrets(raw)
         with secrets.hidden_in_errors():
             unresolved = to_config(raw)
@@ -131,6 +139,7 @@ def plan_at(
         return Job(
             config=config,
             started_at=invocation.started_at,
+            lacks_run=lacks_run,
             code=invocation.code,
             overrides=overrides,
             secrets=secrets,
