@@ -182,7 +182,7 @@ def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> 
         state: as squeue shows it; None: Slurm has forgotten the job, so it has ended.
         folder: of the sweep.
     """
-    word = (state or "").split()[0].rstrip("+") if state else ""
+    word = state or ""
     if word in WAITING:
         return Standing(Status.QUEUED)
     if word in RUNNING:

@@ -3,6 +3,7 @@
 Slurm's accounting is not needed: squeue says whether a job is there, and its run.json how it ended.
 """
 
+import math
 import signal
 import sys
 import time
@@ -64,6 +65,7 @@ class Watch:
         self._outcomes = {job_id: one for job_id, one in found.items() if one is not None}
         self._ended_at: dict[str, float] = {}
         self._received: int | None = None  # the first signal
+        self._received_at = 0.0  # the last one that counts, by time.monotonic()
         self._deadline: float | None = None  # for leaving the jobs that are left
         self._is_cancelling = False
         self._shown = ("", 0.0)  # the last line of counts, and when it was printed
@@ -75,7 +77,7 @@ class Watch:
         The first Ctrl-C leaves the jobs alone unless a second one cancels them. Another signal
         leaves them at once.
         """
-        polled_at = -POLL_S
+        polled_at = -math.inf
         while self._numbers and not self._is_over():
             if time.monotonic() >= polled_at + POLL_S:
                 polled_at = time.monotonic()
@@ -99,17 +101,18 @@ class Watch:
     def _react(self, signum: int) -> None:
         now = time.monotonic()
         jobs = counted(len(self._numbers), "job")
+        go_on = f"{jobs} {'goes' if len(self._numbers) == 1 else 'go'} on"
         if self._received is None:
             self._received, self._received_at = signum, now
             word = signal.Signals(signum).name
             if signum == signal.SIGINT:
                 self._say(
-                    f"{word}: the {jobs} go on; Ctrl-C again within {SECOND_CHANCE_S:.0f} s "
-                    "cancels them (scancel); started again, the same command finds them"
+                    f"{word}: {go_on}; Ctrl-C again within {SECOND_CHANCE_S:.0f} s "
+                    "cancels them (scancel); started again, the same command finds its jobs"
                 )
                 self._deadline = now + SECOND_CHANCE_S
             else:
-                self._say(f"{word}: the {jobs} go on; the same command finds them")
+                self._say(f"{word}: {go_on}; the same command finds its jobs")
                 self._deadline = now
         elif now > self._received_at + ONE_REQUEST_S:
             if self._is_cancelling or signum != signal.SIGINT:
@@ -150,12 +153,13 @@ class Watch:
             self._cancel(f"enough jobs have failed: cancelling {len(self._numbers)} more")
 
     def _note(self, job_id: str, found: Standing) -> None:
-        if found.status != self._statuses[job_id]:
+        has_ended = found.status not in (Status.QUEUED, Status.RUNNING)
+        if has_ended or found.status != self._statuses[job_id]:
             self._batch.ledger.note(
                 job_id, status=found.status, kind=found.kind, sentence=found.sentence
             )
             self._statuses[job_id] = found.status
-        if found.status in (Status.QUEUED, Status.RUNNING):
+        if not has_ended:
             return
         del self._numbers[job_id]
         job = self._batch.jobs[job_id]

@@ -115,7 +115,7 @@ def test_a_failure_cancels_the_other_jobs_and_ctrl_c_leaves_them(
         os.kill(process.pid, signal.SIGINT)
         end = wait_for_end(process, tmp_path)
     assert end.exit_code == 130
-    assert "SIGINT: the 2 jobs go on; Ctrl-C again within 5 s cancels them" in end.stdout
+    assert "SIGINT: 2 jobs go on; Ctrl-C again within 5 s cancels them" in end.stdout
     with start(cluster, *arguments, folder=tmp_path, environ=slow.environ) as process:
         end = wait_for_end(process, tmp_path)
     assert end.exit_code == 2
