@@ -65,10 +65,11 @@ def _by_record(entry: Entry, run_dir: RunDir) -> Entry:
     except UserError as error:
         return replace(entry, status=Status.FAILED, kind="user", sentence=str(error))
     status = record.get("status")
+    if status not in set(Status):  # it has not begun
+        is_guess = entry.status == Status.RUNNING
+        return replace(entry, status=Status.QUEUED) if is_guess else entry
     if status == entry.status:
         return entry  # with the ledger's sentence
-    if status not in set(Status):
-        return replace(entry, status=Status.QUEUED)
     failure = (record.get("error") if status == Status.FAILED else None) or {}
     return replace(
         entry,

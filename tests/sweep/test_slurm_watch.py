@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import Queue, three_jobs
-from sweeps import statuses
+from sweeps import statuses, table_row
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.sweep import slurm_watch
 from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.results import WATCHED, sweep_table
 from ddp_runner.tracking.run_record import write_run_record
 
 
@@ -58,6 +59,14 @@ def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
     assert "3 queued\n2 running, 1 queued\n" in out
     assert "job a  completed" in out
     assert err.count("squeue failed: no controller; its jobs go on") == 1
+
+    (sweep / WATCHED).touch()  # as a command leaves it
+    write_run_record(sweep / "b", status="preempted")
+    table = sweep_table(sweep)
+    assert "b: Slurm has forgotten job 1_1 and its run has not completed" in table
+    assert "c: Slurm's job 1_2 was cancelled; the same command goes on with it" in table
+    write_run_record(sweep / "b", status="completed")
+    assert table_row(sweep_table(sweep), "b")[1] == "completed"
 
 
 def test_too_many_failures_cancel_the_rest(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
