@@ -68,6 +68,9 @@ class Trace:
     def step_done(self, *, step: int, epoch: int) -> None:
         """Do nothing."""
 
+    def evaluating(self) -> None:
+        """Do nothing."""
+
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:
     """Return the resolved config of a command line, on a machine with four cores."""
