@@ -17,6 +17,7 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.status.pace import Pace, read_pace
+from ddp_runner.sweep.ledger import LEDGER
 from ddp_runner.tracking.heartbeat import STARTING, read_heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -189,7 +190,11 @@ def _reason(
 ) -> str | None:
     if state == LOST:
         who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
-        return f"{who}; go on with {run_dir.resume_argument}"
+        is_job = (run_dir.path.parent / LEDGER).exists()
+        way = (
+            "give the sweep's command again" if is_job else f"go on with {run_dir.resume_argument}"
+        )
+        return f"{who}; {way}"
     if state == SILENT:
         who = f"process {holder[0]} on {holder[1]}" if holder else "its process"
         return f"{who} exists and rank 0 gives no sign: suspended, or its disk does not answer"

@@ -107,6 +107,8 @@ def test_a_sweep_shows_how_its_jobs_stand(
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [str(sweep), "    sweep      3 jobs: 1 lost, 1 queued, 1 completed"]
     assert [line for line in lines if "done" in line] == []
+    name = os.uname().nodename
+    assert f"    process 7 on {name} is gone; give the sweep's command again" in lines
     assert "2 runs ended or not started: --all shows them" in lines
     run([str(tmp_path), "--all", "--json"])
     report = json.loads(capsys.readouterr().out)
