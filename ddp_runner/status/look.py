@@ -139,12 +139,17 @@ def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
     sentence = error.get("sentence") if isinstance(error, dict) else record.get("stopped_early")
     if sentence is None and state == Status.PREEMPTED:
         sentence = f"stopped after a checkpoint; go on with {RunDir(folder).resume_argument}"
-    has_steps = record.get("task") not in WITHOUT_STEPS
+    step, epoch = _number(record.get("step")), _number(record.get("epoch"))
+    if record.get("task") in WITHOUT_STEPS:
+        step = epoch = None
+    elif step is None:  # a run that failed has not written it
+        pace = read_pace(RunDir(folder).metrics)
+        step, epoch = pace.step, pace.epoch
     return RunStatus(
         folder,
         state,
-        step=_number(record.get("step")) if has_steps else None,
-        epoch=_number(record.get("epoch")) if has_steps else None,
+        step=step,
+        epoch=epoch,
         hosts=tuple(str(one) for one in hosts if one) if isinstance(hosts, list) else (),
         num_ranks=_number(record.get("world_size")),
         num_nodes=_number(record.get("num_nodes")),
@@ -190,11 +195,9 @@ def _reason(
 ) -> str | None:
     if state == LOST:
         who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
-        is_job = (run_dir.path.parent / LEDGER).exists()
-        way = (
-            "give the sweep's command again" if is_job else f"go on with {run_dir.resume_argument}"
-        )
-        return f"{who}; {way}"
+        if (run_dir.path.parent / LEDGER).exists():
+            return f"{who}; give the sweep's command again"
+        return f"{who}; go on with {run_dir.resume_argument}"
     if state == SILENT:
         who = f"process {holder[0]} on {holder[1]}" if holder else "its process"
         return f"{who} exists and rank 0 gives no sign: suspended, or its disk does not answer"

@@ -121,6 +121,13 @@ def test_a_step_that_does_not_end_is_mentioned(tmp_path: Path, doing: str, says:
     assert ("no step for 300 s" in (found.reason or "")) == says
 
 
+def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
+    """run.json has a step only if the run ended well."""
+    record = {"status": "failed", "step": None, "epoch": None}
+    found = look(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
+    assert (found.step, found.epoch) == (30, 1)
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
