@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,6 @@ def read_pace(path: Path) -> Pace:
         UserError: the file is there and cannot be read.
     """
     lines = list(_last_lines(path))[-MOST_LINES:]
-    # A resumed run goes on with an earlier step, so only what follows the last drop counts.
-    drops = [place for place, (one, two) in enumerate(pairwise(lines), 1) if _goes_back(one, two)]
-    lines = lines[drops[-1] if drops else 0 :]
     if not lines:
         return Pace()
     first, last = lines[0], lines[-1]
@@ -46,10 +42,6 @@ def read_pace(path: Path) -> Pace:
         samples_per_s=speeds[-1] if speeds else None,
         steps_per_s=num_steps / elapsed_s if elapsed_s > 0 and num_steps > 0 else None,
     )
-
-
-def _goes_back(line: dict[str, Any], following: dict[str, Any]) -> bool:
-    return bool(following["step"] < line["step"] or following["time_s"] < line["time_s"])
 
 
 def _last_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -55,6 +55,7 @@ class Trace:
     position: Position = field(default_factory=Position)
     status: str = ""
     error: str = ""
+    num_evaluations: int = 0  # begun
 
     def log(
         self, metrics: Mapping[str, float], *, step: int, epoch: int, confusion: object = None
@@ -69,7 +70,8 @@ class Trace:
         """Do nothing."""
 
     def evaluating(self) -> None:
-        """Do nothing."""
+        """Count an evaluation that begins."""
+        self.num_evaluations += 1
 
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:

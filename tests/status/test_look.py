@@ -92,14 +92,16 @@ def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
 
 
 def test_step_rate_and_time_left_are_those_of_the_last_lines(tmp_path: Path) -> None:
-    """Steps per second count evaluations, too; a resume that went back starts anew."""
-    lines = [*lines_of([100.0] * 5), *lines_of([50.0, 60.0, 70.0])]  # steps 10 … 50, 10, 20, 30
+    """Of the last twenty, since a run may have become slower."""
+    early = [{**line, "time_s": line["time_s"] / 1000} for line in lines_of([500.0] * 100)]
+    late = [{**line, "step": line["step"] + 1000} for line in lines_of([60.0] * 29 + [70.0])]
+    lines = early + late
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines)
-    write_beat(run_dir, age_s=0.0, step=25, total_steps=100, epoch=2, total_epochs=4)
+    write_beat(run_dir, age_s=0.0, step=25, total_steps=1400, epoch=2, total_epochs=4)
     found = status_of(run_dir, is_held=True)
-    assert (found.step, found.total_steps, found.epoch, found.total_epochs) == (30, 100, 2, 4)
+    assert (found.step, found.total_steps, found.epoch, found.total_epochs) == (1300, 1400, 2, 4)
     assert (found.samples_per_s, found.steps_per_s) == (70.0, 10.0)
-    assert found.left_s == pytest.approx(7.0)
+    assert found.left_s == pytest.approx(10.0)
 
 
 def test_metrics_that_are_cut_off_or_damaged_count_as_far_as_they_go(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from commands import wait_for
 from ddp_runner.errors import UserError
 from ddp_runner.tracking import heartbeat
 from ddp_runner.tracking.heartbeat import Heartbeat, read_heartbeat
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_logger import RunLogger
+from ddp_runner.tracking.run_record import begin_session
 
 
 def fields(path: Path) -> dict[str, Any]:
@@ -92,3 +95,25 @@ def test_a_heartbeat_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
+    """From the step of the checkpoint on; an evaluation lasts until the next step."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("{}")
+    begin_session(tmp_path, started_at=0.0)
+    own = Heartbeat()
+    with RunLogger(
+        RunDir(tmp_path),
+        started_at=0.0,
+        max_steps=9,
+        total_epochs=3,
+        resume_step=4,
+        heartbeat=own,
+    ) as logger:
+        seen = [(own.doing, own.step, own.total_steps, own.total_epochs)]
+        for call in (lambda: logger.step_done(step=5, epoch=2), logger.evaluating):
+            call()
+            seen.append((own.doing, own.step, own.total_steps, own.epoch))
+        logger.finish("completed", step=5, epoch=2)
+    assert seen == [("starting", 4, 9, 3), ("running", 5, 9, 2), ("evaluating", 5, 9, 2)]
