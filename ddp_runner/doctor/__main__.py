@@ -91,7 +91,11 @@ def _with_others(
             machines = find_machines(env)
             found = gather_objects(own)
             looks = partial(
-                between.examine, machines, outputs=args.outputs, data_root=args.data_root
+                between.examine,
+                machines,
+                outputs=args.outputs,
+                data_root=args.data_root,
+                timeout_s=args.timeout,
             )
             findings = list(between.guarded(looks))
             by_machine = {name: found[rank] for rank, name in sorted(machines.names.items())}

@@ -34,7 +34,7 @@ def examine(outputs: Path) -> list[Finding]:
         "variables": partial(machine.variables, os.environ),
         "network": _network,
         "outputs": partial(storage.space, outputs),
-        "rename and lock": partial(storage.behaviour, outputs),
+        "disk": partial(storage.behaviour, outputs),
     }
     advice = "the machine does not answer this as others do; look into it by hand"
     found = [

@@ -26,13 +26,16 @@ from ddp_runner.tracking.provenance import git_revision, versions
 SEEN_S = 10.0  # for a new file to be seen: NFS asks the server every few seconds
 
 
-def examine(machines: Machines, *, outputs: Path, data_root: Path) -> Iterator[Finding]:
+def examine(
+    machines: Machines, *, outputs: Path, data_root: Path, timeout_s: float
+) -> Iterator[Finding]:
     """Yield what is found between the machines. Collective: every rank must take all.
 
     Args:
         machines: of this launch.
         outputs: the folder of the runs, as this rank was started with it.
         data_root: the folder of the datasets, the same.
+        timeout_s: the longest wait for another rank.
     """
     yield from _software(machines)
     if len(machines.names) > 1:
@@ -40,7 +43,7 @@ def examine(machines: Machines, *, outputs: Path, data_root: Path) -> Iterator[F
         yield from _data(machines, data_root)
         yield from links.pairs(machines)
     yield from links.all_reduce(torch.device("cpu"), group=None, name="gloo")
-    yield from links.nccl(machines.env.local_rank)
+    yield from links.nccl(machines.env.local_rank, timeout_s=timeout_s)
 
 
 def _software(machines: Machines) -> Iterator[Finding]:
@@ -64,8 +67,9 @@ def _software(machines: Machines) -> Iterator[Finding]:
 def _shared(machines: Machines, outputs: Path) -> Iterator[Finding]:
     """Yield whether all machines see what rank 0 writes, and whether its locks hold there."""
     with ExitStack() as stack:
+        places = [outputs.absolute(), *outputs.absolute().parents]
 
-        def make() -> str:
+        def make() -> tuple[int, str]:
             try:
                 folder = stack.enter_context(trial_folder(outputs))
                 path = folder / "held"
@@ -73,12 +77,13 @@ def _shared(machines: Machines, outputs: Path) -> Iterator[Finding]:
                 # Closed, and so released, before the folder is removed.
                 fcntl.flock(stack.enter_context(path.open("r+")), fcntl.LOCK_EX)
             except OSError:
-                return ""  # the machine's own report says why
-            return folder.name
+                return 0, ""  # the machine's own report says why
+            return places.index(folder.parent), folder.name
 
-        if not (name := from_rank_zero(make)):
+        place, name = from_rank_zero(make)
+        if not name:
             return
-        answer = _try_lock(outputs / name / "held") if machines.is_first else ""
+        answer = _try_lock(places[place] / name / "held") if machines.is_first else ""
         answers = dict(enumerate(gather_objects(answer)))
     others = machines.first_ranks[1:]
     blind = [rank for rank in others if answers[rank] == "unseen"]
@@ -110,7 +115,7 @@ def _try_lock(path: Path) -> str:
     while not path.exists():
         if time.monotonic() > deadline:
             return "unseen"
-        with suppress(OSError):  # there is no outputs folder here
+        with suppress(OSError):  # there is no such folder here
             os.scandir(path.parent.parent).close()  # makes NFS look again
         time.sleep(0.1)
     try:

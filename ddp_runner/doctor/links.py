@@ -5,6 +5,7 @@ Every function here is a collective; all ranks get the same findings.
 
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import combinations
 from statistics import median
 
@@ -76,7 +77,7 @@ def all_reduce(
         yield problem(name, f"{value} gave a wrong sum", "a link or a GPU corrupts data")
 
 
-def nccl(local_rank: int) -> Iterator[Finding]:
+def nccl(local_rank: int, *, timeout_s: float) -> Iterator[Finding]:
     """Yield how fast NCCL is, if each rank has a GPU of its own."""
     has_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
     if not all(gather_objects(has_gpu)):
@@ -87,7 +88,7 @@ def nccl(local_rank: int) -> Iterator[Finding]:
     if len(set(uuids)) < len(uuids):
         yield ok("NCCL", "not tried: two ranks have the same GPU")
         return
-    group = dist.new_group(backend="nccl")
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     yield from all_reduce(device, group=group, name="NCCL")
 

@@ -26,7 +26,7 @@ LEAST_SHARED = GIB  # Docker gives 64 MiB, and loading workers pass whole batche
 LEAST_TEMP = GIB
 LEAST_FILES, LEAST_PROCESSES = 1024, 4096
 QUIET = "TORCH_CPP_LOG_LEVEL"  # the command sets it: torch's C++ code repeats what a look reports
-SHOWN = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "MASTER_", "DDP_RUNNER_", "SLURM_JOB")
+SHOWN = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "MASTER_", "DDP_RUNNER_", "SLURM_JOB_ID")
 LIMITS = {
     "open files": resource.RLIMIT_NOFILE,
     "processes": resource.RLIMIT_NPROC,

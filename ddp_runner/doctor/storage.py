@@ -96,16 +96,12 @@ def lock(path: Path) -> Finding:
 
 @contextmanager
 def trial_folder(outputs: Path) -> Iterator[Path]:
-    """Make a folder in the outputs folder and remove it afterwards, and the latter if it is new."""
-    is_new = not outputs.exists()
-    outputs.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=TRIAL, dir=outputs))
+    """Make a folder in the outputs folder, or above it if there is none; remove it afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix=TRIAL, dir=existing(outputs)))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if is_new and not any(outputs.iterdir()):
-            outputs.rmdir()
 
 
 def existing(path: Path) -> Path:

@@ -32,7 +32,9 @@ def findings_of(
     ):
         machines = find_machines(own)
         return list(
-            between.examine(machines, outputs=folder / "outputs", data_root=folder / "data")
+            between.examine(
+                machines, outputs=folder / "outputs", data_root=folder / "data", timeout_s=60.0
+            )
         )
 
 
@@ -81,6 +83,7 @@ def test_other_versions_are_a_problem(tmp_path: Path) -> None:
 def test_what_a_machine_cannot_see_is_named(tmp_path: Path) -> None:
     """A host name that two machines share gets the machine's number."""
     (tmp_path / "1" / "data").mkdir(parents=True)
+    (tmp_path / "1" / "outputs").mkdir()  # the other machine has not even the folder
     (tmp_path / "2").mkdir()
     found = examine([tmp_path / "1", tmp_path / "2"], names=("same", "same"))
     outputs = tmp_path / "1" / "outputs"
@@ -89,7 +92,7 @@ def test_what_a_machine_cannot_see_is_named(tmp_path: Path) -> None:
     assert "lock" not in found
     assert found["data"].level == Level.PROBLEM
     assert found["data"].value == f"same#1 cannot see {tmp_path / '1' / 'data'}"
-    assert not outputs.exists()
+    assert list(outputs.iterdir()) == []
 
 
 def test_a_lock_that_other_machines_do_not_see_is_a_warning(tmp_path: Path) -> None:
