@@ -89,9 +89,9 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         job = replace(job, run_dir=asked)
         if env is None:
             return launch(job).exit_code
+        validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)
         from ddp_runner.worker import run_under_launcher
 
-        validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)
         run_under_launcher(job, env)
     return _run_here(composed, invocation, job, asked)
 
