@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -23,7 +24,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerGroup,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.numa.binding import NumaOptions
 
 from ddp_runner import worker
@@ -37,38 +37,42 @@ from ddp_runner.host.processes import (
     fork_server_is_gone,
     start_fork_server,
 )
-from ddp_runner.job import Job
+from ddp_runner.job import Job, Status
 from ddp_runner.launch.blame import Ends, first_failure
-from ddp_runner.launch.elastic import noticed_wait, numa_bound, numa_options, worker_spec
+from ddp_runner.launch.elastic import numa_bound, numa_options, worker_spec
+from ddp_runner.launch.machines import Machines
+from ddp_runner.launch.patience import StoppedError, patiently
+from ddp_runner.launch.reports import LOST, Reports
 from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S, die_with_launcher
 from ddp_runner.scratch import SAVING_FACTOR, SAVING_POLL_S, Failure
+from ddp_runner.tracking.run_dir import RunDir
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
 # From SIGTERM to SIGKILL: a rank ends by itself after its own grace, unless it is suspended.
 END_S = FAILED_GROUP_GRACE_S + 1.0
 GONE_S = 2.0  # after SIGKILL; a rank in uninterruptible sleep stays, and is left behind
+BARRIER_S = 300.0  # from the end of this machine's ranks to that of the others', torch's own
+JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is noticed first
 
 
-def supervise(job: Job) -> dict[str, Any] | Failure:
+def supervise(job: Job) -> dict[str, Any] | Failure | None:
     """Run this machine's ranks to their end, with restarts.
 
     Returns:
-        The result of the first rank; or the failure that came first, if the last attempt failed.
+        The result of the first rank; the failure that came first, if the last attempt failed; None
+        if a stop was requested while the machines were waiting for each other.
 
     Raises:
-        UserError: the machines of the run do not come together.
+        UserError: the machines of the run do not meet.
     """
     adopt_orphans()
     supervisor = Supervisor(job)
     try:
         result = supervisor.run()
-    except RendezvousError as error:
-        raise UserError(
-            f"the machines of the run did not come together at launch.rdzv_endpoint "
-            f"({job.config.launch.rdzv_endpoint}): {error}; start the same command on each of them"
-        ) from error
+    except StoppedError:
+        return None
     finally:
         supervisor.get_worker_group().spec.rdzv_handler.shutdown()
     if supervisor.failure is not None:
@@ -96,31 +100,65 @@ class Supervisor(SimpleElasticAgent):
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(worker_spec(job.config))
         assert job.scratch is not None
+        super().__init__(worker_spec(job.config, sees_run=self._sees_run))
         self.failure: Failure | None = None  # of the last attempt
         self._job, self._scratch = job, job.scratch
         self._ranks: list[RankProcess] = []
         self._results: dict[int, Any] = {}
         self._own_children = set[int]()
         self._oom_kills = 0
+        self._is_leaving = False  # this machine ends, and the others may go on
         # Whether the run goes on when a rank that serves the loop is lost.
-        is_alone = job.config.launch.nnodes == 1
+        is_alone = job.config.launch.most_nodes == 1
         self._outlives_trainers = is_alone and is_asynchronous(job.config.parallelism)
 
     @property
     def _attempt(self) -> int:
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
+    @property
+    def _machines(self) -> Machines | None:
+        """The rendezvous of several machines; None: there is one machine."""
+        handler = self._worker_group.spec.rdzv_handler
+        return handler if isinstance(handler, Machines) else None
+
+    @property
+    def _reports(self) -> Reports | None:
+        return self._machines.reports if self._machines else None
+
+    def _sees_run(self) -> bool:
+        folder = self._scratch.run_folder() or self._job.run_dir
+        return folder is not None and RunDir(folder).record.exists()
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with noticed_wait(self._job.config, worker_group.spec.rdzv_handler):
-            super()._rendezvous(worker_group)
+        meet, machines = partial(super()._rendezvous, worker_group), self._machines
+        if machines is None:
+            meet()
+            return
+        limit_s = self._job.config.launch.join_timeout_s + JOIN_GRACE_S
+        try:
+            patiently(
+                meet,
+                limit_s=limit_s,
+                stop_requested=self._scratch.stop.exists,
+                notice=machines.waiting,
+            )
+        except LOST as error:  # of a store that is gone
+            raise UserError(machines.not_met()) from error
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other machines, of which one holds the store."""
+        if self._machines is not None and not self._is_leaving:
+            with suppress(*LOST):  # the run is complete, whatever became of them
+                patiently(super()._exit_barrier, limit_s=BARRIER_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._scratch.begin_attempt(self._attempt)
         start_fork_server()  # if it was killed
         self._own_children, self._oom_kills = children(), oom_kills()
         self.failure = None
+        self._job = replace(self._job, run_dir=self._job.run_dir or self._scratch.run_folder())
         options, pids = numa_options(self._job.config), {}
         for one in worker_group.workers:
             environ = self._environ(one, worker_group)
@@ -165,14 +203,31 @@ class Supervisor(SimpleElasticAgent):
             for rank in lost:
                 self._scratch.record_end(rank=rank)
             lost = {rank: exit_code for rank, exit_code in lost.items() if rank == 0}
-        if lost:
+        reports = self._reports
+        if lost or (reports is not None and reports.have_come):
             return self._failed(lost)
+        if reports is not None and reports.is_wanted:
+            self._scratch.regroup.touch()  # all ranks save and end; then the machines meet anew
         needed = [0] if self._outlives_trainers else list(exit_codes)
         if any(exit_codes[rank] is None for rank in needed):
             return RunResult(state=WorkerState.HEALTHY)
         _wait_for([one.process for one in self._ranks], SERVING_GRACE_S)
         values = {rank: self._results.get(rank) for rank in exit_codes}
+        if self._job.config.launch.is_elastic and self._is_preempted:
+            # The machines that were not asked to stop go on without the others.
+            self._is_leaving = self._scratch.stop.exists()
+            if not self._is_leaving:
+                return self._regrouping()
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+
+    @property
+    def _is_preempted(self) -> bool:
+        return any(one["status"] == Status.PREEMPTED for one in self._results.values())
+
+    def _regrouping(self) -> RunResult:
+        """Return what lets torch's agent meet the machines anew, without counting a restart."""
+        self._remaining_restarts += 1
+        return RunResult(state=WorkerState.FAILED)
 
     def _collect(self) -> None:
         """Receive the results of the ranks whose work has returned."""
@@ -182,17 +237,23 @@ class Supervisor(SimpleElasticAgent):
                     self._results[one.rank] = one.result.recv()
 
     def _failed(self, lost: Mapping[int, int]) -> RunResult:
+        reports = self._reports
         ends = Ends(
             ranks=[one.rank for one in self._ranks],
             exit_codes=lost,
             out_of_memory=oom_kills() > self._oom_kills,
             server_is_gone=fork_server_is_gone(),
+            peers_waited_in_vain=reports is not None and reports.are_of_late_peers,
         )
         self._shutdown()  # late ranks record their stacks only now
         self.failure = first_failure(ends, self._scratch, self._job.config, attempt=self._attempt)
+        if reports is not None:
+            self.failure = reports.first_failure(self.failure)
         self._scratch.record_cause(self.failure, attempt=self._attempt)
-        if self.failure.kind == "user":
-            self._remaining_restarts = 0  # it would only fail again
+        if self.failure.kind == "user" or self.failure.rank < 0:
+            self._remaining_restarts = 0  # it would only fail again, or there is nowhere to meet
+        elif self.failure.kind == "machine" and self._job.config.launch.is_elastic:
+            return self._regrouping()
         return RunResult(state=WorkerState.FAILED)
 
     def _shutdown(self, *_: Any, **__: Any) -> None:

@@ -81,6 +81,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         marks = sorted(set().union(*gather_objects(own)))  # they identify the launch
         claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
         run_dir = claim.run_dir
+        if job.scratch is not None and env.local_rank == 0:
+            job.scratch.record_run(run_dir.path)
         if env.is_rank_zero:
             stack.enter_context(_failure_recorded(run_dir))
         job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
