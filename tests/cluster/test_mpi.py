@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 from pathlib import Path
 
 from clusters import Network, needs, network
@@ -51,9 +52,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
             (run_dir,) = run_dirs(tmp_path)
             facts = record(run_dir)
             assert (facts["host"], facts["num_nodes"], facts["world_size"]) == ("n1", 1, 2)
-            log = run_dir / "logs" / "rank-1.log"
-            (rank,) = [pid for pid in host.pids() if holds(pid, log)]
-            os.kill(rank, 9)
+            os.kill(host.process_with(run_dir / "logs" / "rank-1.log"), signal.SIGKILL)
             assert wait_for_end(process, tmp_path).exit_code != 0
             wait_for(lambda: not host.pids())
 
@@ -84,9 +83,3 @@ def test_ranks_on_two_hosts_meet_where_the_command_says(tmp_path: Path) -> None:
         (run_dir,) = run_dirs(tmp_path)
         facts = record(run_dir)
         assert (facts["status"], facts["host"], facts["num_nodes"]) == ("completed", "n1", 2)
-
-
-def holds(pid: int, path: Path) -> bool:
-    """Return whether a process has a file open."""
-    found = Path(f"/proc/{pid}/fd").glob("*")
-    return any(os.path.realpath(one) == str(path) for one in found)

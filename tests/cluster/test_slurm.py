@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,3 +200,25 @@ def test_scancel_saves_and_leaves_no_process(
     (run_dir,) = run_dirs(tmp_path)
     assert (record(run_dir)["status"], record(run_dir)["num_nodes"]) == ("preempted", 1)
     wait_for(lambda: {host.name: len(host.pids()) for host in cluster.network.hosts} == before)
+
+
+def test_srun_can_start_our_launcher_on_each_machine(
+    cluster: Slurm, tmp_path: Path, slow: SlowModels, undisturbed: Path
+) -> None:
+    """A killed rank of the second machine is restarted, and the run goes on in its folder."""
+    (block,) = [one.text for one in blocks("docs/slurm.md") if "launch.nnodes" in one.text]
+    text = block.replace("\\\n", "").replace("--cpus-per-task=64", "--cpus-per-task=1")
+    text = text.replace("launch.nproc_per_node=8", "launch.nproc_per_node=1")
+    text = text.replace("model=resnet18 batch.global_size=1024", " ".join(TRAINING))
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{text}")
+    job = cluster.submit("--nodes=2", "job.sh", folder=tmp_path, environ=variables(slow))
+    wait_for(lambda: is_training(tmp_path, step=12))
+    (run_dir,) = run_dirs(tmp_path)
+    second = cluster.network.hosts[1]
+    os.kill(second.process_with(run_dir / "logs" / "rank-1.log"), signal.SIGKILL)
+    slow.release()
+    assert cluster.wait(job) == "COMPLETED", (tmp_path / f"slurm-{job}.out").read_text()
+    facts = record(run_dir)
+    assert (facts["num_nodes"], facts["restarts"]) == (2, 1)
+    assert_same_run(run_dir, undisturbed, same_steps=False)
+    assert run_dirs(tmp_path) == [run_dir]
