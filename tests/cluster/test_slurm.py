@@ -19,12 +19,13 @@ from trainings import assert_same_run
 
 pytestmark = needs(*PROGRAMS)
 RUNNER = "python -m ddp_runner"
-# Thirty epochs of ten steps: half a minute, or a second once the test lets it go.
+# 300 steps: half a minute, or some seconds once the test lets it go.
 TRAINING = (
     *slow_models.TOY,
-    "dataset.num_samples=80",
+    "dataset.num_samples=480",
     "batch.global_size=8",
-    "train.epochs=30",
+    "train.epochs=5",
+    "checkpoint.every_steps=20",
     "train.log_every_steps=1",
     "backend.timeout_s=120",
 )
@@ -151,40 +152,42 @@ def test_preempted_jobs_of_an_array_go_on_with_their_own_runs_bit_for_bit(
 def test_the_script_of_the_documentation_goes_on_after_its_time_limit(
     cluster: Slurm, tmp_path: Path, slow: SlowModels, undisturbed: Path
 ) -> None:
-    """With our own launcher, in its own folder, beside an equal run that is newer."""
+    """With srun and with our own launcher: two equal runs at once, each in its own folder."""
     (script,) = [
         block.text for block in blocks("docs/slurm.md") if block.text.startswith("#!/bin/bash")
     ]
     lines = [line for line in script.splitlines() if "#SBATCH --nodes" not in line]
-    without_srun = "\n".join(lines).replace("srun --cpus-per-task=8 ", "")
     arguments = " ".join([*TRAINING, "world_size=2", "train.num_threads=1"])
-    own = re.sub(rf"{RUNNER} .*?&", f"{RUNNER} {arguments} &", without_srun)
-    own = own.replace("--time=24:00:00", "--time=60")
-    assert f"{RUNNER} {arguments} & run=$!\nwait $run" in own
-    tmp_path.joinpath("job.sh").write_text(own)
-    job = cluster.submit("-n2", "job.sh", folder=tmp_path, environ=variables(slow))
-    wait_for(lambda: is_training(tmp_path))
-    (run_dir,) = run_dirs(tmp_path)
-    cluster.run(*TIME_IS_NEARLY_UP, str(job))
-    cluster.wait(job, "PENDING")
-    assert record(run_dir)["status"] == "preempted"
-    saved = metrics(run_dir)[-1]["step"]
+    text = re.sub(rf"{RUNNER} .*?&", f"{RUNNER} {arguments} &", "\n".join(lines))
+    text = text.replace("--time=24:00:00", "--time=60").replace("task=8", "task=1")
+    (tmp_path / "srun.sh").write_text(text)
+    (tmp_path / "own.sh").write_text(text.replace("srun --cpus-per-task=1 ", ""))
+    scripts = [("--nodes=2", "--ntasks=2", "srun.sh"), ("--ntasks=1", "own.sh")]
+    jobs = [cluster.submit(*words, folder=tmp_path, environ=variables(slow)) for words in scripts]
+    wait_for(lambda: is_training(tmp_path, runs=2))
+    for job in jobs:
+        cluster.run(*TIME_IS_NEARLY_UP, str(job))
+    for job in jobs:
+        cluster.wait(job, "PENDING")
+    runs = {record(run)["num_nodes"]: run for run in run_dirs(tmp_path)}
+    saved = {num: metrics(run)[-1]["step"] for num, run in runs.items()}
+    assert [record(run)["status"] for run in runs.values()] == ["preempted", "preempted"]
     slow.release()
-    equal = (*TRAINING, "world_size=2", "train.num_threads=1")
-    assert run_command(*equal, folder=tmp_path, environ=slow.environ).exit_code == 0
-    cluster.start_again(job)
-    assert cluster.wait(job) == "COMPLETED"
-    assert len(run_dirs(tmp_path)) == 2
-    assert_same_run(run_dir, undisturbed, same_steps=False)
-    assert f"step {saved}" in rank_log(run_dir)
-    assert len(record(run_dir)["sessions"]) == 2
+    for job in jobs:
+        cluster.start_again(job)
+    assert [cluster.wait(job) for job in jobs] == ["COMPLETED", "COMPLETED"]
+    assert set(run_dirs(tmp_path)) == set(runs.values())
+    for num_nodes, run_dir in runs.items():
+        assert_same_run(run_dir, undisturbed, same_steps=False)
+        assert (record(run_dir)["num_nodes"], len(record(run_dir)["sessions"])) == (num_nodes, 2)
+        assert f", step {saved[num_nodes]}" in rank_log(run_dir)
+    assert sorted(runs) == [1, 2]
 
 
 def test_scancel_saves_and_leaves_no_process(
     cluster: Slurm, tmp_path: Path, slow: SlowModels
 ) -> None:
     """Two tasks on one machine, which meet on loopback only."""
-    before = {host.name: len(host.pids()) for host in cluster.network.hosts}
     job = cluster.submit(
         *("--nodes=1", "--ntasks=2", "--wrap", f"srun {RUNNER} {' '.join(TRAINING)}"),
         folder=tmp_path,
@@ -199,7 +202,7 @@ def test_scancel_saves_and_leaves_no_process(
     assert cluster.wait(job) == "CANCELLED"
     (run_dir,) = run_dirs(tmp_path)
     assert (record(run_dir)["status"], record(run_dir)["num_nodes"]) == ("preempted", 1)
-    wait_for(lambda: {host.name: len(host.pids()) for host in cluster.network.hosts} == before)
+    wait_for(lambda: all(len(host.pids()) == 1 for host in cluster.network.hosts))  # slurmd
 
 
 def test_srun_can_start_our_launcher_on_each_machine(
@@ -212,7 +215,7 @@ def test_srun_can_start_our_launcher_on_each_machine(
     text = text.replace("model=resnet18 batch.global_size=1024", " ".join(TRAINING))
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{text}")
     job = cluster.submit("--nodes=2", "job.sh", folder=tmp_path, environ=variables(slow))
-    wait_for(lambda: is_training(tmp_path, step=12))
+    wait_for(lambda: is_training(tmp_path, step=21))
     (run_dir,) = run_dirs(tmp_path)
     second = cluster.network.hosts[1]
     os.kill(second.process_with(run_dir / "logs" / "rank-1.log"), signal.SIGKILL)
