@@ -19,24 +19,26 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_runner import worker
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.job import Job
 from ddp_runner.launch.machines import Machines
 
 MONITOR_INTERVAL_S = 0.05
 
 
-def worker_spec(config: RunConfig, *, sees_run: Callable[[], bool]) -> WorkerSpec:
+def worker_spec(job: Job, *, sees_run: Callable[[], bool]) -> WorkerSpec:
     """Return what this machine's agent starts, and how it meets the agents of other machines.
 
     `sees_run` returns whether this machine has the folder of the run that goes on.
     """
-    launch = config.launch
+    config, launch = job.config, job.config.launch
     num_ranks = config.world_size // launch.most_nodes
     handler: rdzv.RendezvousHandler
     if launch.most_nodes == 1:
         run_id = uuid.uuid4().hex
         handler = OneMachine("localhost", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
     else:
-        handler = Machines(launch, num_ranks=num_ranks, sees_run=sees_run)
+        known = None if job.lacks_run else num_ranks
+        handler = Machines(launch, num_ranks=known, sees_run=sees_run)
     return WorkerSpec(
         role="default_role",
         local_world_size=num_ranks,

@@ -113,13 +113,16 @@ def _failed(failure: Failure, folder: Path | None) -> Outcome:
     next_step = "" if failure.kind == "user" else "; go on with resume=RUN"
     if folder is not None and RunDir(folder).record.exists():  # it may be on another machine
         run_dir = RunDir(folder)
+        rank = failure.rank if failure.rank >= 0 else None
         try:
-            write_run_record(
-                run_dir,
-                status=Status.FAILED,
-                finished_at=time.time(),
-                error={"rank": failure.rank, "kind": failure.kind, "sentence": failure.sentence},
-            )
+            known = read_run_record(run_dir).get("error") or {}
+            if not (rank is None and known.get("kind") == failure.kind):  # its own machine knows
+                write_run_record(
+                    run_dir,
+                    status=Status.FAILED,
+                    finished_at=time.time(),
+                    error={"rank": rank, "kind": failure.kind, "sentence": failure.sentence},
+                )
             if failure.traceback:
                 run_dir.logs.mkdir(exist_ok=True)
                 run_dir.failure.write_text(failure.traceback, encoding="utf-8")

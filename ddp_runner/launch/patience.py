@@ -50,7 +50,7 @@ def patiently(
             raise StoppedError
         if elapsed_s > limit_s:
             raise TimeoutError(f"no answer within {limit_s:g} s")
-        if notice and elapsed_s > PATIENCE_S and (text := notice()) != shown:
+        if notice and elapsed_s > PATIENCE_S and (text := notice()) not in ("", shown):
             print_line(text, stream=sys.stdout)
             shown = text
     return future.result()

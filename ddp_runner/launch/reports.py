@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import listed
 from ddp_runner.launch.patience import patiently
 from ddp_runner.scratch import Failure
@@ -23,7 +24,8 @@ WATCH_S = 1.0  # between two looks at the store
 PAUSE_S = 0.1
 # How long the report of another machine may take: one that gives no sign of life, and one that did
 # and now ends its ranks.
-SILENT_S, REPORT_S = 5.0, 20.0
+SILENT_S, REPORT_S = 5.0, 15.0
+OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly there
 MOST_TRACEBACK = 20_000  # characters
 LOST = (RuntimeError, OSError, RendezvousError, TimeoutError)  # of a store whose machine is gone
 
@@ -34,10 +36,18 @@ class Machine:
 
     host: str
     address: str  # at which the others reach it
-    num_ranks: int
+    num_ranks: int | None  # None: as many as the first machine
     number: int | None  # its launch.node_rank
     serves: bool  # it holds the store
     sees_run: bool  # it has the folder of the run that goes on
+
+
+def store_is_lost(launch: LaunchConfig) -> str:
+    """Return that this machine does not reach the store any more, for the user."""
+    return (
+        f"{launch.rdzv_endpoint}, where the machines meet, is lost: its machine was switched off, "
+        "its launcher has ended, or the network is down"
+    )
 
 
 class Reports:
@@ -48,7 +58,7 @@ class Reports:
         own: the place of this machine among them.
         store: of this round.
         num_waiting: returns how many machines wait to join; may block.
-        endpoint: of the store, for the user.
+        launch: where the store is, for the user.
     """
 
     def __init__(
@@ -58,11 +68,12 @@ class Reports:
         *,
         store: Any,
         num_waiting: Callable[[], int],
-        endpoint: str,
+        launch: LaunchConfig,
     ) -> None:
         self._machines, self._own, self._store = machines, own, store
-        self._num_waiting, self._endpoint = num_waiting, endpoint
+        self._num_waiting, self._launch = num_waiting, launch
         self._closed = Event()
+        self._seen_at = time.monotonic()  # the last time that the store answered
         self._known: dict[int, Failure] = {}
         self.is_wanted = False  # another machine waits to join
         Thread(target=self._watch, name="machines-watch", daemon=True).start()
@@ -90,15 +101,13 @@ class Reports:
         own = replace(own, sentence=self._with_host(own.sentence, own.rank))
         own = replace(own, traceback=own.traceback[-MOST_TRACEBACK:])
         try:
-            found = patiently(partial(self._exchange, own), limit_s=REPORT_S + SILENT_S)
+            is_seen = time.monotonic() - self._seen_at < OUT_OF_SIGHT_S
+            limit_s = REPORT_S + SILENT_S if is_seen else SILENT_S
+            found = patiently(partial(self._exchange, own), limit_s=limit_s)
         except LOST:
             if own.kind != "peer":
                 return own
-            sentence = (
-                f"{self._endpoint}, where the machines meet, is lost: its machine was switched "
-                "off, its launcher was killed, or the network is down"
-            )
-            return Failure(rank=-1, kind="machine", sentence=sentence)
+            return Failure(rank=-1, kind="machine", sentence=store_is_lost(self._launch))
         causes = [one for one in found.values() if one.kind != "peer"]
         silent = [place for place in range(len(self._machines)) if place not in found]
         if causes or not silent:
@@ -117,8 +126,8 @@ class Reports:
         return f"{self._machines[place].host} (rank{'s' * (len(ranks) > 1)} {numbers})"
 
     def _ranks(self, place: int) -> range:
-        first = sum(one.num_ranks for one in self._machines[:place])
-        return range(first, first + self._machines[place].num_ranks)
+        count = self._machines[place].num_ranks or 1  # all machines have equally many
+        return range(place * count, (place + 1) * count)
 
     def _with_host(self, sentence: str, rank: int) -> str:
         place = next((i for i in range(len(self._machines)) if rank in self._ranks(i)), self._own)
@@ -128,6 +137,7 @@ class Reports:
         while not self._closed.wait(WATCH_S):
             with suppress(*LOST):  # the ranks notice, too: their failure ends the run
                 self.is_wanted = self._num_waiting() > 0
+                self._seen_at = time.monotonic()
                 if self._reported() and not self._closed.is_set():
                     self._store.set(f"alive/{self._own}", "")
 

@@ -27,7 +27,9 @@ def starting_lines(job: Job) -> str:
     if job.run_dir and not job.title:  # a sweep has named the folder of all its jobs
         run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n"
     most = "up to " if launch.is_elastic else ""
-    ranks = f"{most}{counted(config.world_size, 'rank')}{nodes}"
+    # Where the run's config is on another machine, nobody knows the number of ranks yet.
+    known = "ranks" if job.lacks_run else f"{most}{counted(config.world_size, 'rank')}"
+    ranks = f"{known}{nodes}"
     return f"{run}starting {ranks}, {config.backend.name} on {device}; importing torch …"
 
 
