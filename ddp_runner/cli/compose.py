@@ -98,7 +98,7 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
     """Return the job that a composed config describes, on this machine; see ``plan_at``."""
-    return plan_at(composed, lambda _: Place(hardware, invocation.env), invocation)
+    return plan_at(composed, lambda _: Place(hardware, env=invocation.env), invocation)
 
 
 def plan_at(
@@ -129,6 +129,8 @@ def plan_at(
         with secrets.hidden_in_errors():
             unresolved = to_config(raw)
             place = place_of(unresolved)
+            if place.num_nodes is not None:
+                unresolved.launch.nnodes = place.num_nodes
             config, warnings = resolve(
                 unresolved,
                 hardware=place.hardware,

@@ -3,9 +3,9 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.tracking.claims import claim_run, freeze, own_marks, with_global_size
+from ddp_runner.tracking.heartbeat import Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import begin_session, write_run_record
 
@@ -47,6 +48,7 @@ class Session:
     devices: tuple[torch.device, ...]  # of this rank, as its mode wants them
     run_dir: RunDir
     log: Callable[[str], None]  # writes to this rank's log; rank 0 also prints
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)  # beats on rank 0
 
     @property
     def config(self) -> RunConfig:
@@ -81,17 +83,21 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         run_dir = claim.run_dir
         if job.scratch is not None and env.local_rank == 0:
             job.scratch.record_run(run_dir.path)
+        heartbeat = Heartbeat()
+        hosts = list(dict.fromkeys(gather_objects(socket.gethostname())))
         if env.is_rank_zero:
+            beating = heartbeat.beating(run_dir.heartbeat, started_at=job.started_at)
+            stack.enter_context(beating)
             stack.enter_context(_failure_recorded(run_dir))
         job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
         log = stack.enter_context(rank_log(run_dir, env, hide=job.secrets.hide))
         if env.num_nodes > 1:
             _say_where(run_dir, log=log)
-        session = Session(job, env, mode, devices, run_dir, log)
+        session = Session(job, env, mode, devices, run_dir, log, heartbeat)
         if env.is_rank_zero:
             if not run_dir.is_frozen:
                 freeze(job, run_dir)
-            _record_start(session)
+            _record_start(session, hosts=hosts)
         with job.secrets.hidden_in_errors():
             yield session
 
@@ -118,7 +124,8 @@ def _comparable(job: Job) -> dict[str, Any]:
 
 def _say_where(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
     """Log on rank 0 which machines do not see the run folder. Collective: every rank."""
-    places = gather_objects((socket.gethostname(), run_dir.record.exists()))
+    is_here = run_dir.record.exists() or run_dir.is_frozen
+    places = gather_objects((socket.gethostname(), is_here))
     blind = sorted({host for host, sees_it in places if not sees_it})
     if blind and dist.get_rank() == 0:
         log(
@@ -191,7 +198,7 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
     return f"{INIT_FILE}{path}.{scratch.path.name}-{env.restart_count}"
 
 
-def _record_start(session: Session) -> None:
+def _record_start(session: Session, *, hosts: Sequence[str]) -> None:
     config, env, job = session.config, session.env, session.job
     begin_session(
         session.run_dir,
@@ -203,6 +210,7 @@ def _record_start(session: Session) -> None:
         work_hash=work_hash(config),
         **job.code,
         host=socket.gethostname(),
+        hosts=hosts,
         world_size=env.world_size,
         num_nodes=env.num_nodes,
         parallelism=config.parallelism.get("name"),

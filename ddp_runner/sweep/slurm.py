@@ -60,7 +60,7 @@ class Slurm:
             local_world_size=shape.ranks_per_node,
             launcher="srun",
         )
-        return Place(self._node, env)
+        return Place(self._node, env=env)
 
     def shape(self, config: RunConfig) -> Shape:
         """Return the nodes that a job takes."""

@@ -21,8 +21,8 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
     _validate_objective(config, searches=searches)
     if launch.most_nodes > 1:
         raise UserError(
-            f"-m runs its jobs on one machine and launch.nnodes is {launch.nnodes}: two launchers "
-            "would take different jobs and wait for each other; run the jobs one by one, without -m"
+            f"launch.nnodes ({launch.nnodes}) differs between the jobs, and their machines meet "
+            "once for the whole sweep; give one number of machines, and sweep world_size"
         )
     slots = sweep.parallel_jobs
     _validate_parallel(config)
