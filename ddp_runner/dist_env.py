@@ -95,7 +95,7 @@ def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
         restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
         init_method=None,
-        launch_id=_slurm_step(environ),
+        launch_id=_torchx_job(environ) or _slurm_step(environ),
     )
 
 
@@ -169,6 +169,16 @@ def _slurm_step(environ: Mapping[str, str]) -> str | None:
     if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_JOB_ID" not in environ:
         return None
     return f"slurm {environ['SLURM_JOB_ID']}.{step}"
+
+
+def _torchx_job(environ: Mapping[str, str]) -> str | None:
+    """Return TorchX's name for the job if its own torchrun started this rank; None otherwise.
+
+    A retry has the same name, in new containers, too.
+    """
+    job = environ.get("TORCHX_JOB_ID", "")
+    is_own = job.rpartition("/")[2] == environ.get("TORCHELASTIC_RUN_ID")
+    return f"torchx {job}" if is_own else None
 
 
 def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
