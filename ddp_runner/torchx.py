@@ -20,6 +20,14 @@ from ddp_runner.errors import one_line
 WORKDIR = "/work"  # of the image, see Dockerfile
 GROUP = 1000  # of the image's user, who is not root
 CORES_PER_RANK, MB_PER_RANK = 2, 4096  # a rank of torch takes 0.5 GiB before it has a model
+GRACE_S = 60  # from the request to end to SIGKILL: to finish the step and write a checkpoint
+ENVIRON = {
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S - 5),  # torchrun's own, for its ranks
+    # Else torchrun publishes its address in the first rendezvous only, and the agent of a machine
+    # that replaces a lost one waits for it in vain.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 def run(
@@ -80,14 +88,15 @@ def run(
         gpu=gpu,
         memMB=memory_mb or MB_PER_RANK * ranks,
         mounts=own_mounts,
-        env={"PET_MAX_RESTARTS": str(max_retries), "PYTHONUNBUFFERED": "1", **(env or {})},
+        env=ENVIRON | {"PET_MAX_RESTARTS": str(max_retries)} | (env or {}),
         max_retries=max_retries,
         **({"image": image} if image else {}),
     )
+    # Without a group the image's user could not write to a new volume.
+    owner = {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
+    spec = {"securityContext": owner, "terminationGracePeriodSeconds": GRACE_S}
     for role in app.roles:
-        # Else the image's user could not write to a new volume.
-        owner = {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
-        set_overlay(role, "kubernetes", "V1Pod", {"spec": {"securityContext": owner}})
+        set_overlay(role, "kubernetes", "V1Pod", {"spec": spec})
         if pod is not None:
             set_overlay(role, "kubernetes", "V1Pod", _fields(Path(pod)))
     return app

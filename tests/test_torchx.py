@@ -84,7 +84,10 @@ def test_a_pod_has_room_for_its_ranks_and_keeps_what_must_outlive_it(job: dict[s
                 "readOnly": True,
             },
         }
-        assert spec["securityContext"]["fsGroup"] == 1000
+        assert (spec["securityContext"]["fsGroup"], spec["terminationGracePeriodSeconds"]) == (
+            1000,
+            60,
+        )
         assert spec["tolerations"] == [TOLERATION]
         validate_pod(pod)
 
