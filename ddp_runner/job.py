@@ -43,6 +43,7 @@ class Job:
     started_at: float  # time.time() when the command, or the sweep's job, began
     code: Mapping[str, Any]  # git_revision and versions
     run_dir: Path | None = None  # None: rank 0 claims one
+    lacks_run: bool = False  # the run to resume is on another machine, which tells its config
     scratch: Scratch | None = None  # of this worker group only; None under another launcher
     slot: Slot | None = None  # for a parallel job
     number: int = 1  # its place in the sweep

@@ -51,8 +51,10 @@ class Scratch:
     path: Path
 
     stop = FileIn("stop")  # exists once the ranks should finish the step, save and end
+    regroup = FileIn("regroup")  # the same, for machines to join or leave: then the run goes on
     ready = FileIn(READY)  # exists once the training loop has begun
     saving = FileIn(SAVING)  # exists while a checkpoint is being written
+    _run = FileIn("run")
 
     def make(self) -> None:
         """Create the folder; a program that cleans up temporary files may have removed it."""
@@ -61,9 +63,19 @@ class Scratch:
     def begin_attempt(self, attempt: int) -> None:
         """Remove what ranks left under this number, which stays when a machine joins or leaves."""
         self.make()
-        for pattern in (f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", READY, SAVING):
+        patterns = [f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", READY, SAVING]
+        # The files at which the ranks met hold the addresses of ranks that are gone.
+        for pattern in (*patterns, "regroup", f"*.{self.path.name}-{attempt}"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
+
+    def record_run(self, folder: Path) -> None:
+        """Note the run folder that rank 0 has claimed, for this machine's launcher."""
+        self._run.write_text(str(folder), encoding="utf-8")
+
+    def run_folder(self) -> Path | None:
+        """Return the folder of the run, once rank 0 has claimed it."""
+        return Path(self._run.read_text(encoding="utf-8")) if self._run.exists() else None
 
     def begin_loop(self) -> None:
         """Note that the training loop begins."""

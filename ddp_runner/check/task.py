@@ -55,6 +55,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
         f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "
         f"{state.setup.devices[0].type}, run {session.run_dir}"
     )
+    session.heartbeat.note(Status.RUNNING)
     status, findings = Status.COMPLETED, list[Finding]()
     for finding in run_checks(state):
         findings.append(finding)

@@ -79,9 +79,12 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(), invocation)
     if env is None:
+        if job.config.launch.most_nodes > 1:
+            # Where names of addresses are not known, torch warns of each connection.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         start_fork_server()  # as early as can be: it imports torch while this process goes on
     asked, config = asked_folder(composed, job), job.config
-    if env is not None or config.launch.nnodes > 1:
+    if env is not None or config.launch.most_nodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
         job = replace(job, run_dir=asked)
         if env is None:

@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened
-from ddp_runner.cli.resume import with_resumed
+from ddp_runner.cli.resume import NotARunError, with_resumed
 from ddp_runner.config.keys import help_text
+from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
@@ -105,7 +106,14 @@ def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Jo
     command, env = invocation.command, invocation.env
     with opened(composed) as (given, node):
         overrides = _written(node, command)
-        raw = with_resumed(given, overrides, is_launched=env is not None)
+        raw, lacks_run = given, False
+        try:
+            raw = with_resumed(given, overrides, is_launched=env is not None)
+        except NotARunError:
+            most_nodes = LaunchConfig(nnodes=given.launch.nnodes).most_nodes
+            lacks_run = (env.num_nodes if env else most_nodes) > 1
+            if not lacks_run:
+                raise
         secrets = find_secrets(raw)
         with secrets.hidden_in_errors():
             config, warnings = resolve(
@@ -115,6 +123,7 @@ def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Jo
         return Job(
             config=config,
             started_at=invocation.started_at,
+            lacks_run=lacks_run,
             code=invocation.code,
             overrides=overrides,
             secrets=secrets,
@@ -189,7 +198,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     if (name := dataset.get("tokenizer")) is not None:
         tokenizer_file(Path(str(name)))
     # Only rank 0 reads the weights, perhaps on another machine. A resumed run needs them no more.
-    num_nodes = env.num_nodes if env else config.launch.nnodes
+    num_nodes = env.num_nodes if env else config.launch.most_nodes
     if (name := model.get("weights")) is not None and config.resume is None and num_nodes == 1:
         weights = Path(str(name))
         is_checkpoint = (weights / MANIFEST).exists() or RunDir(weights).checkpoints.is_dir()

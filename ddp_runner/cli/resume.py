@@ -21,6 +21,10 @@ from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
 
 
+class NotARunError(UserError):
+    """This machine does not have the run to resume; another one may."""
+
+
 def resumed_overrides(
     overrides: Sequence[str], *, folders: Sequence[Path]
 ) -> tuple[list[str], list[str]]:
@@ -64,7 +68,8 @@ def with_resumed(
     If the ranks run already, `is_launched`, their number replaces the run's.
 
     Raises:
-        UserError: the run to resume does not exist, or a key cannot change it.
+        NotARunError: this machine does not have the run to resume.
+        UserError: a key cannot change it.
     """
     if raw.resume in (None, AUTO):
         return raw
@@ -117,7 +122,7 @@ def _frozen(run_dir: Path) -> DictConfig:
     """Return a run's frozen config; reject one that is missing or damaged."""
     path = RunDir(run_dir).config
     if not path.exists():
-        raise UserError(
+        raise NotARunError(
             f"resume={run_dir} is not a run folder: {path} does not exist; "
             "name the folder that holds run.json"
         )

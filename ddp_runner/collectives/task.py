@@ -42,7 +42,12 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     validate_reduce_ops(config, reasons, backend=backend)
     logger: Logger = NullLogger()
     if session.env.is_rank_zero:
-        logger = RunLogger(session.run_dir, started_at=job.started_at, title=job.title)
+        logger = RunLogger(
+            session.run_dir,
+            started_at=job.started_at,
+            title=job.title,
+            heartbeat=session.heartbeat,
+        )
     logger.step_done(step=0, epoch=0)  # the start-up ends here
     measurements, status = list[Measurement](), Status.COMPLETED
     session.log(TABLE_HEAD)

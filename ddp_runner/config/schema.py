@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.measuring import CollectivesConfig
 from ddp_runner.config.optimizing import EarlyStopConfig, EmaConfig, ParamsConfig
 
@@ -117,25 +118,6 @@ class CheckpointConfig:
     mode: str = "max"  # which value of the monitored metric is best: max or min
     # after the last step load the best checkpoint and evaluate it once more
     load_best: bool = False
-
-
-@dataclass
-class LaunchConfig:
-    """How the ranks start. Under torchrun, which has its own flags, these keys are ignored."""
-
-    nnodes: int = 1  # machines
-    nproc_per_node: int | None = None  # ranks per machine; null: world_size / nnodes
-    # this machine's number, for a static rendezvous; null: c10d decides
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None  # HOST:PORT of the rendezvous; needed when nnodes > 1
-    rdzv_id: str = "ddp_runner"  # the same on every machine of one run
-    max_restarts: int = 0  # restarts of all ranks after a failure, each from the last checkpoint
-    # Where the ranks meet: tcp://HOST:PORT or file:///PATH; file://NAME is in the run folder; null:
-    # at the rendezvous. A resumed run does not keep it.
-    init_method: str | None = None
-    # Seconds from the first Ctrl-C or SIGTERM to SIGKILL; ten times as long while a checkpoint is
-    # written.
-    shutdown_timeout_s: float = 30.0
 
 
 @dataclass

@@ -34,7 +34,7 @@ POSITIVE = (
     "train.grad_accum_steps", "train.clip_norm", "train.clip_value", "train.num_threads",
     "early_stop.patience", "batch.global_size", "batch.per_rank", "batch.max_per_rank",
     "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
-    "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
+    "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
     "parallelism.needs.max_ranks",
@@ -47,7 +47,7 @@ NOT_NEGATIVE = (
 RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math.inf)) | {
     "backend.timeout_s": (1, YEAR_S),  # less is too short for ranks that share a core
     "launch.shutdown_timeout_s": (0, YEAR_S),
-    "launch.nnodes": (1, 2**16),
+    "launch.join_timeout_s": (1, YEAR_S),
     "train.num_threads": (1, 2**12),
     "train.grad_accum_steps": (1, 2**16),
     "batch.global_size": (1, 2**40),
@@ -102,6 +102,7 @@ def validate_values(config: Config) -> None:
         del values["batch.per_rank"]
     elif per_rank is not None and type(per_rank) is not int:
         raise UserError(f"batch.per_rank ({per_rank}) must be a whole number, or auto")
+    _validate_nnodes(config.launch.nnodes)
     _validate_numbers(values)
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
@@ -114,6 +115,17 @@ def validate_values(config: Config) -> None:
             raise UserError(f"{key} ({values[key]}) must be one of {named}")
     for name, known in LISTS.items():
         _validate_list(f"collectives.{name}", getattr(config.collectives, name), known)
+
+
+def _validate_nnodes(nnodes: Any) -> None:
+    """Reject what is neither a number of machines nor MIN:MAX."""
+    parts = str(nnodes).split(":") if isinstance(nnodes, int | str) else []
+    counts = [int(part) for part in parts if re.fullmatch(r"\d{1,5}", part)]
+    if len(counts) != len(parts) or len(counts) not in (1, 2) or not 1 <= counts[0] <= counts[-1]:
+        raise UserError(
+            f"launch.nnodes ({nnodes}) must be a whole number of machines from 1 to 99999, or "
+            "MIN:MAX; write launch.nnodes=2, or launch.nnodes=1:4"
+        )
 
 
 def _validate_numbers(values: Mapping[str, Any]) -> None:

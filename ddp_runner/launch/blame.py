@@ -21,6 +21,7 @@ class Ends:
     exit_codes: Mapping[int, int]  # of lost ranks; a signal's number is negative; 0: too early
     out_of_memory: bool = False  # the kernel has killed a process for memory meanwhile
     server_is_gone: bool = False  # the process that they were forked from
+    peers_waited_in_vain: bool = False  # those on other machines
 
 
 def first_failure(ends: Ends, scratch: Scratch, config: RunConfig, *, attempt: int) -> Failure:
@@ -31,7 +32,7 @@ def first_failure(ends: Ends, scratch: Scratch, config: RunConfig, *, attempt: i
         return min(own, key=lambda failure: failure.time_ns)
     silent = [rank for rank in ends.exit_codes if rank not in recorded]
     lost_peer = sorted(recorded.values(), key=lambda failure: failure.time_ns)
-    timed_out = any(failure.is_timeout for failure in lost_peer)
+    timed_out = ends.peers_waited_in_vain or any(one.is_timeout for one in lost_peer)
     aborted = [rank for rank in silent if ends.exit_codes[rank] == -signal.SIGABRT]
     if aborted and config.backend.name == "nccl":
         # NCCL's watchdog aborts a rank that has waited for backend.timeout_s.
@@ -42,7 +43,13 @@ def first_failure(ends: Ends, scratch: Scratch, config: RunConfig, *, attempt: i
         late = _late_rank(ends, scratch, attempt=attempt, timeout_s=config.backend.timeout_s)
         if late is not None:
             return late
-    return lost_peer[0] if lost_peer else _without_exception(next(iter(ends.exit_codes)), ends)
+    if lost_peer:
+        return lost_peer[0]
+    if ends.exit_codes:
+        return _without_exception(next(iter(ends.exit_codes)), ends)
+    return Failure(
+        rank=min(ends.ranks), kind="peer", sentence="the ranks of another machine have failed"
+    )
 
 
 def _without_exception(rank: int, ends: Ends) -> Failure:

@@ -1,14 +1,12 @@
-"""Adapter of torch's launcher: how the agents of a run's machines meet, and NUMA binding.
+"""Adapter of torch's launcher: what an agent starts, its own rendezvous, and NUMA binding.
 
-Two private names of torch are in here, since torch has no public ones: the state of a rendezvous,
-and `_maybe_wrap_with_numa_binding`. Checked on torch 2.11 and 2.15.
+Torch has no public name for `_maybe_wrap_with_numa_binding`. Checked on torch 2.11 and 2.15.
 """
 
 import inspect
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,82 +15,46 @@ import torch.numa.binding as numa
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_runner import worker
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.host.streams import notice_if_slow
+from ddp_runner.job import Job
+from ddp_runner.launch.machines import Machines
 
 MONITOR_INTERVAL_S = 0.05
-RDZV_TIMEOUT_S = 900  # torchrun's
 
 
-def worker_spec(config: RunConfig) -> WorkerSpec:
-    """Return what this machine's agent starts, and how it meets the agents of other machines."""
-    launch = config.launch
-    master_addr, master_port = None, None
-    if launch.nnodes > 1 and launch.node_rank is not None:
-        master_addr, master_port = parse_rendezvous_endpoint(launch.rdzv_endpoint, default_port=-1)
+def worker_spec(job: Job, *, sees_run: Callable[[], bool]) -> WorkerSpec:
+    """Return what this machine's agent starts, and how it meets the agents of other machines.
+
+    `sees_run` returns whether this machine has the folder of the run that goes on.
+    """
+    config, launch = job.config, job.config.launch
+    num_ranks = config.world_size // launch.most_nodes
+    handler: rdzv.RendezvousHandler
+    if launch.most_nodes == 1:
+        run_id = uuid.uuid4().hex
+        handler = OneMachine("localhost", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
+    else:
+        known = None if job.lacks_run else num_ranks
+        handler = Machines(launch, num_ranks=known, sees_run=sees_run)
     return WorkerSpec(
         role="default_role",
-        local_world_size=config.world_size // launch.nnodes,
+        local_world_size=num_ranks,
         entrypoint=worker.work,
-        rdzv_handler=_rendezvous_handler(config),
+        rdzv_handler=handler,
         max_restarts=launch.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        master_addr=master_addr,
-        master_port=master_port,
     )
-
-
-def _rendezvous_handler(config: RunConfig) -> rdzv.RendezvousHandler:
-    launch = config.launch
-    if launch.nnodes == 1:
-        return OneMachine("localhost", 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
-    parameters = rdzv.RendezvousParameters(
-        backend="c10d" if launch.node_rank is None else "static",
-        endpoint=launch.rdzv_endpoint or "",
-        run_id=launch.rdzv_id,
-        min_nodes=launch.nnodes,
-        max_nodes=launch.nnodes,
-        timeout=RDZV_TIMEOUT_S,
-        rank=launch.node_rank,
-    )
-    with noticed_wait(config):
-        return rdzv.rendezvous_handler_registry.create_handler(parameters)
-
-
-@contextmanager
-def noticed_wait(
-    config: RunConfig, handler: rdzv.RendezvousHandler | None = None
-) -> Iterator[None]:
-    """Print that this machine waits for the others, if it waits long.
-
-    The handler of a c10d rendezvous knows how many have come; that of a static one does not.
-    """
-    num_nodes = config.launch.nnodes
-
-    def text() -> str:
-        holder = getattr(handler, "_state_holder", None)
-        num_missing = num_nodes - (len(holder.state.participants) if holder else 0)
-        is_known = 0 < num_missing < num_nodes
-        count = f"{num_missing} of {num_nodes} missing" if is_known else f"{num_nodes} in all"
-        return (
-            f"waiting for the other nodes, {count}, at {config.launch.rdzv_endpoint}; start the "
-            "same command on each of them"
-        )
-
-    with notice_if_slow(text) if num_nodes > 1 else nullcontext():
-        yield
 
 
 def numa_options(config: RunConfig) -> numa.NumaOptions | None:
     """Return how torchrun binds ranks to the cores near their GPUs; None: not at all."""
     return LaunchConfig(
-        min_nodes=config.launch.nnodes,
-        max_nodes=config.launch.nnodes,
-        nproc_per_node=config.world_size // config.launch.nnodes,
+        min_nodes=config.launch.fewest_nodes,
+        max_nodes=config.launch.most_nodes,
+        nproc_per_node=config.world_size // config.launch.most_nodes,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it makes a folder for logs
     ).numa_options
 

@@ -43,7 +43,7 @@ def launch(job: Job) -> Outcome:
     On one machine the caller holds the lock of the run folder. On several machines rank 0 claims
     the folder and writes run.json, since it may be elsewhere.
     """
-    if job.config.launch.nnodes > 1:
+    if job.config.launch.most_nodes > 1:
         return run_worker_group(job)
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
@@ -90,9 +90,14 @@ def run_worker_group(job: Job) -> Outcome:
 
             _quiet_agent()
             result = supervise(replace(job, scratch=scratch))
+            run_dir = job.run_dir or scratch.run_folder()
             if isinstance(result, Failure):
-                return _failed(result, job.run_dir)
+                return _failed(result, run_dir)
     received = stop_signals.received or signal.SIGTERM
+    if result is None:
+        if run_dir is not None and RunDir(run_dir).record.exists():
+            mark_ended(run_dir)
+        return Outcome(Status.PREEMPTED, 128 + received, run_dir)
     exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
     return Outcome(result["status"], exit_code, Path(result["run_dir"]))
 
@@ -107,15 +112,18 @@ def print_error(sentence: str) -> None:
 def _failed(failure: Failure, folder: Path | None) -> Outcome:
     """Record and print why the ranks failed, and how to go on."""
     next_step = "" if failure.kind == "user" else "; go on with resume=RUN"
-    if folder is not None:
+    if folder is not None and RunDir(folder).record.exists():  # it may be on another machine
         run_dir = RunDir(folder)
+        rank = failure.rank if failure.rank >= 0 else None
         try:
-            write_run_record(
-                run_dir,
-                status=Status.FAILED,
-                finished_at=time.time(),
-                error={"rank": failure.rank, "kind": failure.kind, "sentence": failure.sentence},
-            )
+            known = read_run_record(run_dir).get("error") or {}
+            if not (rank is None and known.get("kind") == failure.kind):  # its own machine knows
+                write_run_record(
+                    run_dir,
+                    status=Status.FAILED,
+                    finished_at=time.time(),
+                    error={"rank": rank, "kind": failure.kind, "sentence": failure.sentence},
+                )
             if failure.traceback:
                 run_dir.logs.mkdir(exist_ok=True)
                 run_dir.failure.write_text(failure.traceback, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine, watches them and restarts them: torch's elastic agent.
+"""Watches the ranks of this machine and restarts them: torch's elastic agent.
 
 Torch's ``SimpleElasticAgent`` handles what concerns several machines: rendezvous, ranks, restarts.
 We start, watch and end the processes ourselves, through its documented extension points, because
@@ -8,12 +8,10 @@ to repeat, and knows one rank's exit code only.
 
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.context import ForkServerProcess
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -21,55 +19,57 @@ from torch.distributed.elastic.agent.server.api import (
     SimpleElasticAgent,
     Worker,
     WorkerGroup,
+    WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.numa.binding import NumaOptions
 
-from ddp_runner import worker
 from ddp_runner.config.schema import is_asynchronous
 from ddp_runner.errors import UserError
 from ddp_runner.host.load import oom_kills
 from ddp_runner.host.processes import (
     adopt_orphans,
-    children,
-    end_adopted,
     fork_server_is_gone,
     start_fork_server,
 )
-from ddp_runner.job import Job
+from ddp_runner.host.streams import print_line
+from ddp_runner.job import Job, Status
 from ddp_runner.launch.blame import Ends, first_failure
-from ddp_runner.launch.elastic import noticed_wait, numa_bound, numa_options, worker_spec
-from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S, die_with_launcher
-from ddp_runner.scratch import SAVING_FACTOR, SAVING_POLL_S, Failure
+from ddp_runner.launch.elastic import worker_spec
+from ddp_runner.launch.machines import Machines
+from ddp_runner.launch.patience import StoppedError, patiently
+from ddp_runner.launch.rank_processes import RankProcesses
+from ddp_runner.launch.reports import LOST, Reports
+from ddp_runner.scratch import Failure
+from ddp_runner.tracking.run_dir import RunDir
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
-# From SIGTERM to SIGKILL: a rank ends by itself after its own grace, unless it is suspended.
-END_S = FAILED_GROUP_GRACE_S + 1.0
-GONE_S = 2.0  # after SIGKILL; a rank in uninterruptible sleep stays, and is left behind
-PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is noticed first
+BARRIER_S = 300.0  # from the end of this machine's ranks to that of the others', torch's own
+JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 
 
-def supervise(job: Job) -> dict[str, Any] | Failure:
+def supervise(job: Job) -> dict[str, Any] | Failure | None:
     """Run this machine's ranks to their end, with restarts.
 
     Returns:
-        The result of the first rank; or the failure that came first, if the last attempt failed.
+        The result of the first rank; the failure that came first, if the last attempt failed; None
+        if a stop was requested while the machines were waiting for each other.
 
     Raises:
-        UserError: the machines of the run do not come together.
+        UserError: the machines of the run do not meet.
     """
     adopt_orphans()
     supervisor = Supervisor(job)
     try:
         result = supervisor.run()
-    except RendezvousError as error:
-        raise UserError(
-            f"the machines of the run did not come together at launch.rdzv_endpoint "
-            f"({job.config.launch.rdzv_endpoint}): {error}; start the same command on each of them"
-        ) from error
+    except StoppedError:
+        return None
+    except NotMetError as error:
+        if not supervisor.has_begun:
+            raise UserError(str(error)) from error
+        return Failure(rank=-1, kind="machine", sentence=str(error))
     finally:
+        supervisor.say_goodbye()
         supervisor.get_worker_group().spec.rdzv_handler.shutdown()
     if supervisor.failure is not None:
         return supervisor.failure
@@ -79,13 +79,8 @@ def supervise(job: Job) -> dict[str, Any] | Failure:
     return first
 
 
-@dataclass(frozen=True)
-class RankProcess:
-    """A rank, its process, and the pipe on which its result arrives."""
-
-    rank: int
-    process: ForkServerProcess
-    result: Connection
+class NotMetError(Exception):
+    """The machines did not meet, or not again."""
 
 
 class Supervisor(SimpleElasticAgent):
@@ -96,42 +91,83 @@ class Supervisor(SimpleElasticAgent):
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(worker_spec(job.config))
         assert job.scratch is not None
+        super().__init__(worker_spec(job, sees_run=self._sees_run))
         self.failure: Failure | None = None  # of the last attempt
         self._job, self._scratch = job, job.scratch
-        self._ranks: list[RankProcess] = []
-        self._results: dict[int, Any] = {}
-        self._own_children = set[int]()
+        self._ranks = RankProcesses(job)
         self._oom_kills = 0
+        self.has_begun = False  # ranks have been started
+        self._is_leaving = False  # this machine ends, and the others may go on
         # Whether the run goes on when a rank that serves the loop is lost.
-        is_alone = job.config.launch.nnodes == 1
+        is_alone = job.config.launch.most_nodes == 1
         self._outlives_trainers = is_alone and is_asynchronous(job.config.parallelism)
 
     @property
     def _attempt(self) -> int:
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
+    @property
+    def _machines(self) -> Machines | None:
+        """The rendezvous of several machines; None: there is one machine."""
+        handler = self._worker_group.spec.rdzv_handler
+        return handler if isinstance(handler, Machines) else None
+
+    @property
+    def _reports(self) -> Reports | None:
+        return self._machines.reports if self._machines else None
+
+    def _sees_run(self) -> bool:
+        folder = self._scratch.run_folder() or self._job.run_dir
+        return folder is not None and RunDir(folder).record.exists()
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with noticed_wait(self._job.config, worker_group.spec.rdzv_handler):
-            super()._rendezvous(worker_group)
+        meet, machines = partial(super()._rendezvous, worker_group), self._machines
+        if machines is None:
+            meet()
+            return
+        limit_s = self._job.config.launch.join_timeout_s + JOIN_GRACE_S
+        try:
+            patiently(
+                meet,
+                limit_s=limit_s,
+                stop_requested=self._scratch.stop.exists,
+                notice=machines.waiting,
+            )
+        except LOST as error:
+            before = f"{self.failure.sentence}; " if self.failure else ""
+            raise NotMetError(before + machines.why_not_met(error)) from error
+
+    def say_goodbye(self) -> None:
+        """Let the other machines go on without this one, if they are to."""
+        if self._machines is not None and self._is_leaving:
+            self._machines.leave()
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        if self._machines is not None and self._machines.num_ranks is not None:
+            spec.local_world_size = self._machines.num_ranks
+        workers: list[Worker] = super()._assign_worker_ranks(
+            store, group_rank, group_world_size, spec
+        )
+        return workers
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other machines, of which one holds the store."""
+        if self._machines is not None and not self._is_leaving:
+            with suppress(*LOST):  # the run is complete, whatever became of them
+                patiently(super()._exit_barrier, limit_s=BARRIER_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._scratch.begin_attempt(self._attempt)
         start_fork_server()  # if it was killed
-        self._own_children, self._oom_kills = children(), oom_kills()
-        self.failure = None
-        options, pids = numa_options(self._job.config), {}
-        for one in worker_group.workers:
-            environ = self._environ(one, worker_group)
-            receiver, sender = Pipe(duplex=False)
-            arguments = (self._job, worker.work, environ, options, sender)
-            process = ForkServerProcess(target=_run_rank, args=arguments)
-            process.start()
-            sender.close()
-            self._ranks.append(RankProcess(one.global_rank, process, receiver))
-            pids[one.local_rank] = process.pid
-        return pids
+        self._oom_kills = oom_kills()
+        self.failure, self.has_begun = None, True
+        run_dir = self._job.run_dir or self._scratch.run_folder()
+        self._job = replace(self._job, run_dir=run_dir)
+        environs = [self._environ(one, worker_group) for one in worker_group.workers]
+        return self._ranks.start(self._job, environs)
 
     def _environ(self, one: Worker, group: WorkerGroup) -> dict[str, str]:
         """Return the variables that torchrun sets for a rank."""
@@ -154,100 +190,63 @@ class Supervisor(SimpleElasticAgent):
         return {name: str(value) for name, value in variables.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        exit_codes = {one.rank: one.process.exitcode for one in self._ranks}
-        self._collect()
+        exit_codes, results = self._ranks.exit_codes(), self._ranks.results()
         lost = {
             rank: exit_code
             for rank, exit_code in exit_codes.items()
-            if exit_code is not None and rank not in self._results
+            if exit_code is not None and rank not in results
         }
         if self._outlives_trainers and self._scratch.ready.exists():
             for rank in lost:
                 self._scratch.record_end(rank=rank)
             lost = {rank: exit_code for rank, exit_code in lost.items() if rank == 0}
-        if lost:
+        reports = self._reports
+        if lost or (reports is not None and reports.have_come):
             return self._failed(lost)
+        if reports is not None and reports.is_wanted:
+            self._scratch.regroup.touch()  # all ranks save and end; then the machines meet anew
         needed = [0] if self._outlives_trainers else list(exit_codes)
         if any(exit_codes[rank] is None for rank in needed):
             return RunResult(state=WorkerState.HEALTHY)
-        _wait_for([one.process for one in self._ranks], SERVING_GRACE_S)
-        values = {rank: self._results.get(rank) for rank in exit_codes}
+        results = self._ranks.results(wait_s=SERVING_GRACE_S)
+        values = {rank: results.get(rank) for rank in exit_codes}
+        is_preempted = any(one["status"] == Status.PREEMPTED for one in results.values())
+        if self._job.config.launch.is_elastic and is_preempted:
+            # The machines that were not asked to stop go on without the others.
+            self._is_leaving = self._scratch.stop.exists()
+            if not self._is_leaving:
+                is_wanted = reports is not None and reports.is_wanted
+                return self._regrouping(f"a machine {'joins' if is_wanted else 'leaves'}")
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
-    def _collect(self) -> None:
-        """Receive the results of the ranks whose work has returned."""
-        for one in self._ranks:
-            with suppress(EOFError):  # the rank ended without a result
-                if one.rank not in self._results and one.result.poll():
-                    self._results[one.rank] = one.result.recv()
+    def _regrouping(self, reason: str) -> RunResult:
+        """Return what lets torch's agent meet the machines anew, without counting a restart."""
+        self._remaining_restarts += 1
+        print_line(f"{reason}: the machines meet again, and the run goes on", stream=sys.stdout)
+        return RunResult(state=WorkerState.FAILED)
 
     def _failed(self, lost: Mapping[int, int]) -> RunResult:
+        reports = self._reports
         ends = Ends(
-            ranks=[one.rank for one in self._ranks],
+            ranks=list(self._ranks.exit_codes()),
             exit_codes=lost,
             out_of_memory=oom_kills() > self._oom_kills,
             server_is_gone=fork_server_is_gone(),
+            peers_waited_in_vain=reports is not None and reports.are_of_late_peers,
         )
         self._shutdown()  # late ranks record their stacks only now
         self.failure = first_failure(ends, self._scratch, self._job.config, attempt=self._attempt)
+        if reports is not None:
+            self.failure = reports.first_failure(self.failure)
         self._scratch.record_cause(self.failure, attempt=self._attempt)
-        if self.failure.kind == "user":
-            self._remaining_restarts = 0  # it would only fail again
+        if self.failure.kind == "user" or self.failure.rank < 0:
+            self._remaining_restarts = 0  # it would only fail again, or there is nowhere to meet
+        elif self.failure.kind == "machine" and self._job.config.launch.is_elastic:
+            return self._regrouping(self.failure.sentence)
         return RunResult(state=WorkerState.FAILED)
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         """End the ranks, and all that they have started."""
-        processes = [one.process for one in self._ranks]
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        _wait_for(processes, END_S)
-        patience_s = SAVING_FACTOR * self._job.config.launch.shutdown_timeout_s
-        deadline = time.monotonic() + patience_s
-        # The restart goes on from the checkpoint that is being written.
-        while self._scratch.saving_is_fresh() and time.monotonic() < deadline:
-            if _wait_for(processes, SAVING_POLL_S):
-                break
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        _wait_for(processes, GONE_S)
-        for one in self._ranks:
-            one.result.close()
-        end_adopted(self._own_children)
-        self._ranks, self._results = [], {}
+        self._ranks.end()
 
     _stop_workers = _shutdown
-
-
-def _wait_for(processes: Sequence[ForkServerProcess], timeout_s: float) -> bool:
-    """Wait for the processes to end; return whether all have."""
-    deadline = time.monotonic() + timeout_s
-    while sentinels := [one.sentinel for one in processes if one.is_alive()]:
-        if not wait(sentinels, timeout=max(0.0, deadline - time.monotonic())):
-            return False
-    return True
-
-
-def _run_rank(
-    job: Job,
-    work: Callable[[Job], dict[str, Any]],
-    environ: dict[str, str],
-    options: NumaOptions | None,
-    sender: Connection,
-) -> None:
-    os.environ.update(environ)
-    die_with_launcher()
-    assert job.scratch is not None
-    failure = None
-    try:
-        sender.send(numa_bound(work, int(environ["LOCAL_RANK"]), options)(job))
-    except BaseException as error:  # sys.exit in a model ends a rank just as an error does
-        attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
-        failure = job.scratch.record_failure(error, rank=int(environ["RANK"]), attempt=attempt)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if failure is not None and failure.kind == "peer":
-        time.sleep(PEER_GRACE_S)
-    # Skips the interpreter's own shutdown: threads may still wait for a lost rank.
-    os._exit(0 if failure is None else 1)

@@ -56,6 +56,7 @@ class Records:
                 resume_step=resume_step,
                 max_steps=None,
                 title=session.job.title,
+                heartbeat=session.heartbeat,
             )
             self._writer = CheckpointWriter(
                 session.run_dir.checkpoints,

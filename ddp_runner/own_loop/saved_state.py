@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_runner.checkpoint.fetched import on_every_machine
 from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.distributed import from_rank_zero, gather_objects
@@ -76,7 +77,8 @@ def load_newest(objects: Mapping[str, Any], session: Session) -> int | None:
         if session.config.resume is not None:
             log(f"{folder} holds no checkpoint: the run begins at step 0")
         return None
-    content: Any = load_checkpoint(path)
+    with on_every_machine(path) as found:
+        content: Any = load_checkpoint(found)
     _load(objects, content, path, task=session.config.task)
     if len(content["rng"]) == session.env.world_size:
         set_rng_state(content["rng"][session.env.rank], session.devices[0])

@@ -3,13 +3,14 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
@@ -25,10 +26,12 @@ from ddp_runner.errors import UserError, one_line
 from ddp_runner.host.hardware import detect
 from ddp_runner.job import Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
+from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.tracking.claims import claim_run, freeze, own_marks, with_global_size
+from ddp_runner.tracking.heartbeat import Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import begin_session, write_run_record
 
@@ -45,6 +48,7 @@ class Session:
     devices: tuple[torch.device, ...]  # of this rank, as its mode wants them
     run_dir: RunDir
     log: Callable[[str], None]  # writes to this rank's log; rank 0 also prints
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)  # beats on rank 0
 
     @property
     def config(self) -> RunConfig:
@@ -60,7 +64,46 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         UserError: the config names a target that is not allowed, the ranks were launched
             differently, or the run folder holds another run.
     """
-    config = job.config
+    mode, devices = _open_mode(job.config, env)
+    with ExitStack() as stack:
+        stack.enter_context(
+            process_group(env, backend=job.config.backend, init_method=_init_method(job, env))
+        )
+        if env.num_nodes > 1:
+            own, job = job, with_config_of_rank_zero(job)
+            if job is not own:
+                mode, devices = _open_mode(job.config, env)
+        config = job.config
+        ensure_agreement(_comparable(job), optional=job.code)
+        ensure_own_devices(devices, backend=config.backend.name)
+        torch.set_num_threads(config.train.num_threads or _num_threads(env))
+        marks_here = own_marks(env, has_agent=job.scratch is not None)
+        marks = sorted(set().union(*gather_objects(marks_here)))  # they identify the launch
+        claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
+        run_dir = claim.run_dir
+        if job.scratch is not None and env.local_rank == 0:
+            job.scratch.record_run(run_dir.path)
+        heartbeat = Heartbeat()
+        hosts = list(dict.fromkeys(gather_objects(socket.gethostname())))
+        if env.is_rank_zero:
+            beating = heartbeat.beating(run_dir.heartbeat, started_at=job.started_at)
+            stack.enter_context(beating)
+            stack.enter_context(_failure_recorded(run_dir))
+        job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
+        log = stack.enter_context(rank_log(run_dir, env, hide=job.secrets.hide))
+        if env.num_nodes > 1:
+            _say_where(run_dir, log=log)
+        session = Session(job, env, mode, devices, run_dir, log, heartbeat)
+        if env.is_rank_zero:
+            if not run_dir.is_frozen:
+                freeze(job, run_dir)
+            _record_start(session, hosts=hosts)
+        with job.secrets.hidden_in_errors():
+            yield session
+
+
+def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.device, ...]]:
+    """Return the config's mode and this rank's devices, which are ready to compute."""
     validate_targets(config)  # again: the config may come from somebody else's run
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -69,29 +112,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     open_devices(devices, precision=config.train.precision)
-
-    with ExitStack() as stack:
-        stack.enter_context(
-            process_group(env, backend=config.backend, init_method=_init_method(job, env))
-        )
-        ensure_agreement(_comparable(job), optional=job.code)
-        ensure_own_devices(devices, backend=config.backend.name)
-        torch.set_num_threads(config.train.num_threads or _num_threads(env))
-        own = own_marks(env, has_agent=job.scratch is not None)
-        marks = sorted(set().union(*gather_objects(own)))  # they identify the launch
-        claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
-        run_dir = claim.run_dir
-        if env.is_rank_zero:
-            stack.enter_context(_failure_recorded(run_dir))
-        job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
-        log = stack.enter_context(rank_log(run_dir, env, hide=job.secrets.hide))
-        session = Session(job, env, mode, devices, run_dir, log)
-        if env.is_rank_zero:
-            if not run_dir.is_frozen:
-                freeze(job, run_dir)
-            _record_start(session)
-        with job.secrets.hidden_in_errors():
-            yield session
+    return mode, devices
 
 
 def _comparable(job: Job) -> dict[str, Any]:
@@ -99,6 +120,17 @@ def _comparable(job: Job) -> dict[str, Any]:
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     return {**shown, "the hash of what oc.env gives": digest(hidden)}
+
+
+def _say_where(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
+    """Log on rank 0 which machines do not see the run folder. Collective: every rank."""
+    places = gather_objects((socket.gethostname(), run_dir.record.exists()))
+    blind = sorted({host for host, sees_it in places if not sees_it})
+    if blind and dist.get_rank() == 0:
+        log(
+            f"{places[0][0]} keeps the run: {', '.join(blind)} does not see its folder, and keeps "
+            "only the logs of its own ranks"
+        )
 
 
 def note_restart(session: Session, *, step: int) -> None:
@@ -165,7 +197,7 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
     return f"{INIT_FILE}{path}.{scratch.path.name}-{env.restart_count}"
 
 
-def _record_start(session: Session) -> None:
+def _record_start(session: Session, *, hosts: Sequence[str]) -> None:
     config, env, job = session.config, session.env, session.job
     begin_session(
         session.run_dir,
@@ -177,6 +209,7 @@ def _record_start(session: Session) -> None:
         work_hash=work_hash(config),
         **job.code,
         host=socket.gethostname(),
+        hosts=hosts,
         world_size=env.world_size,
         num_nodes=env.num_nodes,
         parallelism=config.parallelism.get("name"),

@@ -43,8 +43,10 @@ class StopRequest:
 
     def __call__(self) -> bool:
         """Return whether to stop; cheap enough for every step."""
-        requested = self._scratch is not None and self._scratch.stop.exists()
-        return self.received is not None or requested
+        scratch = self._scratch
+        if scratch is not None and (scratch.stop.exists() or scratch.regroup.exists()):
+            return True
+        return self.received is not None
 
     def _receive(self, signum: int, frame: object) -> None:
         self.received = self.received or signum

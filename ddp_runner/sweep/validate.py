@@ -22,7 +22,7 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
             "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
             "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
         )
-    if launch.nnodes > 1:
+    if launch.most_nodes > 1:
         raise UserError(
             f"-m runs its jobs on one machine and launch.nnodes is {launch.nnodes}: two launchers "
             "would take different jobs and wait for each other; run the jobs one by one, without -m"

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from ddp_runner.config.resolve import resolve_batch
+from ddp_runner.config.ranks import resolve_batch
 from ddp_runner.config.schema import AUTO, RunConfig, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -45,12 +45,19 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
         UserError: another process holds the folder, it holds another run, or this launch's last
             attempt failed for a reason that a restart cannot fix.
     """
-    if job.scratch is not None and job.config.launch.nnodes == 1:
+    if job.scratch is not None and job.config.launch.most_nodes == 1:
         assert job.run_dir is not None
         # A restarted worker group keeps the size that the ranks before it found.
         folder, is_auto = RunDir(job.run_dir), job.config.batch.per_rank == AUTO
         return Claim(folder, _global_size(folder) if is_auto else None)
-    asked = RunDir(job.run_dir) if job.run_dir else None
+    begun = job.scratch.run_folder() if job.scratch else None
+    if begun is not None and not RunDir(begun).record.exists():
+        raise UserError(
+            f"the run is in {begun} on a machine that has left, and {socket.gethostname()} does "
+            "not see that folder; start that machine again, or put the folder on a shared disk"
+        )
+    asked_path = begun or job.run_dir
+    asked = RunDir(asked_path) if asked_path else None
     work, config = work_hash(job.config), job.config
     runs = [asked] if asked else sibling_runs(config)
     own = next((run for run in runs if _is_own(run, marks=marks, work=work)), None)
@@ -113,13 +120,16 @@ def freeze(job: Job, run_dir: RunDir) -> None:
 def with_global_size(config: RunConfig, global_size: int | None, ranks: int) -> RunConfig:
     """Return the config with the global batch that its run began with, split among these ranks.
 
+    Their number may differ from the config's where machines join and leave.
+
     Raises:
         UserError: the ranks do not divide it.
     """
-    batch = config.batch
-    if global_size is None or (global_size == batch.global_size and batch.per_rank != AUTO):
+    batch, is_same = config.batch, global_size in (None, config.batch.global_size)
+    if config.world_size == ranks and is_same and (batch.per_rank != AUTO or global_size is None):
         return config
-    config = replace(config, batch=replace(batch, global_size=global_size, per_rank=None))
+    batch = replace(batch, global_size=global_size or batch.global_size, per_rank=None)
+    config = replace(config, world_size=ranks, batch=batch)
     return replace(config, batch=resolve_batch(config, ranks))
 
 

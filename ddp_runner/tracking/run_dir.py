@@ -45,9 +45,10 @@ class RunDir:
     export = FileIn("model.safetensors")  # the weights of the best, or last, model
     images = FileIn("images")  # what a loop of the user's own has drawn: NAME/step-XXXXXXXX.png
     logs = FileIn("logs")
+    heartbeat = FileIn(".heartbeat")  # while it runs; see ``heartbeat``
     failure = FileIn("logs/failure.txt")  # the traceback that ended the run
-    _lock = FileIn(".lock")
-    _holder = FileIn(".lock.holder")
+    lock = FileIn(".lock")
+    holder = FileIn(".lock.holder")  # the process that holds the lock
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -83,21 +84,21 @@ class RunDir:
         try:
             lock.acquire(timeout=patience_s)
         except TimeoutError:
-            who = self._holder.read_text().strip() if self._holder.exists() else "another process"
+            who = self.holder.read_text().strip() if self.holder.exists() else "another process"
             raise InUseError(
                 f"{self} is in use by {who}; wait for it to end, or start a new run"
             ) from None
         try:
-            self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            self.holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
             yield
         finally:
-            self._holder.unlink(missing_ok=True)
+            self.holder.unlink(missing_ok=True)
             lock.release()
 
     def _file_lock(self) -> "BaseFileLock":
         from filelock import FileLock  # slow to import, and compare only reads
 
-        return FileLock(self._lock)
+        return FileLock(self.lock)
 
     def _forbid_links(self) -> None:
         # Somebody else's folder could make the run write elsewhere. A folder in it may be a link,
@@ -123,7 +124,7 @@ class RunDir:
     def discard_unused(self) -> None:
         """Remove the folder if it holds nothing but a lock that nobody holds."""
         with suppress(OSError):
-            if all(path == self._lock for path in self.path.iterdir()) and not self.is_locked:
+            if all(path == self.lock for path in self.path.iterdir()) and not self.is_locked:
                 shutil.rmtree(self)
 
     def freeze(

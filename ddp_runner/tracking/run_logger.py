@@ -13,6 +13,7 @@ from ddp_runner.files import json_safe, replace_file
 from ddp_runner.host.load import load_record, measure_load
 from ddp_runner.job import Status
 from ddp_runner.tracking.console import end_summary, progress
+from ddp_runner.tracking.heartbeat import EVALUATING, Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
@@ -33,7 +34,7 @@ class NullLogger:
     def log(self, *arguments: object, **named: object) -> None:
         """Do nothing."""
 
-    log_image = first_loss = step_done = finish = __exit__ = log
+    log_image = first_loss = step_done = evaluating = finish = __exit__ = log
 
     def __enter__(self) -> Self:
         return self
@@ -49,6 +50,7 @@ class RunLogger:
         max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
         total_epochs: epochs of the whole run; 0: not known.
         title: what a sweep calls the job; empty for a run of its own.
+        heartbeat: of the session, which shows how far the run is.
     """
 
     def __init__(
@@ -60,7 +62,12 @@ class RunLogger:
         max_steps: int | None = 0,
         total_epochs: int = 0,
         title: str = "",
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        self._heartbeat = heartbeat or Heartbeat()
+        self._heartbeat.step = resume_step
+        self._heartbeat.total_steps = max_steps or None
+        self._heartbeat.total_epochs = total_epochs or None
         self._run_dir, self._started_at, self._title = run_dir, started_at, title
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
@@ -106,10 +113,15 @@ class RunLogger:
 
     def step_done(self, *, step: int, epoch: int) -> None:
         """Show an optimizer step; after the first one record how long the start took."""
+        self._heartbeat.step_done(step, epoch=epoch)
         self._progress.update(step, epoch=epoch, metrics={})
         if not self._is_started:
             self._is_started = True
             note_startup(self._run_dir)
+
+    def evaluating(self) -> None:
+        """Note that an evaluation begins; it lasts until the next step."""
+        self._heartbeat.note(EVALUATING)
 
     def __enter__(self) -> Self:
         return self

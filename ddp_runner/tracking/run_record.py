@@ -42,7 +42,8 @@ class RunFields(TypedDict, total=False):
     work_hash: str  # of the keys that decide what is computed
     git_revision: str | None
     versions: Mapping[str, str | None]
-    host: str
+    host: str  # of rank 0
+    hosts: Sequence[str]  # of all ranks, each once
     world_size: int
     num_nodes: int
     parallelism: str | None

@@ -231,6 +231,7 @@ def _evaluate(
 ) -> bool:
     """Evaluate, log the results and count them; return whether the run stops early."""
     position = state.position
+    logger.evaluating()
     results, confusion = evaluate(state)
     position.metrics |= results
     state.schedule.evaluated(results)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from ddp_runner.checkpoint.fetched import on_every_machine
 from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
@@ -82,8 +83,9 @@ def restore(
         return None
     # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
     # counts on the CPU, where a step reads them without waiting for a GPU.
-    content = load_checkpoint(path)
-    position = read_position(content, path)
+    with on_every_machine(path) as found:
+        content = load_checkpoint(found)
+        position = read_position(content, found)
     validate_same_run(content, position, state.setup, config, path)
     rehearse(state)
     try:

@@ -11,6 +11,7 @@ from ddp_runner.job import Status
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.heartbeat import ENDING
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
@@ -61,6 +62,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
                     writer.save(content, step=position.step, metrics=dict(position.metrics))
 
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
+            session.heartbeat.note(ENDING)  # the last checkpoint may take a while
         state.gradients.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
@@ -124,6 +126,7 @@ def _logger(
         total_epochs=state.total_epochs or 0,
         resume_step=resume_step,
         title=session.job.title,
+        heartbeat=session.heartbeat,
     )
 
 

@@ -41,8 +41,8 @@ from trainings import (
     run_training,
 )
 
+from ddp_runner.launch.rank_processes import END_S
 from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.launch.supervisor import END_S
 
 KILL = partial(send_signal, signal.SIGKILL)
 # Faults hit the save of step 6, the third one; two checkpoints exist before it.

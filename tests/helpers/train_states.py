@@ -55,6 +55,7 @@ class Trace:
     position: Position = field(default_factory=Position)
     status: str = ""
     error: str = ""
+    num_evaluations: int = 0  # begun
 
     def log(
         self, metrics: Mapping[str, float], *, step: int, epoch: int, confusion: object = None
@@ -67,6 +68,10 @@ class Trace:
 
     def step_done(self, *, step: int, epoch: int) -> None:
         """Do nothing."""
+
+    def evaluating(self) -> None:
+        """Count an evaluation that begins."""
+        self.num_evaluations += 1
 
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:

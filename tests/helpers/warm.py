@@ -30,8 +30,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-MODULES = ("ddp_runner", "ddp_runner.compare")  # what can start warm, as `python -m MODULE`
-PRELOAD = ("ddp_runner.launch.preload", "ddp_runner.cli.app", "ddp_runner.compare.__main__", "warm")
+# What can start warm, as `python -m MODULE`.
+MODULES = ("ddp_runner", "ddp_runner.compare", "ddp_runner.doctor", "ddp_runner.status")
+PRELOAD = (
+    "ddp_runner.launch.preload",
+    "ddp_runner.cli.app",
+    *(f"{name}.__main__" for name in MODULES[1:]),
+    "warm",
+)
 TESTS = str(Path(__file__).parent)
 FIRST_FREE = 200  # no descriptor from here on is in use
 MESSAGE_BYTES = 1 << 20

@@ -1,13 +1,10 @@
 """What torch's launcher settles for the ranks of a machine, and how its versions name it."""
 
-import socket
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import background, wait_for
 from configs import resolved
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.numa import binding as numa
@@ -64,16 +61,3 @@ def test_torchs_launcher_makes_no_folder_for_logs(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     numa_options(resolved("model=toy")[0])
     assert not list(tmp_path.iterdir())
-
-
-def test_a_launcher_counts_the_nodes_that_it_waits_for(tmp_path: Path) -> None:
-    """Two of three are there: the rendezvous knows, once each has joined it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    command = ("model=toy", "launch.nnodes=3", f"launch.rdzv_endpoint={endpoint}", "world_size=3")
-    with ExitStack() as stack:
-        for number, folder in enumerate((tmp_path / "first", tmp_path / "second"), start=1):
-            stack.enter_context(background(*command, folder=folder))
-            text = f"waiting for the other nodes, {3 - number} of 3 missing, at {endpoint}; start"
-            wait_for(lambda path=folder / "stdout", text=text: text in path.read_text())

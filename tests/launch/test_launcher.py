@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,7 +38,8 @@ from ddp_runner import worker
 from ddp_runner.dist_env import dist_env
 from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Job
-from ddp_runner.launch import launcher, supervisor
+from ddp_runner.launch import launcher
+from ddp_runner.launch.rank_processes import RankProcesses
 from ddp_runner.launch.signals import ONE_REQUEST_S
 
 FAULTY = '''
@@ -292,15 +293,16 @@ def test_a_restart_has_a_server_like_the_one_that_was_killed(tmp_path: Path) -> 
 
 def collect_slowly() -> None:
     """Let each rank end after the look for its result, before whatever follows that."""
-    collect = supervisor.Supervisor._collect
+    results = RankProcesses.results
 
-    def collect_and_wait(self: supervisor.Supervisor) -> None:
-        collect(self)
+    def results_slowly(self: RankProcesses, *, wait_s: float = 0.0) -> Mapping[int, Any]:
+        found = dict(results(self, wait_s=wait_s))
         Path("collected").touch()
         for one in self._ranks:
             one.process.join()
+        return found
 
-    supervisor.Supervisor._collect = collect_and_wait
+    RankProcesses.results = results_slowly
 
 
 def return_once_looked_for(job: Job) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""A checkpoint on machines that do not share rank 0's disk: it sends them a copy for the load."""
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_runner.checkpoint.manifest import MANIFEST, STATE
+from ddp_runner.distributed import from_rank_zero, gather_objects
+
+CHUNK_BYTES = 64 * 2**20  # sent at a time
+
+
+@contextmanager
+def on_every_machine(path: Path) -> Iterator[Path]:
+    """Give the checkpoint's folder, or this machine's copy of it. Collective: every rank.
+
+    The copy is in the temporary folder until the end of the block.
+
+    Args:
+        path: of a checkpoint that rank 0 has.
+    """
+    manifest = from_rank_zero((path / MANIFEST).read_bytes)
+    places = gather_objects((socket.gethostname(), _is_here(path, manifest)))
+    if all(is_here for _, is_here in places):
+        yield path
+        return
+    host, is_here = places[dist.get_rank()]
+    copy = None
+    if not is_here and places.index((host, False)) == dist.get_rank():  # the first of its machine
+        copy = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+    try:
+        _send(path / STATE, copy / STATE if copy else None)
+        if copy is not None:
+            (copy / MANIFEST).write_bytes(manifest)
+        # Also a barrier: the copies are complete.
+        copies = zip(places, gather_objects(copy), strict=True)
+        yield path if is_here else next(one for (at, _), one in copies if one and at == host)
+        gather_objects(None)  # all have loaded it
+    finally:
+        if copy is not None:
+            shutil.rmtree(copy)
+
+
+def _is_here(path: Path, manifest: bytes) -> bool:
+    """Return whether this machine has the checkpoint; the manifest holds the state's checksum."""
+    with suppress(OSError):
+        return (path / MANIFEST).read_bytes() == manifest and (path / STATE).is_file()
+    return False
+
+
+def _send(source: Path, target: Path | None) -> None:
+    """Write rank 0's file to `target` on the ranks that name one. Collective: every rank."""
+    is_rank_zero = dist.get_rank() == 0
+    size = from_rank_zero(lambda: source.stat().st_size)
+    nowhere = Path(os.devnull)
+    with (
+        (source if is_rank_zero else nowhere).open("rb") as reader,
+        (target or nowhere).open("wb") as writer,
+    ):
+        for begin in range(0, size, CHUNK_BYTES):
+            chunk = torch.empty(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
+            if is_rank_zero:
+                reader.readinto(chunk.numpy().data)
+            dist.broadcast(chunk, src=0)
+            writer.write(chunk.numpy().data)

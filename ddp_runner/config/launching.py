@@ -1,0 +1,40 @@
+"""The keys of how ranks start and meet. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class LaunchConfig:
+    """How the ranks start. Under torchrun, which has its own flags, these keys are ignored."""
+
+    # machines; MIN:MAX: as many as come, and the run goes on when some leave or join
+    nnodes: Any = 1
+    nproc_per_node: int | None = None  # ranks per machine; null: world_size / nnodes
+    # this machine's number, which orders the ranks; 0 hosts the rendezvous; null: HOST does
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None  # HOST:PORT where the machines meet; needed when nnodes > 1
+    rdzv_id: str = "ddp_runner"  # the same on every machine of one run
+    join_timeout_s: float = 600.0  # seconds that a machine waits for the others
+    max_restarts: int = 0  # restarts of all ranks after a failure, each from the last checkpoint
+    # Where the ranks meet: tcp://HOST:PORT or file:///PATH; file://NAME is in the run folder; null:
+    # at the rendezvous. A resumed run does not keep it.
+    init_method: str | None = None
+    # Seconds from the first Ctrl-C or SIGTERM to SIGKILL; ten times as long while a checkpoint is
+    # written.
+    shutdown_timeout_s: float = 30.0
+
+    @property
+    def fewest_nodes(self) -> int:
+        """The number of machines without which the run waits."""
+        return int(str(self.nnodes).partition(":")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        """The number of machines that the run has at most."""
+        return int(str(self.nnodes).rpartition(":")[2])
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether machines may join and leave during the run."""
+        return self.fewest_nodes < self.most_nodes

@@ -1,0 +1,258 @@
+"""The rendezvous of a run on several machines: torch's c10d, with an order and a plain wait.
+
+Torch decides who takes part in a round. The machines then tell each other what they are, and the
+first of them has rank 0: the one with launch.node_rank=0, else one that has the run's folder, else
+the one of launch.rdzv_endpoint.
+
+Of torch's handler it uses five private names, which torch 2.11 and 2.15 have: the state of the
+rendezvous, this node in it, and what a node needs to leave.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed.elastic.rendezvous as rdzv
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _RendezvousExitOp,
+    create_handler,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.errors import UserError, counted
+from ddp_runner.launch.meeting import STORES, Meeting, open_meeting
+from ddp_runner.launch.patience import patiently
+from ddp_runner.launch.reports import LOST, Machine, Reports, store_is_lost
+
+DEFAULT_PORT = 29400  # torchrun's
+LAST_CALL_S = 10  # an elastic run that has enough machines waits so long for more
+INTRODUCTION_S = 20.0  # torch forgets after 15 s a machine that has left while it waited
+GOODBYE_S = 5.0
+NO_NUMBER = 2**31  # sorts after every launch.node_rank
+
+
+class Machines(rdzv.RendezvousHandler):
+    """The rendezvous of several machines; its methods may block, see ``patience``.
+
+    Args:
+        launch: how they meet.
+        num_ranks: of this machine; None: as many as the first machine.
+        sees_run: whether this machine has the folder of the run that goes on; asked each round.
+    """
+
+    def __init__(
+        self, launch: LaunchConfig, *, num_ranks: int | None, sees_run: Callable[[], bool]
+    ) -> None:
+        self._launch, self.num_ranks, self._sees_run = launch, num_ranks, sees_run
+        self._meeting: Meeting | None = None
+        self._handler: Any = None
+        self._unreachable = ""  # why the store cannot be reached yet
+        self.reports: Reports | None = None  # of this round
+
+    def next_rendezvous(self) -> rdzv.RendezvousInfo:
+        """Meet the other machines, and return this one's place among them.
+
+        Raises:
+            UserError: they do not fit together, or this machine cannot hold the store.
+            TimeoutError, RendezvousError, RuntimeError: see ``why_not_met``.
+        """
+        self._end_round()
+        deadline = time.monotonic() + self._launch.join_timeout_s
+        if self._handler is None:
+            self._open(deadline)
+        while (info := self._introduced(self._handler.next_rendezvous())) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        return info
+
+    def why_not_met(self, error: BaseException) -> str:
+        """Return why the machines did not meet, for the user."""
+        launch, again = self._launch, "start the same command on each machine"
+        if isinstance(error, TimeoutError | rdzv.RendezvousTimeoutError):
+            return (
+                f"waited {launch.join_timeout_s:g} s (launch.join_timeout_s) for "
+                f"{self._awaited()}, in vain; {again}"
+            )
+        if isinstance(error, rdzv.RendezvousClosedError):
+            return f"the run that meets at {launch.rdzv_endpoint} has ended; {again}"
+        return store_is_lost(launch)
+
+    def waiting(self) -> str:
+        """Return what this machine waits for, for the user; nothing if it has met the others."""
+        if self._handler is not None:
+            state = self._handler._state_holder.state
+            if state.complete and self._handler._this_node in state.participants:
+                return ""
+        return (
+            f"waiting for {self._awaited()}, up to {self._launch.join_timeout_s:g} s; start the "
+            "same command on each machine"
+        )
+
+    def _awaited(self) -> str:
+        launch, endpoint = self._launch, self._launch.rdzv_endpoint
+        if self._handler is None:
+            reason = f" ({self._unreachable})" if self._unreachable else ""
+            return f"{endpoint}, where the {launch.nnodes} machines of the run meet{reason}"
+        state = self._handler._state_holder.state
+        num_here = max(1, len(state.participants))  # torch removes this machine at the end
+        fewest = launch.fewest_nodes
+        if state.complete and num_here >= launch.most_nodes:
+            return f"a place at {endpoint}, where a run has its {num_here} machines"
+        if num_here < fewest:
+            return f"{fewest - num_here} of {counted(fewest, 'machine')} at {endpoint}"
+        return f"more machines at {endpoint}, {num_here} of {launch.nnodes} are here"
+
+    def _open(self, deadline: float) -> None:
+        launch = self._launch
+        host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint, DEFAULT_PORT)
+
+        def note(reason: str) -> None:
+            self._unreachable = reason
+
+        self._meeting = open_meeting(
+            host, port, number=launch.node_rank, deadline=deadline, note=note
+        )
+        parameters = rdzv.RendezvousParameters(
+            backend="c10d",
+            endpoint=launch.rdzv_endpoint or "",
+            run_id=launch.rdzv_id,
+            min_nodes=launch.fewest_nodes,
+            max_nodes=launch.most_nodes,
+            local_addr=socket.gethostname(),
+            join_timeout=int(launch.join_timeout_s),
+            last_call_timeout=LAST_CALL_S,
+        )
+        store = self._meeting.store
+        self._handler = create_handler(
+            store, C10dRendezvousBackend(store, launch.rdzv_id), parameters
+        )
+
+    def _introduced(self, info: rdzv.RendezvousInfo) -> rdzv.RendezvousInfo | None:
+        """Tell the machines of a round of each other; None: one of them has left meanwhile."""
+        assert self._meeting is not None
+        own = Machine(
+            host=socket.gethostname(),
+            address=self._meeting.address,
+            num_ranks=self.num_ranks,
+            number=self._launch.node_rank,
+            serves=self._meeting.is_served_here,
+            sees_run=self._sees_run(),
+        )
+        keys = [f"machine/{place}" for place in range(info.world_size)]
+        info.store.set(keys[info.rank], json.dumps(asdict(own)))
+        try:
+            info.store.wait(keys, timedelta(seconds=INTRODUCTION_S))
+        except STORES.DistStoreError:
+            return None
+        machines = [Machine(**json.loads(info.store.get(key))) for key in keys]
+        order = _order(machines)
+        self.num_ranks = machines[order[0]].num_ranks or 1  # if it is unknown, no rank will go on
+        machines = [replace(one, num_ranks=one.num_ranks or self.num_ranks) for one in machines]
+        _validate_equal(machines)
+        place = order.index(info.rank)
+        ordered = [machines[one] for one in order]
+        self.reports = Reports(
+            ordered,
+            place,
+            store=info.store,
+            num_waiting=self._handler.num_nodes_waiting,
+            launch=self._launch,
+        )
+        meeting_point = rdzv.RendezvousStoreInfo.build(
+            place, STORES.PrefixStore("ranks", info.store), local_addr=own.address
+        )
+        return rdzv.RendezvousInfo(info.store, place, info.world_size, meeting_point)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return False: the ranks meet at a store of rank 0, a new one each round."""
+        return False
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: torch's agent would kill the ranks for a new machine; ours lets them save."""
+        return 0
+
+    def get_backend(self) -> str:
+        """Return the name of the rendezvous."""
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        """Return launch.rdzv_id."""
+        return self._launch.rdzv_id
+
+    def is_closed(self) -> bool:
+        """Return whether the run has ended on all machines."""
+        return bool(self._handler.is_closed()) if self._handler else False
+
+    def set_closed(self) -> None:
+        """Let no machine join any more."""
+        if self._handler is not None:
+            self._handler.set_closed()
+
+    def leave(self) -> None:
+        """Let the other machines go on without this one, at once rather than after 15 s."""
+        self._end_round()
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler._stop_heartbeats()
+            go = partial(
+                handler._op_executor.run, _RendezvousExitOp(), time.monotonic() + GOODBYE_S
+            )
+            with suppress(*LOST):  # then the others find out by themselves
+                patiently(go, limit_s=GOODBYE_S)
+
+    def shutdown(self) -> bool:
+        """End the rendezvous for all machines, unless this one has left it."""
+        self._end_round()
+        if self._handler is not None:
+            with suppress(*LOST):  # the store is gone: nothing is left to end
+                patiently(self._handler.shutdown, limit_s=GOODBYE_S)
+        return True
+
+    def _end_round(self) -> None:
+        if self.reports is not None:
+            self.reports.close()
+        self.reports = None
+
+
+def _order(machines: Sequence[Machine]) -> list[int]:
+    """Return the places that torch gave the machines, in the order of their ranks.
+
+    Raises:
+        UserError: two have one number.
+    """
+    by_number: dict[int, str] = {}
+    for one in machines:
+        if one.number in by_number:
+            raise UserError(
+                f"{by_number[one.number]} and {one.host} both have launch.node_rank={one.number}; "
+                "give each machine a number of its own, or none"
+            )
+        if one.number is not None:
+            by_number[one.number] = one.host
+
+    def key(place: int) -> tuple[int, bool, bool, int]:
+        one = machines[place]
+        number = NO_NUMBER if one.number is None else one.number
+        return number, not one.sees_run, not one.serves, place
+
+    return sorted(range(len(machines)), key=key)
+
+
+def _validate_equal(machines: Sequence[Machine]) -> None:
+    """Reject machines that do not start equally many ranks."""
+    first = machines[0]
+    for one in machines:
+        if one.num_ranks != first.num_ranks:
+            raise UserError(
+                f"{first.host} starts {counted(first.num_ranks or 0, 'rank')} and {one.host} "
+                f"{one.num_ranks}; give each machine the same launch.nproc_per_node"
+            )

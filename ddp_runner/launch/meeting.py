@@ -1,0 +1,121 @@
+"""Opens the store at which the machines of a run meet: one of them serves it, the others connect.
+
+Torch's own client prints stacks of C++ frames while nobody listens, so it starts only once somebody
+does.
+"""
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_runner.errors import UserError
+
+STORES: Any = dist  # torch documents its stores, but its stubs lack them
+PROBE_S, PAUSE_S = 2.0, 0.5  # of a try to reach the port, and between two
+READ_S = 60.0  # of a read from the store, torchrun's
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The open store, and this machine's part in it."""
+
+    store: Any
+    address: str  # at which the other machines reach this one
+    is_served_here: bool
+
+
+def open_meeting(
+    host: str,
+    port: int,
+    *,
+    number: int | None,
+    deadline: float,
+    note: Callable[[str], None],
+) -> Meeting:
+    """Serve the store if this machine is `host`, or else wait until it is served.
+
+    Args:
+        host: a name or an address.
+        port: of the store.
+        number: of this machine, the first of which serves; None: the machine that `host` names.
+        deadline: a time.monotonic().
+        note: is told why the store cannot be reached yet.
+
+    Raises:
+        UserError: this machine is to serve the store, and cannot.
+        TimeoutError: the deadline has passed.
+    """
+    serves = number == 0
+    while True:
+        try:
+            if serves or (number is None and _is_here(host)):
+                listener = _listener(host, port)
+                if listener is not None:
+                    return Meeting(_store(host, port, listener), host, is_served_here=True)
+                if serves:
+                    raise UserError(
+                        f"port {port} of this machine is in use and its launch.node_rank is 0, "
+                        "so it holds the rendezvous; give launch.rdzv_endpoint another port"
+                    )
+            with socket.create_connection((host, port), timeout=PROBE_S) as probe:
+                address = probe.getsockname()[0]
+            return Meeting(_store(host, port), address, is_served_here=False)
+        except OSError as error:
+            note(error.strerror or str(error))
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(PAUSE_S)
+
+
+def _store(host: str, port: int, listener: socket.socket | None = None) -> Any:
+    options: dict[str, Any] = {"is_master": listener is not None, "multi_tenant": True}
+    if listener is not None:
+        options["master_listen_fd"] = listener.detach()
+    return STORES.TCPStore(host, port, timeout=timedelta(seconds=READ_S), **options)
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a name or an address is this machine's.
+
+    Raises:
+        OSError: it is not known.
+    """
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on this machine's address; None: somebody else has the port.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    is_loopback = str(address[0]).startswith("127.") or address[0] == "::1"
+    # Debian gives a machine's own name an address of loopback, where no other machine reaches it.
+    name = address[0] if not is_loopback or host in ("localhost", address[0]) else ""
+    for place in (name, ""):  # in a container, `host` may be the address of a gateway
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((place, port))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+        else:
+            return listener
+    return None

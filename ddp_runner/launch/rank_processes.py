@@ -1,0 +1,128 @@
+"""The processes of this machine's ranks: how they start, what they return, how they are ended."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from torch.numa.binding import NumaOptions
+
+from ddp_runner import worker
+from ddp_runner.host.processes import children, end_adopted
+from ddp_runner.job import Job
+from ddp_runner.launch.elastic import numa_bound, numa_options
+from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S, die_with_launcher
+from ddp_runner.scratch import SAVING_FACTOR, SAVING_POLL_S
+
+# From SIGTERM to SIGKILL: a rank ends by itself after its own grace, unless it is suspended.
+END_S = FAILED_GROUP_GRACE_S + 1.0
+GONE_S = 2.0  # after SIGKILL; a rank in uninterruptible sleep stays, and is left behind
+PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is noticed first
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank, its process, and the pipe on which its result arrives."""
+
+    rank: int
+    process: ForkServerProcess
+    result: Connection
+
+
+class RankProcesses:
+    """The ranks of one attempt after another, forked from our server."""
+
+    def __init__(self, job: Job) -> None:
+        assert job.scratch is not None
+        self._scratch = job.scratch
+        self._patience_s = SAVING_FACTOR * job.config.launch.shutdown_timeout_s
+        self._ranks: list[RankProcess] = []
+        self._results: dict[int, Any] = {}
+        self._own_children = set[int]()
+
+    def start(self, job: Job, environs: Sequence[dict[str, str]]) -> dict[int, Any]:
+        """Start a rank with each set of torchrun's variables; return process ids by local rank."""
+        self._own_children = children()
+        options, pids = numa_options(job.config), {}
+        for environ in environs:
+            receiver, sender = Pipe(duplex=False)
+            arguments = (job, worker.work, environ, options, sender)
+            process = ForkServerProcess(target=_run_rank, args=arguments)
+            process.start()
+            sender.close()
+            self._ranks.append(RankProcess(int(environ["RANK"]), process, receiver))
+            pids[int(environ["LOCAL_RANK"])] = process.pid
+        return pids
+
+    def exit_codes(self) -> dict[int, int | None]:
+        """Return the exit code of each rank; None: it runs."""
+        return {one.rank: one.process.exitcode for one in self._ranks}
+
+    def results(self, *, wait_s: float = 0.0) -> Mapping[int, Any]:
+        """Return the results of the ranks whose work has returned, after waiting for all to end."""
+        if wait_s:
+            _wait_for([one.process for one in self._ranks], wait_s)
+        for one in self._ranks:
+            with suppress(EOFError):  # the rank ended without a result
+                if one.rank not in self._results and one.result.poll():
+                    self._results[one.rank] = one.result.recv()
+        return self._results
+
+    def end(self) -> None:
+        """End the ranks, and all that they have started."""
+        processes = [one.process for one in self._ranks]
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        _wait_for(processes, END_S)
+        deadline = time.monotonic() + self._patience_s
+        # The restart goes on from the checkpoint that is being written.
+        while self._scratch.saving_is_fresh() and time.monotonic() < deadline:
+            if _wait_for(processes, SAVING_POLL_S):
+                break
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        _wait_for(processes, GONE_S)
+        for one in self._ranks:
+            one.result.close()
+        end_adopted(self._own_children)
+        self._ranks, self._results = [], {}
+
+
+def _wait_for(processes: Sequence[ForkServerProcess], timeout_s: float) -> bool:
+    """Wait for the processes to end; return whether all have."""
+    deadline = time.monotonic() + timeout_s
+    while sentinels := [one.sentinel for one in processes if one.is_alive()]:
+        if not wait(sentinels, timeout=max(0.0, deadline - time.monotonic())):
+            return False
+    return True
+
+
+def _run_rank(
+    job: Job,
+    work: Callable[[Job], dict[str, Any]],
+    environ: dict[str, str],
+    options: NumaOptions | None,
+    sender: Connection,
+) -> None:
+    os.environ.update(environ)
+    die_with_launcher()
+    assert job.scratch is not None
+    failure = None
+    try:
+        sender.send(numa_bound(work, int(environ["LOCAL_RANK"]), options)(job))
+    except BaseException as error:  # sys.exit in a model ends a rank just as an error does
+        attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
+        failure = job.scratch.record_failure(error, rank=int(environ["RANK"]), attempt=attempt)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if failure is not None and failure.kind == "peer":
+        time.sleep(PEER_GRACE_S)
+    # Skips the interpreter's own shutdown: threads may still wait for a lost rank.
+    os._exit(0 if failure is None else 1)

@@ -1,0 +1,164 @@
+"""What the machines of a run tell each other while their ranks run, and when ranks have failed.
+
+Through the store at which they met. A store whose machine is gone may block for minutes, so each
+look at it is in a thread.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.errors import listed
+from ddp_runner.launch.patience import patiently
+from ddp_runner.scratch import Failure
+
+WATCH_S = 1.0  # between two looks at the store
+PAUSE_S = 0.1
+# How long the report of another machine may take: one that gives no sign of life, and one that did
+# and now ends its ranks.
+SILENT_S, REPORT_S = 5.0, 15.0
+OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly there
+MOST_TRACEBACK = 20_000  # characters
+LOST = (RuntimeError, OSError, RendezvousError, TimeoutError)  # of a store whose machine is gone
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine tells the others when they meet."""
+
+    host: str
+    address: str  # at which the others reach it
+    num_ranks: int | None  # None: as many as the first machine
+    number: int | None  # its launch.node_rank
+    serves: bool  # it holds the store
+    sees_run: bool  # it has the folder of the run that goes on
+
+
+def store_is_lost(launch: LaunchConfig) -> str:
+    """Return that this machine does not reach the store any more, for the user."""
+    return (
+        f"{launch.rdzv_endpoint}, where the machines meet, is lost: its machine was switched off, "
+        "its launcher has ended, or the network is down"
+    )
+
+
+class Reports:
+    """The reports of one round, from its begin to ``close``.
+
+    Args:
+        machines: in the order of their ranks.
+        own: the place of this machine among them.
+        store: of this round.
+        num_waiting: returns how many machines wait to join; may block.
+        launch: where the store is, for the user.
+    """
+
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        own: int,
+        *,
+        store: Any,
+        num_waiting: Callable[[], int],
+        launch: LaunchConfig,
+    ) -> None:
+        self._machines, self._own, self._store = machines, own, store
+        self._num_waiting, self._launch = num_waiting, launch
+        self._closed = Event()
+        self._seen_at = time.monotonic()  # the last time that the store answered
+        self._known: dict[int, Failure] = {}
+        self.is_wanted = False  # another machine waits to join
+        Thread(target=self._watch, name="machines-watch", daemon=True).start()
+
+    @property
+    def have_come(self) -> bool:
+        """Whether ranks of another machine have failed."""
+        return bool(self._known)
+
+    @property
+    def are_of_late_peers(self) -> bool:
+        """Whether a rank of another machine has waited in vain, perhaps for one of this machine."""
+        return any(one.is_timeout for one in self._known.values())
+
+    def close(self) -> None:
+        """End the watch: a new round begins, or the run has ended."""
+        self._closed.set()
+
+    def first_failure(self, own: Failure) -> Failure:
+        """Tell the other machines how ranks of this one failed; return what failed first.
+
+        Its kind is ``machine`` if one was lost; its rank is then the first of that machine, or -1
+        if the store is lost as well.
+        """
+        own = replace(own, sentence=self._with_host(own.sentence, own.rank))
+        own = replace(own, traceback=own.traceback[-MOST_TRACEBACK:])
+        try:
+            is_seen = time.monotonic() - self._seen_at < OUT_OF_SIGHT_S
+            limit_s = REPORT_S + SILENT_S if is_seen else SILENT_S
+            found = patiently(partial(self._exchange, own), limit_s=limit_s)
+        except LOST:
+            if own.kind != "peer":
+                return own
+            return Failure(rank=-1, kind="machine", sentence=store_is_lost(self._launch))
+        causes = [one for one in found.values() if one.kind != "peer"]
+        silent = [place for place in range(len(self._machines)) if place not in found]
+        if causes or not silent:
+            return min(causes or found.values(), key=lambda one: one.time_ns)
+        names = ", ".join(self.described(place) for place in silent)
+        sentence = (
+            f"{names} was lost: it was switched off, its launcher was killed, or the network to it "
+            "is down"
+        )
+        return Failure(rank=self._ranks(silent[0])[0], kind="machine", sentence=sentence)
+
+    def described(self, place: int) -> str:
+        """Return a machine's name and ranks, for the user."""
+        ranks = self._ranks(place)
+        numbers = listed(list(map(str, ranks)))
+        return f"{self._machines[place].host} (rank{'s' * (len(ranks) > 1)} {numbers})"
+
+    def _ranks(self, place: int) -> range:
+        count = self._machines[place].num_ranks or 1  # all machines have equally many
+        return range(place * count, (place + 1) * count)
+
+    def _with_host(self, sentence: str, rank: int) -> str:
+        place = next((i for i in range(len(self._machines)) if rank in self._ranks(i)), self._own)
+        return sentence.replace(f"rank {rank}", f"rank {rank} on {self._machines[place].host}", 1)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_S):
+            with suppress(*LOST):  # the ranks notice, too: their failure ends the run
+                self.is_wanted = self._num_waiting() > 0
+                self._seen_at = time.monotonic()
+                if self._reported() and not self._closed.is_set():
+                    self._store.set(f"alive/{self._own}", "")
+
+    def _reported(self) -> dict[int, Failure]:
+        """Return the failures that machines have reported so far; may block."""
+        others = [place for place in range(len(self._machines)) if place not in self._known]
+        for place in others:
+            if self._store.check([f"failure/{place}"]):
+                fields = json.loads(self._store.get(f"failure/{place}"))
+                self._known[place] = Failure(**fields)
+        return self._known
+
+    def _exchange(self, own: Failure) -> dict[int, Failure]:
+        """Report, and return the reports of all machines that are alive; may block."""
+        begun_at = time.monotonic()
+        self._store.set(f"failure/{self._own}", json.dumps(asdict(own)))
+        while len(found := self._reported()) < len(self._machines):
+            elapsed_s = time.monotonic() - begun_at
+            silent = [place for place in range(len(self._machines)) if place not in found]
+            is_alive = any(self._store.check([f"alive/{place}"]) for place in silent)
+            if elapsed_s > (REPORT_S if is_alive else SILENT_S):
+                break
+            time.sleep(PAUSE_S)
+        return dict(found)

@@ -1,0 +1,1 @@
+"""``python -m ddp_runner.status``: which runs are alive, how far they are, and what is lost."""

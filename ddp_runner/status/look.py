@@ -1,0 +1,219 @@
+"""One run folder at one moment: whether its run is alive, how far it is, what it waits for.
+
+run.json says what the run wants to be. Whether a process still runs it follows from two signs. Its
+lock is exact, but other machines may not see it. The heartbeat is seen everywhere, with a delay.
+Torch-free.
+"""
+
+import fcntl
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.errors import UserError
+from ddp_runner.job import Status
+from ddp_runner.status.pace import Pace, read_pace
+from ddp_runner.sweep.ledger import LEDGER
+from ddp_runner.tracking.heartbeat import STARTING, read_heartbeat
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
+
+LOST, SILENT, DAMAGED = "lost", "silent", "damaged"
+LOST_S = 60.0  # without a sign of life; a heartbeat comes every five seconds
+STARTING_S = 300.0  # before the first heartbeat: importing torch, waiting for other machines
+STALLED_S, STALLED_STEPS = 60.0, 20.0  # a step that takes so long, and so many times the usual
+WITHOUT_STEPS = ("collectives", "check")  # tasks that take no steps
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at one moment; a number is None where it is not known."""
+
+    folder: Path
+    # starting, running, evaluating, ending: alive. silent: its process exists and gives no sign.
+    # lost: run.json says running, and no process does it. Else a ``Status``, or damaged.
+    state: str
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: int | None = None  # counts from 1
+    total_epochs: int | None = None
+    samples_per_s: float | None = None
+    steps_per_s: float | None = None
+    left_s: float | None = None  # at this pace
+    seen_s: float | None = None  # since the last sign of life
+    idle_s: float | None = None  # since the last step, or whatever else rank 0 began
+    hosts: tuple[str, ...] = ()  # rank 0's first
+    num_ranks: int | None = None
+    num_nodes: int | None = None
+    restarts: int = 0
+    reason: str | None = None  # why it waits, or has ended: one line
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it is listed without --all: it is alive, or should be."""
+        return self.state not in (*Status, DAMAGED) or self.state == Status.RUNNING
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it should be alive and gives no sign of it."""
+        return self.state in (LOST, SILENT)
+
+
+def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunStatus:
+    """Return the status of a run.
+
+    Args:
+        folder: of the run.
+        server_time: returns the time by the clock of the folder's file system, which stamps files.
+    """
+    try:
+        record = read_run_record(folder)
+        if record.get("status") == Status.RUNNING:
+            return _of_running(RunDir(folder), record, server_time)
+        return _of_ended(folder, record)
+    except UserError as error:
+        return RunStatus(folder, DAMAGED, reason=str(error))
+
+
+def _of_running(
+    run_dir: RunDir, record: Mapping[str, Any], server_time: Callable[[], float]
+) -> RunStatus:
+    beat, beat_at = read_heartbeat(run_dir.heartbeat) or ({}, None)
+    if beat_at is not None and beat.get("started_at") != _session_start(record):
+        beat, beat_at = {}, None  # of an earlier session, which was killed
+    holder = _holder(run_dir)
+    # On one machine the launcher holds the lock before rank 0 exists.
+    host = beat.get("host") or (holder[1] if holder else record.get("host"))
+    is_here = host == socket.gethostname()
+    held = is_held(run_dir)
+    now = server_time()
+    signs = [path.stat().st_mtime for path in (run_dir.record, run_dir.metrics) if path.exists()]
+    seen_s = max(0.0, now - max([*signs, *([beat_at] if beat_at else [])], default=0.0))
+    is_fresh = seen_s < (LOST_S if beat_at else STARTING_S)
+    if held or (is_fresh and not (is_here and held is False)):
+        state = str(beat.get("doing", STARTING)) if is_fresh or beat_at is None else SILENT
+    else:
+        state = LOST
+    pace = Pace()
+    if record.get("task") not in WITHOUT_STEPS:
+        pace = read_pace(run_dir.metrics)
+    steps = [one for one in (_number(beat.get("step")), pace.step) if one is not None]
+    step, total = max(steps, default=None), _number(beat.get("total_steps"))
+    idle_s = beat.get("idle_s")  # at the beat
+    if beat_at is not None and isinstance(idle_s, int | float):
+        idle_s += max(0.0, now - beat_at)
+    else:
+        idle_s = None
+    left_s = None
+    if state == Status.RUNNING and step is not None and total and pace.steps_per_s:
+        left_s = max(0, total - step) / pace.steps_per_s
+    hosts = record.get("hosts")
+    return RunStatus(
+        run_dir.path,
+        state,
+        step=step,
+        total_steps=total,
+        epoch=_number(beat.get("epoch"), pace.epoch),
+        total_epochs=_number(beat.get("total_epochs")),
+        samples_per_s=pace.samples_per_s,
+        steps_per_s=pace.steps_per_s,
+        left_s=left_s,
+        seen_s=seen_s,
+        idle_s=idle_s,
+        hosts=tuple(map(str, hosts)) if isinstance(hosts, list) else (str(host),) if host else (),
+        num_ranks=_number(record.get("world_size")),
+        num_nodes=_number(record.get("num_nodes")),
+        restarts=_number(record.get("restarts")) or 0,
+        reason=_reason(run_dir, state, holder=holder, idle_s=idle_s, pace=pace),
+    )
+
+
+def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
+    """Return the status of a run that has ended, or that its sweep has only queued."""
+    error, hosts = record.get("error"), record.get("hosts", [record.get("host")])
+    state = str(record.get("status", DAMAGED))
+    sentence = error.get("sentence") if isinstance(error, dict) else record.get("stopped_early")
+    if sentence is None and state == Status.PREEMPTED:
+        sentence = f"stopped after a checkpoint; go on with {RunDir(folder).resume_argument}"
+    step, epoch = _number(record.get("step")), _number(record.get("epoch"))
+    if record.get("task") in WITHOUT_STEPS:
+        step = epoch = None
+    elif step is None:  # a run that failed has not written it
+        pace = read_pace(RunDir(folder).metrics)
+        step, epoch = pace.step, pace.epoch
+    return RunStatus(
+        folder,
+        state,
+        step=step,
+        epoch=epoch,
+        hosts=tuple(str(one) for one in hosts if one) if isinstance(hosts, list) else (),
+        num_ranks=_number(record.get("world_size")),
+        num_nodes=_number(record.get("num_nodes")),
+        restarts=_number(record.get("restarts")) or 0,
+        reason=None if sentence is None else str(sentence),
+    )
+
+
+def is_held(run_dir: RunDir) -> bool | None:
+    """Return whether a process holds the run's lock; None: nobody can tell here.
+
+    The lock is tried shared and in a file that is only read: two readers do not disturb each other,
+    and a reader may lack the right to write.
+    """
+    try:
+        with run_dir.lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None  # a file system without locks, or somebody else's file
+    return False
+
+
+def _holder(run_dir: RunDir) -> tuple[int, str] | None:
+    """Return the process that holds the folder, or was killed while it did, and its host."""
+    try:
+        found = re.fullmatch(r"process (\d+) on (.+)", run_dir.holder.read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return None  # none holds it, or it ends right now
+    return (int(found[1]), found[2]) if found else None
+
+
+def _reason(
+    run_dir: RunDir,
+    state: str,
+    *,
+    holder: tuple[int, str] | None,
+    idle_s: float | None,
+    pace: Pace,
+) -> str | None:
+    if state == LOST:
+        who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
+        if (run_dir.path.parent / LEDGER).exists():
+            return f"{who}; give the sweep's command again"
+        return f"{who}; go on with {run_dir.resume_argument}"
+    if state == SILENT:
+        who = f"process {holder[0]} on {holder[1]}" if holder else "its process"
+        return f"{who} exists and rank 0 gives no sign: suspended, or its disk does not answer"
+    usual_s = STALLED_STEPS / pace.steps_per_s if pace.steps_per_s else 0.0
+    if state == Status.RUNNING and idle_s is not None and idle_s > max(STALLED_S, usual_s):
+        return f"no step for {idle_s:.0f} s: a rank may be late or stuck; backend.timeout_s ends it"
+    return None
+
+
+def _session_start(record: Mapping[str, Any]) -> Any:
+    """Return when the last session began, as run.json identifies it."""
+    sessions = record.get("sessions")
+    last = sessions[-1] if isinstance(sessions, list) and sessions else record
+    return last.get("started_at") if isinstance(last, Mapping) else None
+
+
+def _number(*values: Any) -> int | None:
+    """Return the first value that is a whole number: another version may have written it."""
+    return next((one for one in values if type(one) is int), None)

@@ -1,0 +1,171 @@
+"""The order of the machines, and what they tell each other when ranks have failed."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.errors import UserError
+from ddp_runner.launch import reports
+from ddp_runner.launch.machines import _order, _validate_equal
+from ddp_runner.launch.reports import MOST_TRACEBACK, Machine, Reports
+from ddp_runner.scratch import Failure
+
+STORES: Any = dist
+
+
+def machine(host: str, **facts: Any) -> Machine:
+    """Return a machine with two ranks."""
+    known = {"address": host, "num_ranks": 2, "number": None, "serves": False, "sees_run": False}
+    return Machine(host=host, **(known | facts))
+
+
+def failure(kind: str, *, rank: int, at: int, sentence: str = "rank failed") -> Failure:
+    """Return how a rank failed at a time."""
+    return Failure(rank=rank, kind=kind, sentence=sentence, time_ns=at)
+
+
+class Store:
+    """A store of torch in this process, whose methods a test can replace."""
+
+    def __init__(self) -> None:
+        store = STORES.HashStore()
+        self.set, self.get, self.check = store.set, store.get, store.check
+
+
+@contextmanager
+def round_of(*hosts: str, own: int = 0) -> Iterator[tuple[Reports, Any]]:
+    """Give the reports of a round, seen by the machine at a place, and its store."""
+    store = Store()
+    launch = LaunchConfig(nnodes=len(hosts), rdzv_endpoint="a:1")
+    found = Reports(
+        [machine(host) for host in hosts], own, store=store, num_waiting=lambda: 0, launch=launch
+    )
+    try:
+        yield found, store
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("machines", "first"),
+    [
+        pytest.param([machine("a"), machine("b", serves=True)], "b", id="that of the endpoint"),
+        pytest.param(
+            [machine("a", sees_run=True), machine("b", serves=True)], "a", id="that with the run"
+        ),
+        pytest.param(
+            [machine("a", number=1, sees_run=True), machine("b", number=0)], "b", id="number 0"
+        ),
+        pytest.param([machine("a"), machine("b", number=7)], "b", id="a number, before none"),
+    ],
+)
+def test_the_first_machine_has_rank_0(machines: list[Machine], first: str) -> None:
+    """The first reason that applies: its number, the run's folder, the endpoint."""
+    order = _order(machines)
+    assert sorted(order) == list(range(len(machines)))
+    assert machines[order[0]].host == first
+
+
+def test_machines_that_do_not_fit_together_are_named() -> None:
+    """Both, and what each says."""
+    with pytest.raises(UserError, match=r"a and b both have launch\.node_rank=1; give each"):
+        _order([machine("a", number=1), machine("b", number=1)])
+    with pytest.raises(UserError, match=r"a starts 2 ranks and b 1; give each machine the same"):
+        _validate_equal([machine("a"), machine("b", num_ranks=1)])
+
+
+def test_the_failure_that_came_first_is_named_with_its_machine() -> None:
+    """Not the rank of this machine that only lost its peer."""
+    with round_of("a", "b") as (seen, store):
+        other = failure("signal", rank=3, at=5, sentence="rank 3 on b was killed")
+        store.set("failure/1", json.dumps(asdict(other)))
+        own = failure("peer", rank=0, at=4, sentence="rank 0 raised RuntimeError")
+        assert seen.first_failure(own) == other
+        told = json.loads(store.get("failure/0"))
+        assert told["sentence"] == "rank 0 on a raised RuntimeError"
+
+
+def test_a_long_traceback_is_shortened_for_the_others() -> None:
+    """Its end says what happened."""
+    with round_of("a") as (seen, store):
+        text = "begin" + "x" * MOST_TRACEBACK + "end"
+        seen.first_failure(Failure(rank=0, kind="crash", sentence="rank 0", traceback=text))
+        told = json.loads(store.get("failure/0"))["traceback"]
+        assert (len(told), told[-3:]) == (MOST_TRACEBACK, "end")
+
+
+def test_a_machine_that_reports_nothing_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If ranks of this machine lost their peers only; else they are the reason."""
+    monkeypatch.setattr(reports, "SILENT_S", 0.2)
+    with round_of("a", "b") as (seen, _):
+        found = seen.first_failure(failure("peer", rank=0, at=1))
+        assert (found.rank, found.kind) == (2, "machine")
+        assert found.sentence.startswith("b (ranks 2, 3) was lost: it was switched off, its")
+    with round_of("a", "b") as (seen, _):
+        own = failure("crash", rank=1, at=1, sentence="rank 1 raised")
+        assert seen.first_failure(own).sentence == "rank 1 on a raised"
+
+
+def test_a_machine_that_still_ends_its_ranks_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its report says which rank was late; it takes seconds."""
+    monkeypatch.setattr(reports, "SILENT_S", 0.0)
+    late = failure("late", rank=2, at=9)
+    with round_of("a", "b") as (seen, store):
+        store.set("alive/1", "")
+        check, asked = store.check, []
+
+        def check_later(keys: list[str]) -> bool:
+            asked.extend(keys)
+            if asked.count("failure/1") == 3:
+                store.set("failure/1", json.dumps(asdict(late)))
+            return bool(check(keys))
+
+        store.check = check_later
+        assert seen.first_failure(failure("peer", rank=0, at=1)) == late
+
+
+def test_a_store_that_is_gone_is_named() -> None:
+    """With rank -1: there is nowhere to meet again."""
+    with round_of("a", "b") as (seen, store):
+
+        def fail(*_: object) -> None:
+            raise dist.DistNetworkError("Connection reset")
+
+        store.set = fail
+        found = seen.first_failure(failure("peer", rank=0, at=1))
+        assert (found.rank, found.kind) == (-1, "machine")
+        assert found.sentence.startswith("a:1, where the machines meet, is lost")
+
+
+def test_the_watch_notices_a_failure_elsewhere_and_shows_that_this_machine_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the others wait for its report."""
+    monkeypatch.setattr(reports, "WATCH_S", 0.02)
+    with round_of("a", "b") as (seen, store):
+        timed_out = failure("peer", rank=2, at=1, sentence="Timed out waiting")
+        store.set("failure/1", json.dumps(asdict(timed_out)))
+        deadline = time.monotonic() + 60
+        while not store.check(["alive/0"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert seen.have_come
+        assert seen.are_of_late_peers
+
+
+def test_torch_has_the_private_names_that_let_a_machine_leave() -> None:
+    """A torch that renames one fails here, not in a run."""
+    handler = dynamic_rendezvous.DynamicRendezvousHandler
+    assert callable(handler._stop_heartbeats)
+    assert dynamic_rendezvous._RendezvousExitOp
+    names = handler.__init__.__code__.co_names
+    assert {"_this_node", "_state_holder", "_op_executor"} <= set(names)

@@ -1,0 +1,67 @@
+"""The store at which machines meet: who serves it, on which address, and who must wait."""
+
+import socket
+import time
+from typing import Any
+
+import psutil
+import pytest
+from commands import free_port
+
+from ddp_runner.errors import UserError
+from ddp_runner.launch.meeting import Meeting, open_meeting
+
+
+def opened(host: str, port: int, *, number: int | None = None, wait_s: float = 60.0) -> Meeting:
+    """Open the meeting, and wait no longer than this."""
+    deadline = time.monotonic() + wait_s
+    return open_meeting(host, port, number=number, deadline=deadline, note=lambda _: None)
+
+
+def test_the_first_on_the_machine_serves_and_the_second_joins() -> None:
+    """Both see what the other writes."""
+    port = free_port()
+    first = opened("127.0.0.1", port)
+    second = opened("127.0.0.1", port)
+    assert (first.is_served_here, second.is_served_here) == (True, False)
+    assert (first.address, second.address) == ("127.0.0.1", "127.0.0.1")
+    first.store.set("key", "value")
+    assert second.store.get("key") == b"value"
+
+
+def test_an_address_of_loopback_is_not_opened_to_the_network() -> None:
+    """Nor would any other address be opened than the one that the user names."""
+    port = free_port()
+    meeting = opened("127.0.0.1", port)
+    links = psutil.Process().net_connections("inet")
+    listening = {link.laddr.ip for link in links if link.laddr.port == port and not link.raddr}
+    assert listening == {"127.0.0.1"}
+    assert meeting.is_served_here
+
+
+def test_the_machine_with_the_number_0_must_have_the_port() -> None:
+    """It cannot join somebody else's store: it is the one that the others look for."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of this machine is in use and its"):
+            opened("127.0.0.1", port, number=0)
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "reason"),
+    [
+        pytest.param("127.0.0.1", 1, "Connection refused", id="a number that does not serve"),
+        pytest.param("no-such-host.invalid", None, "not known|resolution", id="an unknown name"),
+    ],
+)
+def test_a_machine_that_cannot_reach_the_store_says_why_and_gives_up_in_time(
+    host: str, number: int | None, reason: str
+) -> None:
+    """It is asked again and again until the deadline."""
+    reasons: list[Any] = []
+    with pytest.raises(TimeoutError):
+        open_meeting(
+            host, free_port(), number=number, deadline=time.monotonic() + 0.6, note=reasons.append
+        )
+    assert len(reasons) >= 2
+    assert any(word in reasons[0] for word in reason.split("|"))

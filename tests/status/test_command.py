@@ -1,0 +1,205 @@
+"""``python -m ddp_runner.status``: what it prints, its exit codes, and its imports."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import RUNNER, TIME_LIMIT_S, background, run_command, wait_for, wait_until_gone
+from generated_runs import write_run
+from run_folders import last_step, run_dirs
+from terminals import terminal
+from trainings import LONG
+
+from ddp_runner.errors import UserError
+from ddp_runner.job import Status
+from ddp_runner.status.__main__ import run
+from ddp_runner.status.render import duration
+from ddp_runner.sweep.ledger import Ledger
+
+STATUS = (*RUNNER[:-1], "ddp_runner.status")
+RUNNING = {"status": "running", "sessions": [{"started_at": 1.0}]}
+
+
+def test_a_run_is_shown_while_it_lives_and_as_lost_when_it_was_killed(tmp_path: Path) -> None:
+    """By the real commands; after its resume has ended it is not shown any more."""
+
+    def seen(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+        outputs = str(tmp_path / "outputs")
+        end = run_command(outputs, "--json", *arguments, folder=tmp_path / "look", program=STATUS)
+        assert end.stderr == ""
+        return end.exit_code, json.loads(end.stdout)["runs"]
+
+    (tmp_path / "outputs").mkdir()
+    assert seen() == (0, [])
+    with background(*LONG, "train.max_steps=100000", folder=tmp_path) as process:
+        wait_for(lambda: run_dirs(tmp_path / "outputs"))
+        exit_code, (found,) = seen()
+        assert exit_code == 0
+        assert found["state"] in ("starting", "running")
+        wait_for(lambda: last_step(tmp_path / "outputs") >= 3)
+        _, (found,) = wait_for(lambda: (now := seen())[1][0]["state"] == "running" and now)
+        assert found["total_steps"] == 100_000
+        assert found["step"] >= 3
+        assert found["samples_per_s"] > 0
+        assert found["left_s"] > 0
+        assert (found["num_ranks"], found["hosts"]) == (2, [os.uname().nodename])
+        process.send_signal(signal.SIGKILL)
+        wait_until_gone(process)
+    exit_code, (found,) = seen()
+    assert (exit_code, found["state"]) == (1, "lost")
+    assert f"process {process.pid} on " in found["reason"]
+    (run_dir,) = run_dirs(tmp_path / "outputs")
+    resumed = run_command(f"resume={run_dir}", "train.max_steps=30", folder=tmp_path)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert seen() == (0, [])
+    _, (found,) = seen("--all")
+    assert found["state"] == "completed"
+    assert not (run_dir / ".heartbeat").exists()
+
+
+def test_ended_runs_are_counted_and_shown_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that failed, with the reason."""
+    write_run(tmp_path / "good")
+    failed = {"status": "failed", "error": {"sentence": "rank 1\x1b was killed"}, "restarts": 2}
+    write_run(tmp_path / "bad", record=failed)
+    assert run([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no run is alive here",
+        "2 runs ended or not started: --all shows them",
+    ]
+    assert run([str(tmp_path), "--all"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / 'bad'}",
+        "    failed     step 0  epoch 2",
+        "    1 rank on here, 2 restarts",
+        "    rank 1\\x1b was killed",
+        f"{tmp_path / 'good'}",
+        "    completed  step 0  epoch 2",
+        "    1 rank on here",
+    ]
+
+
+def test_a_sweep_shows_how_its_jobs_stand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that nobody runs any more is lost; one in a folder of its own is looked at once."""
+    sweep = tmp_path / "sweep"
+    write_run(sweep / "seed=1")
+    write_run(sweep / "seed=2", record=RUNNING)
+    write_run(tmp_path / "done" / "seed=1")
+    for folder, states in ((sweep, ("completed", "running", "queued")), (tmp_path / "done", ())):
+        ledger = Ledger(folder)
+        ledger.begin(command=[], retry_failed=False)
+        ledger.queue({str(n): f"seed={n + 1}" for n in range(max(1, len(states)))}, invalid=())
+        for number, state in enumerate(states or ("completed",)):
+            ledger.note(str(number), status=Status(state))
+    (sweep / "seed=2" / ".lock.holder").write_text(f"process 7 on {os.uname().nodename}")
+    assert run([str(tmp_path), str(sweep)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [str(sweep), "    sweep      3 jobs: 1 lost, 1 queued, 1 completed"]
+    assert [line for line in lines if "done" in line] == []
+    name = os.uname().nodename
+    assert f"    process 7 on {name} is gone; give the sweep's command again" in lines
+    assert "2 runs ended or not started: --all shows them" in lines
+    run([str(tmp_path), "--all", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["runs"]) == 3
+    assert {Path(one["folder"]).name: one["counts"] for one in report["sweeps"]} == {
+        "done": {"completed": 1},
+        "sweep": {"completed": 1, "lost": 1, "queued": 1},
+    }
+    (sweep / "sweep.json").write_text("{")
+    run([str(tmp_path)])
+    assert "sweep.json is damaged" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_line_is_wider_than_a_terminal_of_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Except a path, which can be copied whole."""
+    failed = {"status": "failed", "error": {"sentence": "word " * 50}, "hosts": ["n" * 20] * 9}
+    write_run(tmp_path / "run", record=failed)
+    run([str(tmp_path), "--all"])
+    path, *lines = capsys.readouterr().out.splitlines()
+    assert path == str(tmp_path / "run")
+    assert max(map(len, lines)) <= 80
+    assert "6 more" in " ".join(lines)
+
+
+def test_a_watched_terminal_is_redrawn_until_ctrl_c(tmp_path: Path) -> None:
+    """The exit code is that of the last look; the cursor is there again."""
+    write_run(tmp_path / "outputs" / "run", record=RUNNING | {"host": os.uname().nodename})
+    with terminal() as (stream, shown):
+        process = subprocess.Popen(
+            [*STATUS, "--watch"], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=stream
+        )
+        wait_for(lambda: "".join(shown).count("outputs/run") >= 2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIME_LIMIT_S) == 1
+    text = "".join(shown)
+    assert text.rindex("\x1b[?25h") > text.rindex("outputs/run")
+    assert "Traceback" not in text
+
+
+def test_a_pipe_that_watches_gets_one_look(tmp_path: Path) -> None:
+    """There is nothing to redraw."""
+    end = run_command("--watch", ".", folder=tmp_path, program=STATUS)
+    assert (end.exit_code, end.stdout) == (0, "no run is alive here\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere"], "nowhere is not a folder; give that of a run, of a sweep, or of all outputs"),
+        ([".", "--watch", "--json"], "--watch redraws a terminal and --json is for programs"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], sentence: str) -> None:
+    """With exit code 2, as in all commands."""
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        run(arguments)
+
+
+def test_a_thousand_runs_are_read_without_a_slow_import(tmp_path: Path) -> None:
+    """Neither torch nor Hydra, nor what only redrawing needs."""
+    for number in range(5):
+        write_run(tmp_path / str(number))
+    program = (
+        "import sys; from ddp_runner.status.__main__ import run; run(sys.argv[1:]); "
+        "print(*sorted(sys.modules), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), "--all"]
+    end = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert end.stdout.count("completed") == 5
+    slow = {"torch", "hydra", "omegaconf", "rich", "tensorboard", "numpy", "matplotlib"}
+    assert not set(end.stderr.split()) & slow
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (90061, "1 d 1 h")],
+)
+def test_a_duration_has_two_units(seconds: float, text: str) -> None:
+    """What a reader needs."""
+    assert duration(seconds) == text
+
+
+def test_the_time_of_a_folder_is_that_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left there; where nothing can be written, it is this machine's time."""
+    from ddp_runner.status.find import folder_time
+
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    assert folder_time(tmp_path) == pytest.approx(tmp_path.stat().st_mtime, abs=3600)
+    assert list(tmp_path.iterdir()) == []
+    assert folder_time(tmp_path / "gone") == 5.0

@@ -1,0 +1,167 @@
+"""Whether a run is alive, from its record, lock and heartbeat, on one machine and on another."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generated_runs import lines_of, write_run
+
+from ddp_runner.status.look import RunStatus, look
+from ddp_runner.tracking.run_dir import RunDir
+
+HERE = socket.gethostname()
+STARTED = 1000.0
+ALIVE = {"status": "running", "sessions": [{"started_at": STARTED}], "hosts": ["n1", "n2"]}
+
+
+def write_beat(run_dir: Path, *, age_s: float, **fields: Any) -> None:
+    """Write a heartbeat that is so old, as rank 0 leaves it."""
+    content = {"host": HERE, "pid": 1, "started_at": STARTED, "doing": "running", "idle_s": 0.0}
+    (run_dir / ".heartbeat").write_text(json.dumps(content | fields))
+    age_all(run_dir, age_s)
+
+
+def age_all(run_dir: Path, age_s: float) -> None:
+    """Make all files of a run so old."""
+    for path in run_dir.iterdir():
+        os.utime(path, (time.time() - age_s,) * 2)
+
+
+def status_of(run_dir: Path, *, is_held: bool, server_ahead_s: float = 0.0) -> RunStatus:
+    """Return the status while this process holds the run's lock, or nobody does."""
+    with RunDir(run_dir).locked() if is_held else nullcontext():
+        return look(run_dir, server_time=lambda: time.time() + server_ahead_s)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_held", "age_s", "state"),
+    [
+        (HERE, True, 1.0, "evaluating"),
+        (HERE, True, 90.0, "silent"),  # suspended
+        (HERE, False, 1.0, "lost"),  # killed a moment ago: the lock is exact
+        ("elsewhere", False, 1.0, "evaluating"),  # the lock of another machine is not visible
+        ("elsewhere", False, 90.0, "lost"),
+        ("elsewhere", True, 1.0, "evaluating"),  # visible by NFS
+    ],
+)
+def test_a_run_is_alive_by_its_lock_here_and_by_its_heartbeat_elsewhere(
+    tmp_path: Path, host: str, is_held: bool, age_s: float, state: str
+) -> None:
+    """What rank 0 does is shown only if a process still does it."""
+    run_dir = write_run(tmp_path / "run", record=ALIVE)
+    write_beat(run_dir, age_s=age_s, host=host, doing="evaluating")
+    found = status_of(run_dir, is_held=is_held)
+    assert (found.state, found.hosts) == (state, ("n1", "n2"))
+    assert found.is_shown
+    assert found.is_missing == (state in ("lost", "silent"))
+
+
+@pytest.mark.parametrize(("ahead_s", "state"), [(0.0, "running"), (3600.0, "lost")])
+def test_the_age_is_by_the_clock_of_the_disk(tmp_path: Path, ahead_s: float, state: str) -> None:
+    """Machines with other clocks see the same."""
+    run_dir = write_run(tmp_path / "run", record=ALIVE)
+    write_beat(run_dir, age_s=0.0, host="elsewhere")
+    found = status_of(run_dir, is_held=False, server_ahead_s=ahead_s)
+    assert found.state == state
+    assert found.seen_s == pytest.approx(ahead_s, abs=60)
+
+
+def test_a_run_that_starts_has_no_heartbeat_yet(tmp_path: Path) -> None:
+    """An old one is of a session that was killed. Importing torch may take minutes."""
+    run_dir = write_run(tmp_path / "run", record=ALIVE)
+    write_beat(run_dir, age_s=200.0, started_at=STARTED - 1)
+    assert status_of(run_dir, is_held=True).state == "starting"
+    (run_dir / ".lock.holder").write_text("process 12 on elsewhere")
+    assert status_of(run_dir, is_held=False).state == "starting"
+    age_all(run_dir, 400.0)
+    assert status_of(run_dir, is_held=False).state == "lost"
+
+
+def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
+    """As the killed process has left it."""
+    run_dir = write_run(tmp_path / "run", record=ALIVE)
+    (run_dir / ".lock.holder").write_text(f"process 4711 on {HERE}")
+    reason = look(run_dir).reason
+    assert reason == f"process 4711 on {HERE} is gone; go on with resume={run_dir}"
+
+
+def test_step_rate_and_time_left_are_those_of_the_last_lines(tmp_path: Path) -> None:
+    """Of the last twenty, since a run may have become slower."""
+    early = [{**line, "time_s": line["time_s"] / 1000} for line in lines_of([500.0] * 100)]
+    late = [{**line, "step": line["step"] + 1000} for line in lines_of([60.0] * 29 + [70.0])]
+    lines = early + late
+    run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines)
+    write_beat(run_dir, age_s=0.0, step=25, total_steps=1400, epoch=2, total_epochs=4)
+    found = status_of(run_dir, is_held=True)
+    assert (found.step, found.total_steps, found.epoch, found.total_epochs) == (1300, 1400, 2, 4)
+    assert (found.samples_per_s, found.steps_per_s) == (70.0, 10.0)
+    assert found.left_s == pytest.approx(10.0)
+
+
+def test_metrics_that_are_cut_off_or_damaged_count_as_far_as_they_go(tmp_path: Path) -> None:
+    """A long file is read from its end only, so its first line there is half."""
+    run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines_of([100.0] * 500))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": "x", "time_s": 1}\n[1]\n{"step": 6000, "ti')
+    found = status_of(run_dir, is_held=True)
+    assert (found.step, found.steps_per_s) == (5000, 10.0)
+
+
+@pytest.mark.parametrize(("doing", "says"), [("running", True), ("evaluating", False)])
+def test_a_step_that_does_not_end_is_mentioned(tmp_path: Path, doing: str, says: bool) -> None:
+    """Rank 0 beats while it waits for another rank. An evaluation may take long."""
+    run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines_of([100.0] * 3))
+    write_beat(run_dir, age_s=0.0, idle_s=300.0, doing=doing)
+    found = status_of(run_dir, is_held=True)
+    assert found.state == doing
+    assert ("no step for 300 s" in (found.reason or "")) == says
+
+
+def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
+    """run.json has a step only if the run ended well."""
+    record = {"status": "failed", "step": None, "epoch": None}
+    found = look(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
+    assert (found.step, found.epoch) == (30, 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"status": "failed", "error": {"sentence": "rank 1 was killed"}}, "rank 1 was killed"),
+        ({"status": "completed", "stopped_early": "eval/loss got worse"}, "eval/loss got worse"),
+        ({"status": "completed"}, None),
+        ({"status": "preempted"}, "stopped after a checkpoint; go on with resume={folder}"),
+    ],
+)
+def test_an_ended_run_says_why_it_ended(
+    tmp_path: Path, record: Mapping[str, Any], reason: str | None
+) -> None:
+    """And is listed with --all only."""
+    run_dir = write_run(tmp_path / "run", record=record)
+    found = look(run_dir)
+    assert found.reason == (reason and reason.format(folder=run_dir))
+    assert (found.state, found.is_shown, found.is_missing) == (record["status"], False, False)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "{",
+        "[]",
+        json.dumps({"status": "running", "sessions": 3, "hosts": 3, "restarts": "x", "task": 1}),
+        json.dumps({"status": "running", "sessions": [3], "world_size": None}),
+        json.dumps({"status": 3, "hosts": 5, "error": []}),
+    ],
+)
+def test_a_damaged_record_is_a_line_not_a_traceback(tmp_path: Path, record: str) -> None:
+    """Another version, or another program, may have written it."""
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "run.json").write_text(record)
+    write_beat(run_dir, age_s=0.0, started_at=None, step="x", total_steps=[], idle_s="x")
+    assert look(run_dir).state

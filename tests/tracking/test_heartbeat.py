@@ -1,0 +1,119 @@
+"""``.heartbeat``: it is renewed while the run lasts, says what rank 0 does, and never fails it."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import wait_for
+
+from ddp_runner.errors import UserError
+from ddp_runner.tracking import heartbeat
+from ddp_runner.tracking.heartbeat import Heartbeat, read_heartbeat
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_logger import RunLogger
+from ddp_runner.tracking.run_record import begin_session
+
+
+def fields(path: Path) -> dict[str, Any]:
+    """Return a heartbeat's fields; none before the first beat."""
+    return (read_heartbeat(path) or ({}, 0.0))[0]
+
+
+def test_a_heartbeat_follows_the_run_and_goes_with_it(tmp_path: Path) -> None:
+    """What begins is shown long before the next usual beat, and the file ends with the block."""
+    path = tmp_path / ".heartbeat"
+    own = Heartbeat()
+    own.total_steps = 9
+    with own.beating(path, started_at=12.5):
+        wait_for(lambda: fields(path).get("doing") == "starting")
+        assert (fields(path)["pid"], fields(path)["started_at"]) == (os.getpid(), 12.5)
+        own.step_done(3, epoch=1)
+        wait_for(lambda: fields(path)["doing"] == "running")
+        assert (fields(path)["step"], fields(path)["total_steps"]) == (3, 9)
+        own.note("evaluating")
+        wait_for(lambda: fields(path)["doing"] == "evaluating")
+        assert fields(path)["step"] == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_heartbeat_is_renewed_while_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its age and how long the step already takes are two things."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat, "LEAST_S", 0.01)
+    path = tmp_path / ".heartbeat"
+    with Heartbeat().beating(path, started_at=0.0):
+        first = wait_for(lambda: read_heartbeat(path))[1]
+        wait_for(lambda: (read_heartbeat(path) or ({}, 0.0))[1] > first)
+        wait_for(lambda: fields(path).get("idle_s", 0.0) > 0)
+
+
+def test_on_a_full_disk_the_time_is_renewed_and_nothing_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text stays as it was: bytes that are there already need no space."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat, "LEAST_S", 0.01)
+    path = tmp_path / ".heartbeat"
+    path.write_text('{"doing": "before"}')
+    os.utime(path, (1.0, 1.0))
+    monkeypatch.setattr(heartbeat.os, "write", fail)
+    with Heartbeat().beating(path, started_at=0.0):
+        wait_for(lambda: (read_heartbeat(path) or ({}, 0.0))[1] > 1.0)
+        assert fields(path) == {"doing": "before"}
+
+
+def test_a_folder_that_is_gone_raises_nothing(tmp_path: Path) -> None:
+    """The run itself will say so, at its next line of metrics."""
+    with Heartbeat().beating(tmp_path / "gone" / ".heartbeat", started_at=0.0):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"doing": ', "\x00" * 20])
+def test_a_damaged_heartbeat_still_has_its_time(tmp_path: Path, text: str) -> None:
+    """A kill or a full disk may leave anything."""
+    path = tmp_path / ".heartbeat"
+    path.write_text(text)
+    os.utime(path, (7.0, 7.0))
+    assert read_heartbeat(path) == ({}, 7.0)
+
+
+def test_a_heartbeat_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """In one line, with its path."""
+    with pytest.raises(UserError, match=r"folder cannot be read \(Is a directory\)"):
+        read_heartbeat(_folder(tmp_path / "folder"))
+    assert read_heartbeat(tmp_path / "none") is None
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
+    """From the step of the checkpoint on; an evaluation lasts until the next step."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("{}")
+    begin_session(tmp_path, started_at=0.0)
+    own = Heartbeat()
+    with RunLogger(
+        RunDir(tmp_path),
+        started_at=0.0,
+        max_steps=9,
+        total_epochs=3,
+        resume_step=4,
+        heartbeat=own,
+    ) as logger:
+        seen = [(own.doing, own.step, own.total_steps, own.total_epochs)]
+        for call in (lambda: logger.step_done(step=5, epoch=2), logger.evaluating):
+            call()
+            seen.append((own.doing, own.step, own.total_steps, own.epoch))
+        logger.finish("completed", step=5, epoch=2)
+    assert seen == [("starting", 4, 9, 3), ("running", 5, 9, 2), ("evaluating", 5, 9, 2)]
