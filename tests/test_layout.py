@@ -50,7 +50,10 @@ ALLOWED = {
     "compare": {*GROUND, "config", "job", "tracking"},
     "status": {*GROUND, "job", "sweep", "tracking"},
     "doctor": {*GROUND, "config", "dist_env", "distributed", "job", "rank", "tracking"},
-    "sweep": {*GROUND, "compare", "config", "job", "launch", "rank", "scratch", "tracking"},
+    "sweep": {
+        *(*GROUND, "compare", "config", "dist_env", "job", "launch", "rank", "scratch"),
+        "tracking",
+    },
     "cli": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "job", "launch", "sweep"),
         *("tracking", "worker"),

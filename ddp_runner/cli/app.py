@@ -17,7 +17,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan
+from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan, plan_at
+from ddp_runner.cli.following import follower, launch_of_several
 from ddp_runner.cli.hydra_adapter import FULL_ERROR, UNNAMED, is_grid, quoted, run_hydra
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import asked_folder
@@ -28,7 +29,9 @@ from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
 from ddp_runner.launch.launcher import launch, print_error
-from ddp_runner.sweep.multirun import Sweep, sweep_dir
+from ddp_runner.sweep.machines import Leader, follow, meet
+from ddp_runner.sweep.multirun import Sweep, executor_of
+from ddp_runner.sweep.sweep_dir import sweep_dir
 from ddp_runner.tracking.claims import goes_on, unfinished_or_new
 from ddp_runner.tracking.provenance import git_revision, versions
 from ddp_runner.tracking.run_dir import RunDir
@@ -76,13 +79,12 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     invocation = Invocation(command, env, started_at, code, tuple(warnings))
     if is_sweep(command, composed):
         return _run_sweep(composed, invocation)
+    if composed.sweep.dry_run:
+        raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(), invocation)
     if env is None:
-        if job.config.launch.most_nodes > 1:
-            # Where names of addresses are not known, torch warns of each connection.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        start_fork_server()  # as early as can be: it imports torch while this process goes on
+        _start_server(several=job.config.launch.most_nodes > 1)
     asked, config = asked_folder(composed, job), job.config
     if env is not None or config.launch.most_nodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
@@ -107,6 +109,14 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         raise
 
 
+def _start_server(*, several: bool) -> None:
+    """Start the fork server as early as can be: it imports torch while this process goes on."""
+    if several:
+        # Where names of addresses are not known, torch warns of each connection.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    start_fork_server()
+
+
 def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     """Let Hydra's sweeper compose the jobs, and run them batch by batch."""
     command = invocation.command
@@ -115,13 +125,23 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
 
     asked = None if composed.hydra.sweep.dir == UNNAMED else Path(composed.hydra.sweep.dir)
     is_search = not is_grid(composed.hydra.sweeper)
-    with sweep_dir(composed, asked, command.written, is_search=is_search) as folder:
+    launch, machines = launch_of_several(composed), None
+    if launch is not None and not composed.sweep.dry_run:
+        _start_server(several=True)
+        machines = meet(launch)
+        if machines.place > 0:
+            return follow(machines, follower(composed, invocation))
+    with sweep_dir(composed, asked, command.written, is_search=is_search) as (folder, for_hydra):
+        executor = executor_of(composed.hydra.launcher, folder)
         sweep = Sweep(
             folder,
             command.written,
+            executor=executor if launch is None else Leader(machines),
             is_search=is_search,
-            plan=partial(plan, invocation=invocation),
+            plan=partial(plan_at, invocation=invocation),
             name_of=partial(job_folder, command=command),
         )
-        arguments = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
-        return sweep.run(partial(run_hydra, arguments=arguments))
+        added = [f"hydra.sweep.dir={quoted(str(for_hydra))}"]
+        if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
+            added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
+        return sweep.run(partial(run_hydra, arguments=command.arguments_with(*added)))

@@ -24,7 +24,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousExitOp,
     create_handler,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError, counted
@@ -32,7 +31,6 @@ from ddp_runner.launch.meeting import STORES, Meeting, open_meeting
 from ddp_runner.launch.patience import patiently
 from ddp_runner.launch.reports import LOST, Machine, Reports, store_is_lost
 
-DEFAULT_PORT = 29400  # torchrun's
 LAST_CALL_S = 10  # an elastic run that has enough machines waits so long for more
 INTRODUCTION_S = 20.0  # torch forgets after 15 s a machine that has left while it waited
 GOODBYE_S = 5.0
@@ -46,13 +44,19 @@ class Machines(rdzv.RendezvousHandler):
         launch: how they meet.
         num_ranks: of this machine; None: as many as the first machine.
         sees_run: whether this machine has the folder of the run that goes on; asked each round.
+        meeting: where they have met already; None: they meet in the first round.
     """
 
     def __init__(
-        self, launch: LaunchConfig, *, num_ranks: int | None, sees_run: Callable[[], bool]
+        self,
+        launch: LaunchConfig,
+        *,
+        num_ranks: int | None,
+        sees_run: Callable[[], bool],
+        meeting: Meeting | None = None,
     ) -> None:
         self._launch, self.num_ranks, self._sees_run = launch, num_ranks, sees_run
-        self._meeting: Meeting | None = None
+        self._meeting = meeting
         self._handler: Any = None
         self._unreachable = ""  # why the store cannot be reached yet
         self.reports: Reports | None = None  # of this round
@@ -112,14 +116,8 @@ class Machines(rdzv.RendezvousHandler):
 
     def _open(self, deadline: float) -> None:
         launch = self._launch
-        host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint, DEFAULT_PORT)
-
-        def note(reason: str) -> None:
-            self._unreachable = reason
-
-        self._meeting = open_meeting(
-            host, port, number=launch.node_rank, deadline=deadline, note=note
-        )
+        if self._meeting is None:
+            self._meeting = open_meeting(launch, deadline=deadline, note=self._note)
         parameters = rdzv.RendezvousParameters(
             backend="c10d",
             endpoint=launch.rdzv_endpoint or "",
@@ -134,6 +132,9 @@ class Machines(rdzv.RendezvousHandler):
         self._handler = create_handler(
             store, C10dRendezvousBackend(store, launch.rdzv_id), parameters
         )
+
+    def _note(self, reason: str) -> None:
+        self._unreachable = reason
 
     def _introduced(self, info: rdzv.RendezvousInfo) -> rdzv.RendezvousInfo | None:
         """Tell the machines of a round of each other; None: one of them has left meanwhile."""

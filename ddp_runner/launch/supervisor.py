@@ -36,6 +36,7 @@ from ddp_runner.job import Job, Status
 from ddp_runner.launch.blame import Ends, first_failure
 from ddp_runner.launch.elastic import worker_spec
 from ddp_runner.launch.machines import Machines
+from ddp_runner.launch.meeting import Meeting
 from ddp_runner.launch.patience import StoppedError, patiently
 from ddp_runner.launch.rank_processes import RankProcesses
 from ddp_runner.launch.reports import LOST, Reports
@@ -48,8 +49,10 @@ BARRIER_S = 300.0  # from the end of this machine's ranks to that of the others'
 JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 
 
-def supervise(job: Job) -> dict[str, Any] | Failure | None:
+def supervise(job: Job, *, meeting: Meeting | None = None) -> dict[str, Any] | Failure | None:
     """Run this machine's ranks to their end, with restarts.
+
+    `meeting` is where the machines of a sweep have met; None: they meet for this job.
 
     Returns:
         The result of the first rank; the failure that came first, if the last attempt failed; None
@@ -59,7 +62,7 @@ def supervise(job: Job) -> dict[str, Any] | Failure | None:
         UserError: the machines of the run do not meet.
     """
     adopt_orphans()
-    supervisor = Supervisor(job)
+    supervisor = Supervisor(job, meeting=meeting)
     try:
         result = supervisor.run()
     except StoppedError:
@@ -90,9 +93,9 @@ class Supervisor(SimpleElasticAgent):
     which torch 2.11 and 2.15 have.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, meeting: Meeting | None = None) -> None:
         assert job.scratch is not None
-        super().__init__(worker_spec(job, sees_run=self._sees_run))
+        super().__init__(worker_spec(job, meeting=meeting, sees_run=self._sees_run))
         self.failure: Failure | None = None  # of the last attempt
         self._job, self._scratch = job, job.scratch
         self._ranks = RankProcesses(job)

@@ -45,7 +45,8 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
         UserError: another process holds the folder, it holds another run, or this launch's last
             attempt failed for a reason that a restart cannot fix.
     """
-    if job.scratch is not None and job.config.launch.most_nodes == 1:
+    is_held = job.config.launch.most_nodes == 1 or job.title  # a sweep holds its jobs' folders
+    if job.scratch is not None and is_held:
         assert job.run_dir is not None
         # A restarted worker group keeps the size that the ranks before it found.
         folder, is_auto = RunDir(job.run_dir), job.config.batch.per_rank == AUTO
