@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.schema import work_hash
-from ddp_runner.dist_env import dist_env
+from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import print_line
@@ -109,9 +109,8 @@ def run_worker_group(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
 
 
 def print_error(sentence: str) -> None:
-    """Print one line to stderr. Only local rank 0 prints: all ranks fail the same way."""
-    env = dist_env()
-    if env is None or env.local_rank == 0:
+    """Print one line to stderr. One rank of a machine prints: all ranks fail the same way."""
+    if prints_errors():
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
