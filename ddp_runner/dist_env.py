@@ -70,8 +70,12 @@ def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
 
     For Slurm it is the job. A requeued job keeps its number, and each task of a job array has its
     own. The number of a step says nothing: a script may skip what the start before has done.
+    A retry of TorchX has the name of its job; a torchrun that the job starts by hand has not.
     """
     environ = os.environ if environ is None else environ
+    job = environ.get("TORCHX_JOB_ID", "")
+    if job.rpartition("/")[2] == environ.get("TORCHELASTIC_RUN_ID"):
+        return f"torchx {job}"
     if "SLURM_JOB_ID" not in environ:
         return None
     job = f"slurm {environ.get('SLURM_CLUSTER_NAME', '-')} {environ['SLURM_JOB_ID']}"

@@ -1,6 +1,7 @@
-"""The commands of the pages about Slurm and MPI are ones that the runner accepts.
+"""The commands of the pages about launching are ones that the runner accepts.
 
-tests/cluster/ runs the batch script and the mpirun commands as they stand, with smaller trainings.
+tests/cluster/ runs the batch script, the mpirun commands and those for several machines as they
+stand, with smaller trainings.
 """
 
 import re
@@ -18,7 +19,10 @@ BIG = Hardware(num_gpus=8, num_cores=64)
 RANKS = {
     "docs/slurm.md": DistEnv(0, 0, 16, 8, launcher="srun"),
     "docs/mpi.md": DistEnv(0, 0, 2, 1, launcher="mpirun"),
+    "docs/launching.md": DistEnv(0, 0, 4, 4, launcher="torchrun"),
+    "docs/several_machines.md": DistEnv(0, 0, 16, 8, launcher="torchrun"),
 }
+COUNTS = {"slurm": 5, "mpi": 2, "launching": 7, "several_machines": 4}
 
 
 def commands() -> Iterator[tuple[str, str, str]]:
@@ -26,14 +30,14 @@ def commands() -> Iterator[tuple[str, str, str]]:
     for page in RANKS:
         text = "".join(block.text for block in blocks(page) if block.language == "bash")
         for line in text.replace("\\\n", " ").splitlines():
-            if found := re.search(r"^(.*)-m ddp_runner([^&'\"]*)", line):
+            if found := re.search(r"^(.*)-m ddp_runner(?![.])([^&'\"#]*)", line):
                 yield page, found[1], found[2]
 
 
 def test_the_pages_show_enough_commands() -> None:
     """A command that is no longer found would make the test below pass for nothing."""
     pages = [page for page, _, _ in commands()]
-    assert {page: pages.count(page) for page in RANKS} == {"docs/slurm.md": 5, "docs/mpi.md": 2}
+    assert {page: pages.count(f"docs/{page}.md") for page in COUNTS} == COUNTS
 
 
 @pytest.mark.parametrize(("page", "before", "arguments"), list(commands()))
@@ -41,6 +45,7 @@ def test_each_command_composes(page: str, before: str, arguments: str) -> None:
     """Under the ranks that the command starts, or as our own launcher's."""
     words = arguments.replace("$SLURM_ARRAY_TASK_ID", "3").replace("$first", "n1").split()
     assert all("=" in word for word in words)
-    is_launched = "srun" in before or "mpirun" in before
+    words = [word for word in words if not word.startswith("resume=outputs/")]  # there is no run
+    is_launched = any(launcher in before for launcher in ("srun", "mpirun", "torchrun"))
     env = RANKS[page] if is_launched and "launch.nnodes" not in arguments else None
     assert isinstance(resolved(*words, hardware=BIG, env=env)[0], Config)

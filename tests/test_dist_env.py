@@ -110,6 +110,16 @@ def test_one_rank_of_a_machine_prints_an_error(changed: dict[str, str], prints: 
     assert prints_errors({**SLURM, **changed}) == prints
 
 
+def test_a_retry_of_torchx_keeps_the_name_of_its_job() -> None:
+    """The name is of the ranks that TorchX's own torchrun started, not of all that a job starts."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "toy-x1", "MASTER_ADDR": "h"}
+    job = {**torchrun, "TORCHX_JOB_ID": "kubernetes://torchx/toy-x1"}
+    assert read(job).launch_id == "torchx kubernetes://torchx/toy-x1"
+    assert read({**job, **SLURM}).launch_id == read(job).launch_id  # a requeue's step may differ
+    assert read({**job, "TORCHELASTIC_RUN_ID": "by-hand"}).launch_id is None
+    assert read(torchrun).launch_id is None
+
+
 @pytest.mark.parametrize(
     "changed",
     [
