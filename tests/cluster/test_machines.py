@@ -192,9 +192,17 @@ def test_an_elastic_run_goes_on_when_machines_are_lost_join_and_leave(
 
 
 def test_without_a_shared_disk_a_run_trains_and_resumes_on_both_machines(tmp_path: Path) -> None:
-    """The first keeps the run; the second needs no folder, and no key but where they meet."""
+    """The first keeps the run; the second needs no folder, and no key but where they meet.
+
+    Each machine's own name is an address of loopback, as Debian sets it.
+    """
     disk = tmp_path / "disk"
     with network(private=disk) as net, ExitStack() as stack:
+        for host in net.hosts:
+            others = [f"{one.address} {one.name}\n" for one in net.hosts if one is not host]
+            names = tmp_path / f"hosts-{host.name}"
+            names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{''.join(others)}")
+            host.run("mount", "--bind", str(names), "/etc/hosts")
 
         def run(*keys: str) -> list[CommandResult]:
             folders = [disk / host.name for host in net.hosts]
