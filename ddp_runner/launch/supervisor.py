@@ -44,7 +44,7 @@ from ddp_runner.tracking.run_dir import RunDir
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
-BARRIER_S = 300.0  # from the end of this machine's ranks to that of the others', torch's own
+BARRIER_S = 10.0  # for all machines to notice that all have ended
 JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 
 
@@ -217,6 +217,12 @@ class Supervisor(SimpleElasticAgent):
             if not self._is_leaving:
                 is_wanted = reports is not None and reports.is_wanted
                 return self._regrouping(f"a machine {'joins' if is_wanted else 'leaves'}")
+        limit_s = self._job.config.backend.timeout_s
+        is_over = reports.all_ended(limit_s=limit_s) if reports is not None else True
+        if is_over is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        if not is_over:
+            return self._failed({})
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
     def _regrouping(self, reason: str) -> RunResult:
