@@ -280,6 +280,8 @@ class _Injection:
         self.is_elastic = run.setting.launch.is_elastic
         self.victim = chance.randrange(run.setting.num_hosts)
         self._begin = (*TRAINING, *MEETING, *run.setting.keys)
+        if self.kind == "host comes back":
+            self._begin += ("resume=auto",)  # as after a boot, when nobody knows what was there
         self._num_calls = num_calls
         self.saved = 0  # the newest checkpoint's step at the fault
         self.killed: list[Command] = []
