@@ -23,10 +23,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
-from cluster_faults import KINDS, SETTINGS, Draw, Seen, disturbed, undisturbed
+from cluster_checks import Seen, disturbed
+from cluster_faults import KINDS, Draw
+from cluster_training import SETTINGS, undisturbed
 from warm import start_server
 
 from ddp_runner.tracking.provenance import versions
@@ -92,8 +95,8 @@ def campaign(
         jobs: the number of trainings side by side.
         log: takes a line for each fault.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as a command on several hosts does
-    start_server("injection", "commands", "clusters")
+    with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # as a command on several hosts does
+        start_server("injection", "commands", "clusters")
     kinds = {SETTINGS[one.setting].num_hosts: SETTINGS[one.setting] for one in faults}
     expected = {
         number: undisturbed(base / f"hosts-{number}", SETTINGS[f"{number} hosts, restarts"])
