@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from commands import wait_for
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from ddp_runner.config.launching import LaunchConfig
@@ -183,3 +184,28 @@ def test_torch_has_the_private_names_that_let_a_machine_leave() -> None:
     assert dynamic_rendezvous._RendezvousExitOp
     names = handler.__init__.__code__.co_names
     assert {"_this_node", "_state_holder", "_op_executor"} <= set(names)
+
+
+def test_no_machine_leaves_before_the_ranks_of_all_have_ended() -> None:
+    """A restart needs all of them; a limit lets them leave, and so does the end of rank 0."""
+    with round_of("a", "b", own=1) as (found, store):
+        assert found.all_ended(limit_s=1000.0) is None
+        wait_for(lambda: store.check(["ended/1"]))
+        assert found.all_ended(limit_s=1000.0) is None
+        store.set("ended/0", "")
+        wait_for(lambda: found.all_ended(limit_s=1000.0))
+    with round_of("a", "b", own=1) as (found, _):
+        assert found.all_ended(limit_s=0.0)
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_without_the_store_a_run_is_complete_once_rank_0_has_ended(own: int) -> None:
+    """Rank 0 writes the result, so its machine may leave; the others cannot know."""
+
+    def lost(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with round_of("a", "b", own=own) as (found, store):
+        store.check = lost
+        assert wait_for(lambda: [found.all_ended(limit_s=1000.0)] != [None])
+        assert found.all_ended(limit_s=1000.0) is (own == 0)
