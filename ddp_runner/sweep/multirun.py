@@ -25,8 +25,8 @@ from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger, sweep_command
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.results import objective_of, print_report, sweep_table
-from ddp_runner.sweep.slurm import Slurm
-from ddp_runner.sweep.slurm_settings import slurm_settings
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.start_block import fact_lines, shown_path

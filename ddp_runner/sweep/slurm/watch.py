@@ -21,8 +21,8 @@ from ddp_runner.launch.signals import ONE_REQUEST_S
 from ddp_runner.scratch import Failure
 from ddp_runner.sweep.jobs import Batch, recorded
 from ddp_runner.sweep.ledger import Entry
-from ddp_runner.sweep.slurm_commands import cancel, queued_states
-from ddp_runner.sweep.slurm_jobs import Standing, standing
+from ddp_runner.sweep.slurm.commands import cancel, queued_states
+from ddp_runner.sweep.slurm.jobs import Standing, standing
 
 POLL_S = 5.0  # between two calls of squeue
 SETTLE_S = 15.0  # from the end of a job to the last change of its run.json, on a slow file system
