@@ -117,7 +117,11 @@ def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Jo
         secrets = find_secrets(raw)
         with secrets.hidden_in_errors():
             config, warnings = resolve(
-                to_config(raw), hardware=hardware, chosen=chosen_keys(overrides), env=env
+                to_config(raw),
+                hardware=hardware,
+                chosen=chosen_keys(overrides),
+                env=env,
+                lacks_run=lacks_run,
             )
             validate_files(config, env=env)
         return Job(
