@@ -90,6 +90,11 @@ class Reports:
         """Whether a rank of another machine has waited in vain, perhaps for one of this machine."""
         return any(one.is_timeout for one in self._known.values())
 
+    @property
+    def ranks_have_ended(self) -> bool:
+        """Whether the ranks of a machine have ended well."""
+        return bool(self._ended)
+
     def all_ended(self, *, limit_s: float) -> bool | None:
         """Return whether all ranks of the run have ended well, as this machine's have; None: wait.
 
@@ -170,8 +175,8 @@ class Reports:
             self._store.set(f"alive/{self._own}", "")
         if self._ended_at is not None:
             self._store.set(f"ended/{self._own}", "")
-            others = set(range(len(self._machines))) - self._ended
-            self._ended |= {one for one in others if self._store.check([f"ended/{one}"])}
+        others = set(range(len(self._machines))) - self._ended
+        self._ended |= {one for one in others if self._store.check([f"ended/{one}"])}
 
     def _reported(self) -> dict[int, Failure]:
         """Return the failures that machines have reported so far; may block."""
