@@ -104,11 +104,10 @@ class Reports:
         """
         if self._ended_at is None:
             self._ended_at = time.monotonic()
-            self._ended.add(self._own)
         if len(self._ended) == len(self._machines):
             return True
         if self._is_lost or not self._is_seen:
-            return 0 in self._ended
+            return 0 in {self._own, *self._ended}
         return True if time.monotonic() - self._ended_at > limit_s else None
 
     def close(self) -> None:
@@ -175,6 +174,7 @@ class Reports:
             self._store.set(f"alive/{self._own}", "")
         if self._ended_at is not None:
             self._store.set(f"ended/{self._own}", "")
+            self._ended.add(self._own)  # only now: this machine may leave, and the others must know
         others = set(range(len(self._machines))) - self._ended
         self._ended |= {one for one in others if self._store.check([f"ended/{one}"])}
 
