@@ -6,7 +6,7 @@ Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MP
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddp_runner.errors import UserError
@@ -20,6 +20,8 @@ FROM_ENVIRONMENT = "env://"
 # rank of a node: it counts ranks within a machine.
 OPEN_MPI = [f"OMPI_COMM_WORLD_{fact}" for fact in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
 MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
+RANKS = ("RANK", OPEN_MPI[0], "SLURM_PROCID", MPICH[0])
+START = " start "  # between a job's name and how often a scheduler has started it before
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class DistEnv:
     restart_count: int = 0
     launcher: str = "environment"  # torchrun, srun, mpirun; environment: variables set by hand
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
-    launch_id: str | None = None  # from a scheduler: the same when it starts this launch again
+    launch_id: str | None = None  # from a scheduler, see ``launch_id``
 
     @property
     def is_rank_zero(self) -> bool:
@@ -58,8 +60,62 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
     for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
         if (env := read(environ)) is not None:
             has_address = bool(environ.get("MASTER_ADDR"))
-            return replace(env, init_method=FROM_ENVIRONMENT) if has_address else env
+            init_method = FROM_ENVIRONMENT if has_address else env.init_method
+            return replace(env, init_method=init_method, launch_id=launch_id(environ))
     return None
+
+
+def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return a scheduler's name for what it has started, and how often; None without a scheduler.
+
+    For Slurm it is the job. A requeued job keeps its number, and each task of a job array has its
+    own. The number of a step says nothing: a script may skip what the start before has done.
+    A retry of TorchX has the name of its job; a torchrun that the job starts by hand has not.
+    """
+    environ = os.environ if environ is None else environ
+    job = environ.get("TORCHX_JOB_ID", "")
+    if job.rpartition("/")[2] == environ.get("TORCHELASTIC_RUN_ID"):
+        return f"torchx {job}"
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    job = f"slurm {environ.get('SLURM_CLUSTER_NAME', '-')} {environ['SLURM_JOB_ID']}"
+    return f"{job}{START}{_integer(environ, 'SLURM_RESTART_COUNT', '0')}"
+
+
+def continues(own: str, earlier: Collection[str]) -> bool:
+    """Return whether a launch of this name goes on with a run that launches of these names had.
+
+    A job may have several equal commands. So each takes a run of an earlier start that no other
+    command of this start has taken.
+    """
+    job, _, start = own.rpartition(START)
+    if not job:
+        return own in earlier
+    starts = [
+        name.removeprefix(f"{job}{START}") for name in earlier if name.startswith(f"{job}{START}")
+    ]
+    return bool(starts) and max(map(int, starts)) < int(start)
+
+
+def starts_our_launchers(env: DistEnv, *, nnodes: object) -> bool:
+    """Return whether srun's tasks are launchers, one on each machine, that start the ranks there.
+
+    Args:
+        env: what srun's variables make of this process.
+        nnodes: launch.nnodes as the user writes it; srun's own ranks have no use for it.
+    """
+    return env.launcher == "srun" and env.local_world_size == 1 and str(nnodes) != "1"
+
+
+def prints_errors(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process prints an error that the ranks beside it have, too."""
+    environ = os.environ if environ is None else environ
+    try:
+        env = dist_env(environ)
+    except UserError:  # the facts are wrong, for all ranks of all machines
+        rank = next((environ[name] for name in RANKS if name in environ), "")
+        return not rank.isdigit() or int(rank) == 0
+    return env is None or env.local_rank == 0
 
 
 def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
@@ -95,7 +151,6 @@ def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
         restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", "0"),
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
         init_method=None,
-        launch_id=_slurm_step(environ),
     )
 
 
@@ -155,16 +210,11 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
         node_rank=_integer(environ, "SLURM_NODEID", "0"),
         launcher="srun",
         init_method=f"tcp://{host}:{_port(step)}" if host else None,
-        launch_id=step,
     )
 
 
 def _slurm_step(environ: Mapping[str, str]) -> str | None:
-    """Return the name of the srun step that this process belongs to; None outside of a step.
-
-    A requeued job keeps its number and counts its steps from 0 again, so the same srun command has
-    the same name. Each task of a job array has its own job number.
-    """
+    """Return the name of the srun step that this process belongs to; None outside of a step."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_JOB_ID" not in environ:
         return None

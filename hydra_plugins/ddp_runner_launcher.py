@@ -7,7 +7,7 @@ the jobs that wait. Hydra finds this module by itself: it looks for plug-ins in 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -26,7 +26,12 @@ class BatchTask(Protocol):
 
 
 class SweepLauncher(Launcher):
-    """Gives a batch of jobs to the task function, as a whole if it is a ``BatchTask``."""
+    """Gives a batch of jobs to the task function, as a whole if it is a ``BatchTask``.
+
+    Hydra passes the launcher's own keys, which a ``BatchTask`` reads from the config.
+    """
+
+    def __init__(self, **_: Any) -> None: ...
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig

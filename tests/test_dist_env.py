@@ -2,7 +2,15 @@
 
 import pytest
 
-from ddp_runner.dist_env import DistEnv, dist_env, validate_rendezvous
+from ddp_runner.dist_env import (
+    DistEnv,
+    continues,
+    dist_env,
+    launch_id,
+    prints_errors,
+    starts_our_launchers,
+    validate_rendezvous,
+)
 from ddp_runner.errors import UserError
 
 BATCH_STEP = str(0xFFFFFFFB)
@@ -49,14 +57,67 @@ def test_the_first_machine_of_slurms_list_is_where_ranks_meet(nodes: str, first:
     assert f"tcp://{first}:" in str(read({**SLURM, "SLURM_STEP_NODELIST": nodes}).init_method)
 
 
-def test_a_job_that_is_queued_again_keeps_its_name() -> None:
-    """The same step of the same job is the same launch; another step or job is another one."""
-    again = read({**SLURM, "SLURM_RESTART_COUNT": "1"})
-    assert again.launch_id == read(SLURM).launch_id is not None
-    others = [read({**SLURM, key: "78"}).launch_id for key in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    assert again.launch_id not in others
+def test_a_job_that_is_queued_again_goes_on_with_its_own_runs() -> None:
+    """Whatever its steps and launchers are, and once for each of its commands."""
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "h"}
-    assert read({**torchrun, **SLURM}).launch_id == again.launch_id
+    for launcher in (SLURM, {**torchrun, **SLURM}, {**SLURM, **OPEN_MPI}):
+        first = read(launcher).launch_id
+        again = read({**launcher, "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "5"}).launch_id
+        assert first is not None
+        assert again is not None
+        assert not continues(first, [])
+        assert not continues(first, [first])  # another command of the same start
+        assert continues(again, ["agent here 1", first])
+        assert not continues(again, [first, again])  # an equal command has taken it
+        other = launch_id({**SLURM, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
+        assert other is not None
+        assert not continues(other, [first])
+    assert launch_id({}) is None
+    assert continues("agent here 1", ["agent here 1"])
+
+
+def test_a_batch_scripts_own_launcher_knows_its_job() -> None:
+    """No rank, but a name: our launcher starts the ranks there."""
+    batch = {**SLURM, "SLURM_STEP_ID": BATCH_STEP}
+    assert dist_env(batch) is None
+    assert launch_id(batch) == launch_id(SLURM)
+
+
+def test_one_task_a_machine_can_be_our_launcher() -> None:
+    """If the command asks for several machines; srun's own ranks never do."""
+    one = read({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"})
+    assert [starts_our_launchers(one, nnodes=number) for number in (1, "1", 2, "1:4")] == [
+        *(False, False),
+        *(True, True),
+    ]
+    assert not starts_our_launchers(read(SLURM), nnodes=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "prints"),
+    [
+        ({}, False),
+        ({"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,1"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "0"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, False),
+        ({"SLURM_PROCID": "first"}, True),
+        ({"SLURM_STEP_ID": BATCH_STEP}, True),
+    ],
+)
+def test_one_rank_of_a_machine_prints_an_error(changed: dict[str, str], prints: bool) -> None:
+    """And one of all, if the launcher's facts are what is wrong."""
+    assert prints_errors({**SLURM, **changed}) == prints
+
+
+def test_a_retry_of_torchx_keeps_the_name_of_its_job() -> None:
+    """The name is of the ranks that TorchX's own torchrun started, not of all that a job starts."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "toy-x1", "MASTER_ADDR": "h"}
+    job = {**torchrun, "TORCHX_JOB_ID": "kubernetes://torchx/toy-x1"}
+    assert read(job).launch_id == "torchx kubernetes://torchx/toy-x1"
+    assert read({**job, **SLURM}).launch_id == read(job).launch_id  # a requeue's step may differ
+    assert read({**job, "TORCHELASTIC_RUN_ID": "by-hand"}).launch_id is None
+    assert read(torchrun).launch_id is None
 
 
 @pytest.mark.parametrize(

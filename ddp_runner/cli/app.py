@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +18,22 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan
+from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan, plan_at
+from ddp_runner.cli.following import follower, launch_of_several
 from ddp_runner.cli.hydra_adapter import FULL_ERROR, UNNAMED, is_grid, quoted, run_hydra
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import asked_folder
-from ddp_runner.dist_env import dist_env, validate_rendezvous
+from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
 from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
-from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
+from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import launch, print_error
-from ddp_runner.sweep.multirun import Sweep, sweep_dir
-from ddp_runner.tracking.claims import goes_on, unfinished_or_new
+from ddp_runner.sweep.machines import Leader, follow, meet
+from ddp_runner.sweep.multirun import Sweep, executor_of
+from ddp_runner.sweep.sweep_dir import sweep_dir
+from ddp_runner.tracking.claims import goes_on, note_launch, take_own, unfinished_or_new
 from ddp_runner.tracking.provenance import git_revision, versions
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -72,16 +76,19 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         run_hydra(lambda _: None, command.arguments)
         return EXIT_COMPLETED
     env = dist_env()
+    if env is not None and starts_our_launchers(env, nnodes=composed.launch.nnodes):
+        env = None
     code = {"git_revision": git_revision(), "versions": versions()}
     invocation = Invocation(command, env, started_at, code, tuple(warnings))
     if is_sweep(command, composed):
         return _run_sweep(composed, invocation)
+    if composed.sweep.dry_run:
+        raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(), invocation)
+    if (env.num_nodes if env else job.config.launch.most_nodes) > 1:
+        _quiet_connections()
     if env is None:
-        if job.config.launch.most_nodes > 1:
-            # Where names of addresses are not known, torch warns of each connection.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         start_fork_server()  # as early as can be: it imports torch while this process goes on
     asked, config = asked_folder(composed, job), job.config
     if env is not None or config.launch.most_nodes > 1:
@@ -89,22 +96,44 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         job = replace(job, run_dir=asked)
         if env is None:
             return launch(job).exit_code
+        validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)
         from ddp_runner.worker import run_under_launcher
 
-        validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)
         run_under_launcher(job, env)
-    run_dir = RunDir(asked or unfinished_or_new(config).path.absolute())
+    return _run_here(composed, invocation, job, asked)
+
+
+def _run_here(composed: DictConfig, invocation: Invocation, job: Job, asked: Path | None) -> int:
+    """Run a job on this machine alone, in its own folder if it has begun before."""
+    marks = list(filter(None, [launch_id()]))
+    asked_run = RunDir(asked) if asked else None
+
+    def launch_in(run_dir: RunDir, *, resumes: bool) -> int:
+        planned = job
+        if resumes:
+            composed.resume = str(run_dir)
+            planned = plan(composed, detect(), invocation)
+        note_launch(run_dir, marks)
+        return launch(replace(planned, run_dir=run_dir.path)).exit_code
+
+    with ExitStack() as held:
+        own = take_own(job.config, asked=asked_run, marks=marks, stack=held)
+        if own is not None:
+            return launch_in(RunDir(own.path.absolute()), resumes=True)
+    run_dir = RunDir(asked or unfinished_or_new(job.config).path.absolute())
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         run_dir.ensure_writable()
         with run_dir.locked():
-            if goes_on(job.config, run_dir):
-                composed.resume = str(run_dir)
-                job = plan(composed, detect(), invocation)
-            return launch(replace(job, run_dir=run_dir.path)).exit_code
+            return launch_in(run_dir, resumes=goes_on(job.config, run_dir))
     except UserError:
         run_dir.discard_unused()  # it may have been made just now
         raise
+
+
+def _quiet_connections() -> None:
+    """Keep torch from a warning for each connection, where names of addresses are not known."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
@@ -115,13 +144,24 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
 
     asked = None if composed.hydra.sweep.dir == UNNAMED else Path(composed.hydra.sweep.dir)
     is_search = not is_grid(composed.hydra.sweeper)
-    with sweep_dir(composed, asked, command.written, is_search=is_search) as folder:
+    several, machines = launch_of_several(composed), None
+    if several is not None and not composed.sweep.dry_run:
+        _quiet_connections()
+        start_fork_server()
+        machines = meet(several)
+        if machines.place > 0:
+            return follow(machines, follower(composed, invocation))
+    with sweep_dir(composed, asked, command.written, is_search=is_search) as (folder, for_hydra):
+        executor = executor_of(composed.hydra.launcher, folder)
         sweep = Sweep(
             folder,
             command.written,
+            executor=executor if several is None else Leader(machines),
             is_search=is_search,
-            plan=partial(plan, invocation=invocation),
+            plan=partial(plan_at, invocation=invocation),
             name_of=partial(job_folder, command=command),
         )
-        arguments = [f"hydra.sweep.dir={quoted(str(folder))}", *command.arguments]
-        return sweep.run(partial(run_hydra, arguments=arguments))
+        added = [f"hydra.sweep.dir={quoted(str(for_hydra))}"]
+        if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
+            added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
+        return sweep.run(partial(run_hydra, arguments=command.arguments_with(*added)))

@@ -47,7 +47,11 @@ class CommandLine:
 
         After the option --info an override would be taken for its value.
         """
-        return [*(str(one.input_line) for one in self.overrides), *self.options]
+        return self.arguments_with()
+
+    def arguments_with(self, *added: str) -> list[str]:
+        """Return the arguments with further overrides, which win over the others."""
+        return [*(str(one.input_line) for one in self.overrides), *added, *self.options]
 
     @property
     def fixed(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
+from ddp_runner.sweep.executor import Place
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -96,9 +97,19 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
+    """Return the job that a composed config describes, on this machine; see ``plan_at``."""
+    return plan_at(composed, lambda _: Place(hardware, env=invocation.env), invocation)
+
+
+def plan_at(
+    composed: DictConfig, place_of: Callable[[Config], Place], invocation: Invocation
+) -> Job:
     """Return the job that a composed config describes; it has no run folder yet.
 
-    The hardware is this machine's, or that of the slot that the job will have.
+    Args:
+        composed: with its ``hydra`` node.
+        place_of: gives the place where a job of this config will run.
+        invocation: the command.
 
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.
@@ -116,14 +127,18 @@ def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Jo
                 raise
         secrets = find_secrets(raw)
         with secrets.hidden_in_errors():
+            unresolved = to_config(raw)
+            place = place_of(unresolved)
+            if place.num_nodes is not None:
+                unresolved.launch.nnodes = place.num_nodes
             config, warnings = resolve(
-                to_config(raw),
-                hardware=hardware,
+                unresolved,
+                hardware=place.hardware,
                 chosen=chosen_keys(overrides),
-                env=env,
+                env=place.env,
                 lacks_run=lacks_run,
             )
-            validate_files(config, env=env)
+            validate_files(config, env=place.env)
         return Job(
             config=config,
             started_at=invocation.started_at,

@@ -137,6 +137,7 @@ class SweepConfig:
     fail_fast: bool = False  # stop at the first failure
     max_failures: int | None = None  # stop at this many failures; null: run every job
     skip_invalid: bool = False  # skip jobs with an invalid config instead of failing them
+    dry_run: bool = False  # list the jobs and what is wrong with them; start none
     parallel_jobs: int = 1  # jobs that run at the same time, each on its own cores and GPUs
     calibrate: bool = False  # first measure all_reduce for each world size and backend
     report: bool = False  # at the end compare the runs, on the terminal and in the folder report

@@ -90,15 +90,20 @@ def validate_scheduler(config: RunConfig) -> None:
     Raises:
         UserError: a rule is broken.
     """
-    warmup = config.scheduler.get("warmup_steps")
-    steps, samples = config.train.max_steps, config.dataset.get("num_samples")
-    if steps is None and isinstance(samples, int):
-        steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
+    warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
     if isinstance(warmup, int) and steps is not None and warmup > steps:
         raise UserError(
             f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
             "shorten the warm-up or train longer"
         )
+
+
+def known_steps(config: RunConfig) -> int | None:
+    """Return the optimizer steps of a run; None if only its data, or its GPU, can tell."""
+    steps, samples = config.train.max_steps, config.dataset.get("num_samples")
+    if steps is None and isinstance(samples, int):
+        steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
+    return steps
 
 
 def _validate_model(config: Config) -> None:

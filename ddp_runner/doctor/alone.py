@@ -11,6 +11,7 @@ from ddp_runner.doctor import gpus, machine, network, storage
 from ddp_runner.doctor.finding import LIMIT_S, Finding, ok, problem, warning, within
 from ddp_runner.errors import typed
 from ddp_runner.host.hardware import detect
+from ddp_runner.host.network import host_address, interfaces
 
 TORCH_LIMIT_S = 300.0  # its files may come from a slow disk
 SLOW_S = 60.0
@@ -47,8 +48,8 @@ def examine(outputs: Path) -> list[Finding]:
 
 
 def _network() -> Iterator[Finding]:
-    name, found = socket.gethostname(), network.interfaces()
-    address = network.host_address(name)
+    name, found = socket.gethostname(), interfaces()
+    address = host_address(name)
     yield from network.show(found)
     yield from network.own_name(name, address, found)
     yield from network.chosen(os.environ, address, found, has_gpus=detect().num_gpus > 0)

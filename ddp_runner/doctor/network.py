@@ -1,54 +1,15 @@
-"""The network of this machine: its interfaces, its name, and which of them gloo and NCCL take.
+"""What is to be said of this machine's network: its interfaces, its name, what gloo and NCCL take.
 
 Torch-free.
 """
 
-import fcntl
 import ipaddress
-import socket
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from ddp_runner.doctor.finding import Finding, ok, problem, warning
+from ddp_runner.host.network import Interface
 
-INTERFACES = Path("/sys/class/net")
-SIOCGIFADDR = 0x8915  # linux/sockios.h
 MOST_SHOWN = 6
-
-
-@dataclass(frozen=True)
-class Interface:
-    """One network interface."""
-
-    name: str
-    address: str | None  # IPv4; None: it has none
-    mtu: int | None = None  # bytes
-    speed_mbit_s: int | None = None  # None: the driver does not say
-    is_up: bool = True
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether other machines cannot reach it."""
-        return self.address is not None and ipaddress.ip_address(self.address).is_loopback
-
-
-def interfaces(folder: Path = INTERFACES) -> list[Interface]:
-    """Return the interfaces of this machine; none unless on Linux."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [
-        Interface(
-            name,
-            _address(name),
-            _number(folder / name / "mtu"),
-            _number(folder / name / "speed"),
-            # loopback and tunnels have no state to report
-            (folder / name / "operstate").read_text().strip() in ("up", "unknown"),
-        )
-        for name in names
-    ]
 
 
 def show(found: Sequence[Interface]) -> Iterator[Finding]:
@@ -67,13 +28,6 @@ def show(found: Sequence[Interface]) -> Iterator[Finding]:
         yield ok("interface", f"and {len(useful) - MOST_SHOWN} more")
     if found and not useful:
         yield ok("interface", "loopback only: this machine can work alone")
-
-
-def host_address(name: str) -> str | None:
-    """Return the address to which this machine's own name resolves; None: it does not."""
-    with suppress(OSError):
-        return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
-    return None
 
 
 def own_name(name: str, address: str | None, found: Sequence[Interface]) -> Iterator[Finding]:
@@ -157,19 +111,3 @@ def _is_asked(name: str, asked: str) -> bool:
     is_exact, words = words.startswith("="), words.lstrip("=")
     fits = any(name == one if is_exact else name.startswith(one) for one in words.split(","))
     return fits != is_excluding
-
-
-def _address(name: str) -> str | None:
-    """Return an interface's IPv4 address; None: it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
-        packed = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(packed[20:24])
-    return None
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file below /sys; None: there is none, or it means unknown."""
-    with suppress(OSError, ValueError):
-        value = int(path.read_text())
-        return value if value > 0 else None
-    return None

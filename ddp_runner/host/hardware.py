@@ -34,12 +34,17 @@ class Hardware:
 
 
 def detect() -> Hardware:
-    """Return the usable GPUs, and the cores: those of the affinity mask, up to the CPU quota."""
+    """Return the usable GPUs, and the cores: those of the affinity mask, up to the CPU quota.
+
+    Slurm may give a job some cores of a machine and bind it to none; then its number counts.
+    """
     num_visible, driver_cuda = _cuda_driver()
     unusable = why_unusable(num_visible, driver_cuda, torch_build(), has_amd=AMD_GPUS.exists())
     num_cores = os.cpu_count() or 1
     if sys.platform == "linux":
-        num_cores = min(len(os.sched_getaffinity(0)), quota_cores() or sys.maxsize)
+        granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
+        limits = [quota_cores() or sys.maxsize, int(granted) if granted.isdigit() else sys.maxsize]
+        num_cores = max(1, min(len(os.sched_getaffinity(0)), *limits))
     return Hardware(0 if unusable else num_visible, num_cores, unusable, binds_gpus(os.environ))
 
 

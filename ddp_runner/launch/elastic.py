@@ -21,15 +21,21 @@ from ddp_runner import worker
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.job import Job
 from ddp_runner.launch.machines import Machines
+from ddp_runner.launch.meeting import Meeting
 
 MONITOR_INTERVAL_S = 0.05
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def worker_spec(job: Job, *, sees_run: Callable[[], bool]) -> WorkerSpec:
+def worker_spec(
+    job: Job, *, meeting: Meeting | None = None, sees_run: Callable[[], bool]
+) -> WorkerSpec:
     """Return what this machine's agent starts, and how it meets the agents of other machines.
 
-    `sees_run` returns whether this machine has the folder of the run that goes on.
+    Args:
+        job: of this machine.
+        meeting: where the machines of a sweep have met; None: they meet for this job.
+        sees_run: returns whether this machine has the folder of the run that goes on.
     """
     config, launch = job.config, job.config.launch
     num_ranks = config.world_size // launch.most_nodes
@@ -39,7 +45,7 @@ def worker_spec(job: Job, *, sees_run: Callable[[], bool]) -> WorkerSpec:
         handler = OneMachine("localhost", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
     else:
         known = None if job.lacks_run else num_ranks
-        handler = Machines(launch, num_ranks=known, sees_run=sees_run)
+        handler = Machines(launch, num_ranks=known, sees_run=sees_run, meeting=meeting)
     return WorkerSpec(
         role="default_role",
         local_world_size=num_ranks,

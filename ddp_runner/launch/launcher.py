@@ -14,9 +14,10 @@ import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_runner.config.schema import work_hash
-from ddp_runner.dist_env import dist_env
+from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import print_line
@@ -36,15 +37,20 @@ from ddp_runner.tracking.run_record import (
 )
 from ddp_runner.tracking.start_block import starting_lines
 
+if TYPE_CHECKING:
+    from ddp_runner.launch.meeting import Meeting
 
-def launch(job: Job) -> Outcome:
+
+def launch(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
     """Run a job to its end, and print why it failed if it did.
 
-    On one machine the caller holds the lock of the run folder. On several machines rank 0 claims
-    the folder and writes run.json, since it may be elsewhere.
+    On one machine, and in a sweep, the caller holds the lock of the run folder. On several machines
+    rank 0 writes run.json, and claims the folder of a single run, since it may be elsewhere.
+
+    `meeting` is where the machines of a sweep have met; None: they meet for this job.
     """
     if job.config.launch.most_nodes > 1:
-        return run_worker_group(job)
+        return run_worker_group(job, meeting=meeting)
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     if not run_dir.is_frozen:
@@ -64,7 +70,7 @@ def launch(job: Job) -> Outcome:
     return outcome
 
 
-def run_worker_group(job: Job) -> Outcome:
+def run_worker_group(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
     """Start a worker group on this machine, wait for its end, and return how it ended."""
     start_fork_server()
     if job.shows_header:
@@ -89,7 +95,7 @@ def run_worker_group(job: Job) -> Outcome:
             from ddp_runner.launch.supervisor import supervise
 
             _quiet_agent()
-            result = supervise(replace(job, scratch=scratch))
+            result = supervise(replace(job, scratch=scratch), meeting=meeting)
             run_dir = job.run_dir or scratch.run_folder()
             if isinstance(result, Failure):
                 return _failed(result, run_dir)
@@ -103,9 +109,8 @@ def run_worker_group(job: Job) -> Outcome:
 
 
 def print_error(sentence: str) -> None:
-    """Print one line to stderr. Only local rank 0 prints: all ranks fail the same way."""
-    env = dist_env()
-    if env is None or env.local_rank == 0:
+    """Print one line to stderr. One rank of a machine prints: all ranks fail the same way."""
+    if prints_errors():
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 

@@ -14,10 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
 
 STORES: Any = dist  # torch documents its stores, but its stubs lack them
+DEFAULT_PORT = 29400  # torchrun's
 PROBE_S, PAUSE_S = 2.0, 0.5  # of a try to reach the port, and between two
 READ_S = 60.0  # of a read from the store, torchrun's
 
@@ -31,20 +34,13 @@ class Meeting:
     is_served_here: bool
 
 
-def open_meeting(
-    host: str,
-    port: int,
-    *,
-    number: int | None,
-    deadline: float,
-    note: Callable[[str], None],
-) -> Meeting:
-    """Serve the store if this machine is `host`, or else wait until it is served.
+def open_meeting(launch: LaunchConfig, *, deadline: float, note: Callable[[str], None]) -> Meeting:
+    """Serve the store, or wait until another machine does.
+
+    The machine with launch.node_rank=0 serves it; without numbers, the one of launch.rdzv_endpoint.
 
     Args:
-        host: a name or an address.
-        port: of the store.
-        number: of this machine, the first of which serves; None: the machine that `host` names.
+        launch: how the machines meet.
         deadline: a time.monotonic().
         note: is told why the store cannot be reached yet.
 
@@ -52,6 +48,8 @@ def open_meeting(
         UserError: this machine is to serve the store, and cannot.
         TimeoutError: the deadline has passed.
     """
+    host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint, DEFAULT_PORT)
+    number = launch.node_rank
     serves = number == 0
     while True:
         try:

@@ -7,7 +7,7 @@ look at it is in a thread.
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from threading import Event, Thread
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import listed
+from ddp_runner.launch.machine import Machine
 from ddp_runner.launch.patience import patiently
 from ddp_runner.scratch import Failure
 
@@ -27,18 +28,6 @@ SILENT_S, REPORT_S = 5.0, 15.0
 OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly there
 MOST_TRACEBACK = 20_000  # characters
 LOST = (RuntimeError, OSError, RendezvousError, TimeoutError)  # of a store whose machine is gone
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a machine tells the others when they meet."""
-
-    host: str
-    address: str  # at which the others reach it
-    num_ranks: int | None  # None: as many as the first machine
-    number: int | None  # its launch.node_rank
-    serves: bool  # it holds the store
-    sees_run: bool  # it has the folder of the run that goes on
 
 
 def store_is_lost(launch: LaunchConfig) -> str:
@@ -120,7 +109,8 @@ class Reports:
         Its kind is ``machine`` if one was lost; its rank is then the first of that machine, or -1
         if the store is lost as well.
         """
-        own = replace(own, sentence=self._with_host(own.sentence, own.rank))
+        if own.kind != "user":  # which may name several ranks, or none
+            own = replace(own, sentence=self._with_host(own.sentence, own.rank))
         own = replace(own, traceback=own.traceback[-MOST_TRACEBACK:])
         try:
             limit_s = REPORT_S + SILENT_S if self._is_seen else SILENT_S
@@ -129,6 +119,10 @@ class Reports:
             if own.kind != "peer":
                 return own
             return Failure(rank=-1, kind="machine", sentence=store_is_lost(self._launch))
+        for place, one in found.items():
+            if one.kind == "user" and one.sentence != own.sentence:  # it may name no rank
+                host = self._machines[place].host
+                found[place] = replace(one, sentence=f"on {host}: {one.sentence}")
         causes = [one for one in found.values() if one.kind != "peer"]
         silent = [place for place in range(len(self._machines)) if place not in found]
         if causes or not silent:

@@ -26,16 +26,13 @@ from torch.distributed.elastic.agent.server.api import (
 from ddp_runner.config.schema import is_asynchronous
 from ddp_runner.errors import UserError
 from ddp_runner.host.load import oom_kills
-from ddp_runner.host.processes import (
-    adopt_orphans,
-    fork_server_is_gone,
-    start_fork_server,
-)
+from ddp_runner.host.processes import adopt_orphans, fork_server_is_gone, start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.blame import Ends, first_failure
 from ddp_runner.launch.elastic import rank_environ, worker_spec
 from ddp_runner.launch.machines import Machines
+from ddp_runner.launch.meeting import Meeting
 from ddp_runner.launch.patience import StoppedError, patiently
 from ddp_runner.launch.rank_processes import RankProcesses
 from ddp_runner.launch.reports import LOST, REPORT_S, Reports
@@ -47,8 +44,10 @@ BARRIER_S = 10.0  # for all machines to notice that all have ended
 JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 
 
-def supervise(job: Job) -> dict[str, Any] | Failure | None:
+def supervise(job: Job, *, meeting: Meeting | None = None) -> dict[str, Any] | Failure | None:
     """Run this machine's ranks to their end, with restarts.
+
+    `meeting` is where the machines of a sweep have met; None: they meet for this job.
 
     Returns:
         The result of the first rank; the failure that came first, if the last attempt failed; None
@@ -58,7 +57,7 @@ def supervise(job: Job) -> dict[str, Any] | Failure | None:
         UserError: the machines of the run do not meet.
     """
     adopt_orphans()
-    supervisor = Supervisor(job)
+    supervisor = Supervisor(job, meeting=meeting)
     try:
         result = supervisor.run()
     except StoppedError:
@@ -89,9 +88,9 @@ class Supervisor(SimpleElasticAgent):
     which torch 2.11 and 2.15 have.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, meeting: Meeting | None = None) -> None:
         assert job.scratch is not None
-        super().__init__(worker_spec(job, sees_run=self._sees_run))
+        super().__init__(worker_spec(job, meeting=meeting, sees_run=self._sees_run))
         self.failure: Failure | None = None  # of the last attempt
         self._job, self._scratch = job, job.scratch
         self._ranks = RankProcesses(job)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
 from ddp_runner.errors import UserError
+from ddp_runner.host.network import outer_interface
 from ddp_runner.host.streams import notice_if_slow
 
 HOST = "127.0.0.1"
@@ -49,6 +50,8 @@ def process_group(
         )
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
     is_local = env.num_nodes == 1 and _uses_loopback()
+    if env.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        _leave_loopback(init_method)
     timeout = timedelta(seconds=backend.timeout_s)
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
     is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
@@ -90,6 +93,15 @@ def _uses_loopback() -> bool:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     return os.environ["GLOO_SOCKET_IFNAME"] == loopback
+
+
+def _leave_loopback(init_method: str | None) -> None:
+    """Let gloo use an interface that the other machines reach, where it would take loopback."""
+    is_address = init_method is not None and init_method.startswith("tcp://")
+    host = urlsplit(init_method).hostname if is_address else os.environ.get("MASTER_ADDR")
+    name = outer_interface(str(host)) if host else None
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def wait_for_rank_zero(*, timeout_s: float) -> None:

@@ -124,7 +124,8 @@ def _comparable(job: Job) -> dict[str, Any]:
 
 def _say_where(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
     """Log on rank 0 which machines do not see the run folder. Collective: every rank."""
-    places = gather_objects((socket.gethostname(), run_dir.record.exists()))
+    is_here = run_dir.record.exists() or run_dir.is_frozen
+    places = gather_objects((socket.gethostname(), is_here))
     blind = sorted({host for host, sees_it in places if not sees_it})
     if blind and dist.get_rank() == 0:
         log(

@@ -175,5 +175,6 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
 
 
 def sweep_command(arguments: Sequence[str]) -> list[str]:
-    """Return what identifies a sweep: its command line, without how it treats failures."""
-    return [one for one in arguments if not one.startswith(("sweep.", "verbose="))]
+    """Return what identifies a sweep: its command line, without how and where its jobs run."""
+    others = ("sweep.", "verbose=", "hydra/launcher=", "hydra.launcher.")
+    return [one for one in arguments if not one.startswith(others)]

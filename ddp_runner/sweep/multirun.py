@@ -4,31 +4,30 @@ Hydra's sweeper composes the jobs. A grid is one batch; a sweeper that searches,
 sends one batch after another and chooses each by the results of the last.
 """
 
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.load import to_config
-from ddp_runner.config.schema import SweepConfig, config_hash
+from ddp_runner.config.schema import Config, SweepConfig, config_hash
 from ddp_runner.errors import UserError
-from ddp_runner.host.hardware import Hardware, detect
-from ddp_runner.host.processes import start_fork_server
-from ddp_runner.host.streams import line_width, print_line, shortened
+from ddp_runner.host.streams import line_width
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job, Outcome, Status
-from ddp_runner.launch.launcher import launch, print_error
+from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.calibration import calibrations
-from ddp_runner.sweep.jobs import Batch, run_jobs
-from ddp_runner.sweep.ledger import INVALID, LEDGER, Entry, Ledger, sweep_command, unfinished_sweep
+from ddp_runner.sweep.dry_run import first_batch_note, job_list
+from ddp_runner.sweep.executor import Executor, Place
+from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.ledger import INVALID, Entry, Ledger, sweep_command
+from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.results import objective_of, print_report, sweep_table
-from ddp_runner.sweep.slots import Slots
-from ddp_runner.sweep.validate import validate_sweep
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.tracking.claims import freeze
-from ddp_runner.tracking.outputs import claim, sweep_folder
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.start_block import fact_lines, shown_path
 
@@ -46,8 +45,9 @@ class Sweep:
     Args:
         folder: of the sweep.
         arguments: the command line as the user wrote it.
+        executor: runs the jobs.
         is_search: whether the sweeper chooses jobs by the results of earlier jobs.
-        plan: resolves the composed config of a job.
+        plan: resolves the composed config of a job, for the place that the executor gives it.
         name_of: gives the name of its folder.
     """
 
@@ -56,23 +56,24 @@ class Sweep:
         folder: Path,
         arguments: Sequence[str],
         *,
+        executor: Executor,
         is_search: bool,
-        plan: Callable[[DictConfig, Hardware], Job],
+        plan: Callable[[DictConfig, Callable[[Config], Place]], Job],
         name_of: Callable[[DictConfig], str],
     ) -> None:
         self._folder, self._ledger = folder, Ledger(folder)
         self._command, self._is_search = sweep_command(arguments), is_search
-        self._plan, self._name_of = plan, name_of
-        self._hardware = detect()
-        self._has_header = False  # whether a job of this command has shown it
+        self._executor, self._plan, self._name_of = executor, plan, name_of
         self._settings = SweepConfig()
         self._known_failures: list[str] | None = None  # None: no batch has begun
         self._outcomes: list[Outcome] = []
-        self._slots: Slots | None = None
 
     def __call__(self, composed: DictConfig) -> None:
         """Reject a launcher that runs one job at a time: it would bypass the ledger."""
-        raise UserError("a sweep needs hydra/launcher=ddp_runner; leave hydra/launcher out")
+        raise UserError(
+            "a sweep needs hydra/launcher=ddp_runner or hydra/launcher=slurm; leave hydra/launcher "
+            "out"
+        )
 
     def run(self, run_hydra: Callable[["Sweep"], None]) -> int:
         """Run the sweep, print its table, and its report if sweep.report is set.
@@ -99,19 +100,20 @@ class Sweep:
                 ) from error
             raise
         finally:
-            if self._slots is not None:
-                self._slots.close()
+            self._executor.close()
             if self._known_failures is not None:
                 print(sweep_table(self._folder, width=line_width(sys.stdout)), flush=True)
-        if self._known_failures is None:
-            return EXIT_COMPLETED
-        if not self._outcomes:
+        worst = max((one.exit_code for one in self._outcomes), default=None)
+        if self._known_failures is None:  # a dry run, or a sweeper that had no job
+            return worst or EXIT_COMPLETED
+        if worst is None and self._executor.starts_jobs:
+            worst = EXIT_USER_ERROR
             print_error(
                 "every job of the sweep is invalid and was skipped; see the sentences above"
             )
         if self._settings.report:
             print_report(self._folder, self._ledger.read().values())
-        return max((one.exit_code for one in self._outcomes), default=EXIT_USER_ERROR)
+        return worst or EXIT_COMPLETED
 
     def run_batch(self, composing: Iterable[DictConfig]) -> list[float | str | None]:
         """Plan and freeze all jobs of a batch, then run them; return their objectives.
@@ -137,8 +139,11 @@ class Sweep:
         parts = ["sweep", "launch", "backend"]
         configs = [to_config(OmegaConf.masked_copy(one, parts)) for one in composed]
         for config in configs:
-            validate_sweep(config, self._hardware, searches=self._is_search)
+            self._executor.validate(config, searches=self._is_search)
         self._settings = configs[-1].sweep
+        if self._settings.dry_run:
+            self._list(composed)
+            raise StopSweep
         if self._known_failures is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             RunDir(self._folder).ensure_writable()
@@ -148,7 +153,7 @@ class Sweep:
         jobs, order = self._queue(composed)
         batch = Batch(jobs, self._ledger, self._settings, self._known_failures)
         if jobs:
-            self._outcomes += self._run(batch)
+            self._outcomes += self._executor.run(batch)
             if self._outcomes and self._outcomes[-1].status == Status.PREEMPTED:
                 raise StopSweep
         entries = self._ledger.read()
@@ -157,15 +162,16 @@ class Sweep:
         name = self._settings.objective
         return [objective_of(entries[job_id], self._folder, name=name) for job_id in order]
 
-    def _queue(self, composed: Sequence[DictConfig]) -> tuple[dict[str, Job], list[str]]:
-        """Return the jobs by their id, planned and frozen, and the id of each composed config."""
+    def _planned(
+        self, composed: Sequence[DictConfig]
+    ) -> tuple[dict[str, Job], list[Entry], list[str]]:
+        """Return the valid jobs by their id, the invalid ones, and the id of each config."""
         settings, folder = self._settings, self._folder
-        share = self._hardware.share(settings.parallel_jobs)
         jobs, invalid, order = dict[str, Job](), list[Entry](), list[str]()
         for one in composed:
             name = self._name_of(one)
             try:
-                job = self._plan(one, share)
+                job = self._plan(one, self._executor.place)
                 # With its name: two jobs may differ only in how their ranks start.
                 job_id = f"{config_hash(job.config)} {name}"
                 number = one.hydra.job.num + 1
@@ -175,11 +181,27 @@ class Sweep:
                 status = Status.SKIPPED if settings.skip_invalid else Status.FAILED
                 invalid.append(Entry(job_id, name, status, INVALID, str(error)))
                 if not settings.skip_invalid:
-                    print_error(f"{name}: {error}")
                     self._outcomes.append(Outcome.invalid(folder / name, str(error)))
             order.append(job_id)
         if settings.calibrate:
             jobs = calibrations(jobs.values()) | jobs
+        return jobs, invalid, order
+
+    def _list(self, composed: Sequence[DictConfig]) -> None:
+        """Print what a batch would run, and with which rules it is invalid."""
+        jobs, invalid, _ = self._planned(composed)
+        known, width = self._ledger.read(), line_width(sys.stdout)
+        print(job_list(jobs, invalid, known=known, executor=self._executor, width=width))
+        if self._is_search:
+            print(first_batch_note(self._folder))
+
+    def _queue(self, composed: Sequence[DictConfig]) -> tuple[dict[str, Job], list[str]]:
+        """Return the jobs by their id, planned and frozen, and the id of each composed config."""
+        folder = self._folder
+        jobs, invalid, order = self._planned(composed)
+        for entry in invalid:
+            if entry.status == Status.FAILED:
+                print_error(f"{entry.folder}: {entry.sentence}")
         entries = self._ledger.queue(
             {job_id: job.run_dir.name for job_id, job in jobs.items() if job.run_dir},
             invalid=invalid,
@@ -197,26 +219,6 @@ class Sweep:
                 _freeze(job, run_dir)
         return jobs, order
 
-    def _run(self, batch: Batch) -> list[Outcome]:
-        """Run what is left of a batch, one job after the other or in parallel slots."""
-        if self._settings.parallel_jobs == 1:
-            start_fork_server()
-            return run_jobs(batch, execute=self._execute)
-        if self._slots is None:
-            self._slots = Slots(self._settings.parallel_jobs, self._hardware)
-        return self._slots.run(batch)
-
-    def _execute(self, job: Job) -> Outcome:
-        """Run a job; on a terminal rank 0 shows its line, and replaces it by the result."""
-        shows_header, self._has_header = not self._has_header, True
-        width = line_width(sys.stdout)
-        if not width:
-            print(f"\n{job.title}", flush=True)
-        outcome = launch(replace(job, shows_header=shows_header))
-        if width and outcome.status == Status.FAILED:
-            print_line(f"{shortened(job.title, width - 8)}  failed", stream=sys.stdout)
-        return outcome
-
 
 def _freeze(job: Job, run_dir: Path) -> None:
     """Freeze a job's config, unless another launcher holds the job: it freezes the same config."""
@@ -224,32 +226,11 @@ def _freeze(job: Job, run_dir: Path) -> None:
         freeze(job, RunDir(run_dir))
 
 
-@contextmanager
-def sweep_dir(
-    composed: DictConfig, asked: Path | None, arguments: Sequence[str], *, is_search: bool
-) -> Iterator[Path]:
-    """Give the sweep's folder; remove a folder made for it if no job of it was even queued.
+def executor_of(launcher: DictConfig, folder: Path) -> Executor:
+    """Return what runs the jobs of the sweep in `folder`, by its node ``hydra.launcher``.
 
-    It is the one that the user asked for, else that of an unfinished sweep of the same command,
-    else a new one. `composed` is what all jobs have in common, with the ``hydra`` node.
+    Raises:
+        UserError: a key of the launcher is invalid, or Slurm does not answer.
     """
-    if asked is not None:
-        yield asked
-        return
-    planned = sweep_folder(composed.name)
-    sampler = composed.hydra.sweeper.get("sampler") if is_search else None
-    begun = None
-    if sampler is None or sampler.get("seed") is not None:  # without a seed it tries other jobs
-        begun = unfinished_sweep(
-            planned.parent,
-            command=sweep_command(arguments),
-            retry_failed=composed.sweep.retry is not None,
-        )
-    folder = begun or claim(planned)
-    try:
-        yield folder
-    finally:
-        if not (folder / LEDGER).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                folder.parent.rmdir()  # outputs, if it is empty
+    settings = slurm_settings(launcher)
+    return Local() if settings is None else Slurm(folder, settings)

@@ -3,20 +3,24 @@
 import shlex
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ddp_runner.compare.run import is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Status
 from ddp_runner.metric_names import headlines
-from ddp_runner.sweep.ledger import Entry, Ledger
+from ddp_runner.sweep.ledger import UNFINISHED, Entry, Ledger
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "status", "start", "wall", "samples/s", "metrics")
+WATCHED = ".slurm.lock"  # of a sweep on Slurm: held by the command that watches its jobs
 MIN_NAME = 24  # columns of a job's name
 
 
@@ -40,12 +44,56 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
     return float(metrics[name])
 
 
+def current(entry: Entry, folder: Path) -> Entry:
+    """Return how a job stands now; the ledger may not have its latest status."""
+    if entry.status not in UNFINISHED:
+        return entry
+    run_dir = RunDir(folder / entry.folder)
+    if (folder / WATCHED).exists():
+        if _is_watched(folder):
+            return entry
+        entry = _by_record(entry, run_dir)
+    # A job that runs and that nobody has locked: its launcher was killed.
+    is_abandoned = entry.status == Status.RUNNING and not run_dir.is_locked
+    return replace(entry, status=Status.PREEMPTED) if is_abandoned else entry
+
+
+def _by_record(entry: Entry, run_dir: RunDir) -> Entry:
+    """Return how a job on Slurm stands by its run.json; without one it waits in the queue."""
+    try:
+        record = read_run_record(run_dir, missing_ok=True)
+    except UserError as error:
+        return replace(entry, status=Status.FAILED, kind="user", sentence=str(error))
+    status = record.get("status")
+    if status not in set(Status):  # it has not begun
+        is_guess = entry.status == Status.RUNNING
+        return replace(entry, status=Status.QUEUED) if is_guess else entry
+    if status == entry.status:
+        return entry  # with the ledger's sentence
+    failure = (record.get("error") if status == Status.FAILED else None) or {}
+    return replace(
+        entry,
+        status=Status(status),
+        kind=failure.get("kind"),
+        sentence=failure.get("sentence"),
+    )
+
+
+def _is_watched(folder: Path) -> bool:
+    """Return whether a command watches a sweep on Slurm."""
+    try:
+        with FileLock(folder / WATCHED).acquire(timeout=0):
+            return False
+    except (Timeout, OSError):
+        return True
+
+
 def sweep_table(folder: Path, *, width: int = 0) -> str:
     """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
 
     In `width` columns, unless it is 0, names are shortened; then the last cells are left out.
     """
-    entries = Ledger(folder).read().values()
+    entries = [current(entry, folder) for entry in Ledger(folder).read().values()]
     rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = width or sys.maxsize
@@ -70,18 +118,15 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
 
 def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
     """Return the cells of a job; a number that its run.json lacks, or has damaged, is a dash."""
-    run_dir = RunDir(folder / entry.folder)
-    # A job that runs and that nobody has locked: its launcher was killed.
-    is_abandoned = entry.status == Status.RUNNING and not run_dir.is_locked
     try:
-        record = read_run_record(run_dir)
+        record = read_run_record(folder / entry.folder)
     except UserError:
         record = {}
     metrics, pace = _numbers(record.get("metrics")), "perf/samples_per_s"
     times = _numbers(record)
     return (
         entry.folder,
-        Status.PREEMPTED if is_abandoned else entry.status,
+        entry.status,
         *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
         f"{metrics[pace]:.0f}" if pace in metrics else "-",
         "  ".join(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)),

@@ -1,5 +1,6 @@
 """What must hold for a sweep as a whole, checked before any job starts. Torch-free."""
 
+import importlib.util
 import sys
 
 from ddp_runner.config.schema import Config
@@ -8,7 +9,7 @@ from ddp_runner.host.hardware import Hardware
 
 
 def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
-    """Reject settings that a sweep cannot run its jobs with.
+    """Reject settings that a sweep cannot run its jobs on this machine with.
 
     Only sweep, launch and backend of the composed config are read. A sweeper that `searches`, such
     as Optuna's, chooses jobs by the results of earlier jobs.
@@ -17,21 +18,16 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
         UserError: a rule is broken.
     """
     sweep, launch = config.sweep, config.launch
-    if searches and sweep.objective is None:
-        raise UserError(
-            "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
-            "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
-        )
+    _validate_objective(config, searches=searches)
     if launch.most_nodes > 1:
         raise UserError(
-            f"-m runs its jobs on one machine and launch.nnodes is {launch.nnodes}: two launchers "
-            "would take different jobs and wait for each other; run the jobs one by one, without -m"
+            f"launch.nnodes ({launch.nnodes}) differs between the jobs, and their machines meet "
+            "once for the whole sweep; give one number of machines, and sweep world_size"
         )
     slots = sweep.parallel_jobs
+    _validate_parallel(config)
     if slots == 1:
         return
-    if slots < 1:
-        raise UserError(f"sweep.parallel_jobs ({slots}) must be greater than 0")
     if sys.platform != "linux":
         raise UserError(
             f"sweep.parallel_jobs ({slots}) gives each job cores of its own, which only Linux can; "
@@ -47,13 +43,50 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
             f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_gpus} GPUs that its "
             f"jobs use; write {hardware.num_gpus} or fewer, or backend.device=cpu"
         )
-    if launch.init_method is not None:
+
+
+def validate_slurm_sweep(config: Config, *, searches: bool, submits: bool) -> None:
+    """Reject settings that Slurm cannot run the jobs of a sweep with.
+
+    The arguments are those of ``validate_sweep``, and whether this command `submits` the jobs.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    _validate_objective(config, searches=searches)
+    _validate_parallel(config)
+    if searches and not submits:
         raise UserError(
-            f"sweep.parallel_jobs ({slots}) would let jobs meet at one address, which "
+            "hydra.launcher.submit=false leaves the jobs to you, and a search chooses the next "
+            "ones by their results; leave it out"
+        )
+    is_missing = importlib.util.find_spec("submitit") is None
+    if submits and is_missing and not config.sweep.dry_run:
+        raise UserError(
+            "hydra/launcher=slurm needs submitit; pip install 'ddp-runner[slurm]', or write "
+            "hydra.launcher.submit=false"
+        )
+
+
+def _validate_objective(config: Config, *, searches: bool) -> None:
+    if searches and config.sweep.objective is None:
+        raise UserError(
+            "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
+            "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
+        )
+
+
+def _validate_parallel(config: Config) -> None:
+    launch, jobs = config.launch, config.sweep.parallel_jobs
+    if jobs < 1:
+        raise UserError(f"sweep.parallel_jobs ({jobs}) must be greater than 0")
+    if jobs > 1 and launch.init_method is not None:
+        raise UserError(
+            f"sweep.parallel_jobs ({jobs}) would let jobs meet at one address, which "
             f"launch.init_method ({launch.init_method}) gives; leave one of them out"
         )
-    if sweep.calibrate:
+    if jobs > 1 and config.sweep.calibrate:
         raise UserError(
             f"sweep.calibrate measures what the jobs beside it disturb, sweep.parallel_jobs is "
-            f"{slots}; leave one of them out"
+            f"{jobs}; leave one of them out"
         )

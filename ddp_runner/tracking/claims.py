@@ -9,8 +9,9 @@ keeps one of its agents.
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,15 @@ import yaml
 
 from ddp_runner.config.ranks import resolve_batch
 from ddp_runner.config.schema import AUTO, RunConfig, work_hash
-from ddp_runner.dist_env import DistEnv
+from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
-from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 PATIENCE_S = 20.0  # for the ranks of an earlier attempt to release the folder
+POLL_S = 0.1
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -45,7 +47,8 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
         UserError: another process holds the folder, it holds another run, or this launch's last
             attempt failed for a reason that a restart cannot fix.
     """
-    if job.scratch is not None and job.config.launch.most_nodes == 1:
+    is_held = job.config.launch.most_nodes == 1 or job.title  # a sweep holds its jobs' folders
+    if job.scratch is not None and is_held:
         assert job.run_dir is not None
         # A restarted worker group keeps the size that the ranks before it found.
         folder, is_auto = RunDir(job.run_dir), job.config.batch.per_rank == AUTO
@@ -59,21 +62,59 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     asked_path = begun or job.run_dir
     asked = RunDir(asked_path) if asked_path else None
     work, config = work_hash(job.config), job.config
-    runs = [asked] if asked else sibling_runs(config)
-    own = next((run for run in runs if _is_own(run, marks=marks, work=work)), None)
+    own = take_own(config, asked=asked, marks=marks, stack=stack)
     if asked and not own:
         goes_on(config, asked)
     run_dir = own or asked or unfinished_or_new(config)
-    run_dir.path.mkdir(parents=True, exist_ok=True)
+    if own is None:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(run_dir.locked())
     run_dir.ensure_writable()
-    stack.enter_context(run_dir.locked(patience_s=PATIENCE_S if own else 0.0))
     earlier = read_run_record(run_dir, missing_ok=True)
     _validate_earlier_failure(earlier, marks)
-    launches = sorted({*_marks_in(earlier), *marks})
-    write_run_record(run_dir, status=Status.RUNNING, work_hash=work, launches=launches)
+    note_launch(run_dir, marks)
+    write_run_record(run_dir, status=Status.RUNNING, work_hash=work)
     # Else the config has it already.
     keeps_size = config.resume in (None, AUTO) or config.batch.per_rank == AUTO
     return Claim(run_dir, _global_size(run_dir) if earlier and keeps_size else None)
+
+
+def take_own(
+    config: RunConfig, *, asked: RunDir | None, marks: Sequence[str], stack: ExitStack
+) -> RunDir | None:
+    """Return the folder that an earlier attempt of this launch left, and lock it; None if none did.
+
+    The earlier attempt may be about to end still. An equal command of the same job may take the
+    folder first; then another one may be left for this command.
+
+    Args:
+        config: of this launch.
+        asked: the folder that the user names.
+        marks: of this launch.
+        stack: holds the lock from now on.
+
+    Raises:
+        UserError: another process holds the folder.
+    """
+    work, deadline = work_hash(config), time.monotonic() + PATIENCE_S
+    runs = [asked] if asked else sibling_runs(config)[::-1]  # a job's commands began in this order
+    while own := [run for run in runs if _is_own(run, marks=marks, work=work)]:
+        for run in own:
+            is_last_try = time.monotonic() > deadline
+            with ExitStack() as held, nullcontext() if is_last_try else suppress(InUseError):
+                held.enter_context(run.locked())
+                if _is_own(run, marks=marks, work=work):
+                    stack.enter_context(held.pop_all())
+                    return run
+        time.sleep(POLL_S)
+    return None
+
+
+def note_launch(run_dir: RunDir, marks: Sequence[str]) -> None:
+    """Add the marks of a launch to run.json; its process holds the folder's lock."""
+    if marks:
+        launches = sorted({*_marks_in(_record(run_dir)), *marks})
+        write_run_record(run_dir, launches=launches)
 
 
 def goes_on(config: RunConfig, run_dir: RunDir) -> bool:
@@ -154,7 +195,8 @@ def _agent() -> str:
 def _is_own(run_dir: RunDir, *, marks: Sequence[str], work: str) -> bool:
     """Return whether an earlier attempt of this launch left the folder."""
     record = _record(run_dir)
-    return record.get("work_hash") == work and not set(marks).isdisjoint(_marks_in(record))
+    left = _marks_in(record)
+    return record.get("work_hash") == work and any(continues(mark, left) for mark in marks)
 
 
 def _marks_in(record: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ddp_runner.cli.app
-import ddp_runner.sweep.multirun
+import ddp_runner.sweep.local
 from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.config.resolve import resolve
@@ -132,7 +132,7 @@ def say(
     def started(*args: object) -> None:
         raise AssertionError("it was not refused")
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "launch", started)
     monkeypatch.chdir(tmp_path)

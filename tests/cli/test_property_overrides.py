@@ -31,7 +31,7 @@ from properties import assert_one_line, examples
 
 import ddp_runner.cli.app
 import ddp_runner.launch.launcher
-import ddp_runner.sweep.multirun
+import ddp_runner.sweep.local
 from ddp_runner.cli.command_line import dotted_keys
 from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
@@ -233,10 +233,10 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         def run(self, batch: Batch) -> list[Outcome]:
             return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.multirun):
+    for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda: LAPTOP)
-    monkeypatch.setattr(ddp_runner.sweep.multirun, "Slots", InTurn)
+    monkeypatch.setattr(ddp_runner.sweep.local, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_worker_group", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 

@@ -192,9 +192,17 @@ def test_an_elastic_run_goes_on_when_machines_are_lost_join_and_leave(
 
 
 def test_without_a_shared_disk_a_run_trains_and_resumes_on_both_machines(tmp_path: Path) -> None:
-    """The first keeps the run; the second needs no folder, and no key but where they meet."""
+    """The first keeps the run; the second needs no folder, and no key but where they meet.
+
+    Each machine's own name is an address of loopback, as Debian sets it.
+    """
     disk = tmp_path / "disk"
     with network(private=disk) as net, ExitStack() as stack:
+        for host in net.hosts:
+            others = [f"{one.address} {one.name}\n" for one in net.hosts if one is not host]
+            names = tmp_path / f"hosts-{host.name}"
+            names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{''.join(others)}")
+            host.run("mount", "--bind", str(names), "/etc/hosts")
 
         def run(*keys: str) -> list[CommandResult]:
             folders = [disk / host.name for host in net.hosts]
@@ -222,3 +230,57 @@ def test_without_a_shared_disk_a_run_trains_and_resumes_on_both_machines(tmp_pat
         assert "error: resume=nowhere is no folder of a run, on none of the 2 machines" in (
             end.stderr
         )
+
+
+def test_a_sweep_over_world_sizes_runs_on_both_machines_and_goes_on(tmp_path: Path) -> None:
+    """Without a shared disk: the first machine has the ledger, and one rank runs there alone."""
+    disk = tmp_path / "disk"
+    sweep = ("-m", "model=toy", "train.max_steps=20", "world_size=1,2,4", "hydra.sweep.dir=sweep")
+    keys = (*sweep, "train.num_threads=1", "launch.nnodes=2", MEETING[1])
+    with network(private=disk) as net:
+        folders = [disk / host.name for host in net.hosts]
+        for host, folder in zip(net.hosts, folders, strict=True):
+            host.run("mkdir", "-p", str(folder))
+
+        def run(*more: str) -> list[CommandResult]:
+            with ExitStack() as stack:
+                commands = [
+                    (
+                        stack.enter_context(
+                            background(*keys, *more, folder=folder, prepare=host.enter)
+                        ),
+                        folder,
+                    )
+                    for host, folder in zip(net.hosts, folders, strict=True)
+                ]
+                return ends(commands)
+
+        invalid = run("batch.global_size=6", "sweep.skip_invalid=true")
+        assert [end.exit_code for end in invalid] == [0, 0], invalid[1].stderr
+        begun, again = run(), run()
+    for first, second in (begun, again):
+        assert (first.exit_code, second.exit_code) == (0, 0), first.stderr
+        assert "following the sweep of n1:29400" in second.stdout
+    assert "job 2 of 3: world_size=2" in begun[1].stdout
+    assert "job 1 of 3" not in begun[1].stdout
+    assert "job" not in again[1].stdout.replace("jobs", "")
+    left = Path(f"{disk}-n1") / "n1" / "sweep"
+    facts = [record(left / f"world_size={ranks}") for ranks in (1, 2, 4)]
+    assert [one["status"] for one in facts] == ["completed"] * 3
+    assert [(one["world_size"], one["num_nodes"]) for one in facts] == [(1, 1), (2, 2), (4, 2)]
+
+
+def test_a_sweep_on_several_machines_ends_with_its_leader(net: Network, tmp_path: Path) -> None:
+    """A stop ends both; a lost leader is named."""
+    keys = ("-m", "seed=1,2", *TWO, ENDLESS)
+    with started(tmp_path, net.hosts, *keys) as commands:
+        wait_for(lambda: any(checkpoint_steps(run) for run in run_dirs(tmp_path / "outputs")))
+        commands[0][0].send_signal(signal.SIGINT)
+        first, second = ends(commands)
+    assert first.exit_code == 128 + signal.SIGINT
+    assert second.exit_code > 128
+    with started(tmp_path, net.hosts, *keys) as commands:
+        wait_for(lambda: "resumed from" in (commands[0][1] / "stdout").read_text())
+        net.hosts[0].kill()
+        _, second = ends(commands)
+    assert "n1:29400, where the machines meet, is lost: " in second.stderr

@@ -398,3 +398,11 @@ def test_an_own_metric_is_a_column_and_splits_no_row(tmp_path: Path) -> None:
     assert [line for line in compared(tmp_path).warnings if "error_rate" in line] == [
         f"eval/error_rate is not the same metric in all runs: {key}=1 or {key}=2; do not compare it"
     ]
+
+
+def test_the_lines_of_many_runs_share_the_names_of_their_metrics(tmp_path: Path) -> None:
+    """Else the names take as much memory as the numbers of ten thousand runs."""
+    write_scaling(tmp_path, {1: 200.0, 2: 360.0}, batches=STRONG)
+    first, second = read_runs([tmp_path])
+    names = [next(key for key in run.lines[-1] if key == "train/loss") for run in (first, second)]
+    assert names[0] is names[1]

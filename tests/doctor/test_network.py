@@ -1,39 +1,16 @@
 """Interfaces, the host's name, and which interface the backends take, with faked ones."""
 
-from pathlib import Path
-
 import pytest
 
 from ddp_runner.doctor import network
 from ddp_runner.doctor.finding import Level
-from ddp_runner.doctor.network import Interface
+from ddp_runner.host.network import Interface
 
 LO = Interface("lo", "127.0.0.1")
 ETH = Interface("eth0", "10.0.0.5", 1500, 10_000)
 IB = Interface("ib0", "10.1.0.5", 4092, 200_000)
 DOCKER = Interface("docker0", "172.17.0.1", 1500)
 OFF = Interface("eth1", "10.2.0.5", 1500, None, is_up=False)
-
-
-def test_interfaces_are_read_from_sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A speed that the driver does not know is none."""
-    facts = {"eth0": ("1500", "10000", "up"), "eth1": ("9000", "-1", "down")}
-    for name, values in facts.items():
-        (tmp_path / name).mkdir()
-        for file, value in zip(("mtu", "speed", "operstate"), values, strict=True):
-            (tmp_path / name / file).write_text(f"{value}\n")
-    addresses = {"eth0": "10.0.0.5"}
-    monkeypatch.setattr(network, "_address", addresses.get)
-    assert network.interfaces(tmp_path) == [ETH, Interface("eth1", None, 9000, None, is_up=False)]
-    assert network.interfaces(tmp_path / "none") == []
-
-
-def test_the_own_loopback_has_its_address() -> None:
-    """By the kernel's own answer."""
-    found = {one.name: one for one in network.interfaces()}
-    assert found["lo"].address == "127.0.0.1"
-    assert found["lo"].is_loopback
-    assert found["lo"].is_up
 
 
 def test_interfaces_are_shown_with_their_speed() -> None:
@@ -87,9 +64,3 @@ def test_which_interface_a_backend_takes(
         assert value in finding.value
         assert (finding.level == Level.PROBLEM) == ("names " in value)
     assert len(list(network.chosen(environ, "10.0.0.5", found, has_gpus=False))) == 1
-
-
-def test_a_name_that_does_not_resolve_has_no_address() -> None:
-    """The top-level domain is reserved for this."""
-    assert network.host_address("localhost") == "127.0.0.1"
-    assert network.host_address("no-such-host.invalid") is None

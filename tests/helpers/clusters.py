@@ -88,6 +88,12 @@ class Host:
                     found.append(int(path.name))
         return [pid for pid in found if pid != self.pid]
 
+    def process_with(self, file: Path) -> int:
+        """Return the only process here that has a file open, such as a rank its log."""
+        opened = {pid: Path(f"/proc/{pid}/fd").glob("*") for pid in self.pids()}
+        (only,) = [pid for pid, paths in opened.items() if any(map(file.samefile, paths))]
+        return only
+
     def kill(self) -> None:
         """Kill every process here. Its kernel still closes their connections; see ``cut``."""
 

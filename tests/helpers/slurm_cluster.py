@@ -97,9 +97,12 @@ class Slurm:
         return state
 
     def start_again(self, job: int | str) -> None:
-        """Start a job that is queued again; Slurm itself would wait for two minutes."""
+        """Start a job that is queued again; Slurm itself would wait for two minutes.
+
+        A job that starts in the second of its end takes the credentials that this end has revoked.
+        """
         self.wait(job, "PENDING")
-        self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+        self.run("scontrol", "update", f"jobid={job}", "StartTime=now+2")
 
 
 @contextmanager

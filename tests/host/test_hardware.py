@@ -68,6 +68,16 @@ def test_cores_are_those_that_the_cgroups_pay_for(
         assert detect().num_cores == (cores or NUM_CORES)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs an affinity mask")
+@pytest.mark.parametrize(("granted", "cores"), [("6", 6), ("99", NUM_CORES), ("", NUM_CORES)])
+def test_a_slurm_job_keeps_to_its_cores_where_nothing_binds_it(
+    cgroups: Path, monkeypatch: pytest.MonkeyPatch, granted: str, cores: int
+) -> None:
+    """Without a plugin that binds tasks, each may run on every core of the machine."""
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", granted)
+    assert detect().num_cores == cores
+
+
 @pytest.mark.parametrize(
     ("own", "files", "limit"),
     [

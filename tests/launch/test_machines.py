@@ -15,8 +15,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch import reports
-from ddp_runner.launch.machines import _order, _validate_equal
-from ddp_runner.launch.reports import MOST_TRACEBACK, Machine, Reports
+from ddp_runner.launch.machine import Machine, rank_order, validate_equal
+from ddp_runner.launch.reports import MOST_TRACEBACK, Reports
 from ddp_runner.scratch import Failure
 
 STORES: Any = dist
@@ -70,7 +70,7 @@ def round_of(*hosts: str, own: int = 0) -> Iterator[tuple[Reports, Any]]:
 )
 def test_the_first_machine_has_rank_0(machines: list[Machine], first: str) -> None:
     """The first reason that applies: its number, the run's folder, the endpoint."""
-    order = _order(machines)
+    order = rank_order(machines)
     assert sorted(order) == list(range(len(machines)))
     assert machines[order[0]].host == first
 
@@ -78,9 +78,9 @@ def test_the_first_machine_has_rank_0(machines: list[Machine], first: str) -> No
 def test_machines_that_do_not_fit_together_are_named() -> None:
     """Both, and what each says."""
     with pytest.raises(UserError, match=r"a and b both have launch\.node_rank=1; give each"):
-        _order([machine("a", number=1), machine("b", number=1)])
+        rank_order([machine("a", number=1), machine("b", number=1)])
     with pytest.raises(UserError, match=r"a starts 2 ranks and b 1; give each machine the same"):
-        _validate_equal([machine("a"), machine("b", num_ranks=1)])
+        validate_equal([machine("a"), machine("b", num_ranks=1)])
 
 
 def test_the_failure_that_came_first_is_named_with_its_machine() -> None:
@@ -92,6 +92,20 @@ def test_the_failure_that_came_first_is_named_with_its_machine() -> None:
         assert seen.first_failure(own) == other
         told = json.loads(store.get("failure/0"))
         assert told["sentence"] == "rank 0 on a raised RuntimeError"
+
+
+def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
+    """Where every rank says the same, no machine is named."""
+    own = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
+    for sentence, expected in [
+        (own.sentence, own.sentence),
+        ("there is no data", "on b: there is no data"),
+    ]:
+        with round_of("a", "b") as (seen, store):
+            other = failure("user", rank=2, at=5, sentence=sentence)
+            store.set("failure/1", json.dumps(asdict(other)))
+            assert seen.first_failure(own).sentence == expected
+            assert json.loads(store.get("failure/0"))["sentence"] == own.sentence
 
 
 def test_a_long_traceback_is_shortened_for_the_others() -> None:

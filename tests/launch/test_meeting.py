@@ -8,14 +8,15 @@ import psutil
 import pytest
 from commands import free_port
 
+from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch.meeting import Meeting, open_meeting
 
 
 def opened(host: str, port: int, *, number: int | None = None, wait_s: float = 60.0) -> Meeting:
     """Open the meeting, and wait no longer than this."""
-    deadline = time.monotonic() + wait_s
-    return open_meeting(host, port, number=number, deadline=deadline, note=lambda _: None)
+    launch = LaunchConfig(rdzv_endpoint=f"{host}:{port}", node_rank=number)
+    return open_meeting(launch, deadline=time.monotonic() + wait_s, note=lambda _: None)
 
 
 def test_the_first_on_the_machine_serves_and_the_second_joins() -> None:
@@ -59,9 +60,8 @@ def test_a_machine_that_cannot_reach_the_store_says_why_and_gives_up_in_time(
 ) -> None:
     """It is asked again and again until the deadline."""
     reasons: list[Any] = []
+    launch = LaunchConfig(rdzv_endpoint=f"{host}:{free_port()}", node_rank=number)
     with pytest.raises(TimeoutError):
-        open_meeting(
-            host, free_port(), number=number, deadline=time.monotonic() + 0.6, note=reasons.append
-        )
+        open_meeting(launch, deadline=time.monotonic() + 0.6, note=reasons.append)
     assert len(reasons) >= 2
     assert any(word in reasons[0] for word in reason.split("|"))

@@ -97,7 +97,7 @@ def srun(
     folder: Path,
     *overrides: str,
     job: int,
-    step: int = 0,
+    start: int = 0,
     preempt: Callable[[], object] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> list[int]:
@@ -107,13 +107,14 @@ def srun(
         folder: the parent of outputs/.
         overrides: the command line.
         job: the number of the job.
-        step: the number of the step in the job.
+        start: how often Slurm has started the job before.
         preempt: send SIGTERM to the tasks once this is true.
         prepare: changes each task; see ``background``.
     """
     environ = {
         "SLURM_JOB_ID": str(job),
-        "SLURM_STEP_ID": str(step),
+        "SLURM_STEP_ID": str(5 * start),  # the script skips what is done
+        "SLURM_RESTART_COUNT": str(start),
         "SLURM_NODEID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "2",
@@ -139,9 +140,9 @@ def srun(
         return [end.exit_code for end in map(wait_for_end, processes, places)]
 
 
-def test_a_requeued_job_continues_with_resume_auto_beside_an_equal_one(tmp_path: Path) -> None:
+def test_a_requeued_job_continues_beside_an_equal_one(tmp_path: Path) -> None:
     """Preempted under srun and started by another step, it keeps its folder and repeats no step."""
-    command, go = (*EQUAL, "resume=auto"), tmp_path / "go"
+    command, go = EQUAL, tmp_path / "go"
     held_back = inject(Fault(partial(wait_until, str(go)), At(0, 60)))
     with ThreadPoolExecutor(1) as pool:
         equal = pool.submit(srun, tmp_path, *command, job=8, prepare=held_back)
@@ -157,7 +158,7 @@ def test_a_requeued_job_continues_with_resume_auto_beside_an_equal_one(tmp_path:
             assert saved == [143, 143]
             (run_dir,) = ours()
             assert record(run_dir)["status"] == "preempted"
-            assert srun(tmp_path, *command, job=7, step=5) == [0, 0]
+            assert srun(tmp_path, *command, job=7, start=1) == [0, 0]
             assert not equal.done()
         finally:
             go.touch()

@@ -102,6 +102,26 @@ def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -
     timer.join()
 
 
+def test_each_command_of_a_requeued_job_takes_one_of_the_jobs_runs(stack: ExitStack) -> None:
+    """The oldest that no equal command of this start has taken, even if it is held a moment."""
+    first, second = (attempt(job(), ["slurm x 7 start 0"]).run_dir for _ in range(2))
+    assert first.path != second.path
+    other = attempt(job(), ["slurm x 8 start 0"]).run_dir
+    marks = ["slurm x 7 start 1"]
+    again = [claim_run(job(), marks=marks, stack=stack).run_dir.path for _ in range(3)]
+    assert again[:2] == [first.path, second.path]
+    assert again[2] not in (first.path, second.path, other.path)
+    assert record(first.path)["launches"] == ["slurm x 7 start 0", "slurm x 7 start 1"]
+
+
+def test_a_command_passes_over_the_run_that_an_equal_command_is_taking(stack: ExitStack) -> None:
+    """The other one holds the folder, and writes its mark a moment later."""
+    first, second = (attempt(job(), ["slurm x 7 start 0"]).run_dir for _ in range(2))
+    with first.locked():
+        again = claim_run(job(), marks=["slurm x 7 start 1"], stack=stack)
+    assert again.run_dir.path == second.path
+
+
 def test_a_run_is_known_by_all_of_its_launches(stack: ExitStack) -> None:
     """A scheduler starts it again under another agent, and any of them may restart it."""
     own = attempt(job(), ["slurm 7.0", *OURS])

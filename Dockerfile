@@ -1,0 +1,29 @@
+# The image of ddp_runner, for CPUs and NVIDIA GPUs:
+#
+#   docker build -t ddp-runner .
+#   docker run --rm -v runs:/work/outputs -v /DATA:/work/data:ro --gpus all ddp-runner model=resnet18
+#
+# GPUs need no other base: torch's wheels carry CUDA, and the container runtime adds the driver.
+ARG PYTHON=3.12
+
+FROM docker.io/library/python:${PYTHON}-slim AS wheel
+COPY . /src
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
+
+FROM docker.io/library/python:${PYTHON}-slim
+# A smaller image for CPUs alone: the index that https://pytorch.org/get-started/locally shows for CPU.
+ARG TORCH_INDEX=
+ARG EXTRAS=text,streams,hf,shards,metrics
+# Torch in a layer of its own: it has almost the size of the image, and changes less often.
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.11" torchvision
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install --no-cache-dir "$(echo /wheels/*.whl)[$EXTRAS]"
+COPY deploy/entrypoint.sh /usr/local/bin/entrypoint.sh
+
+# On a volume that was mounted for another user, run with that one: --user, or runAsUser.
+RUN useradd --uid 1000 --create-home runner \
+    && install --directory --owner=runner --group=runner /work /work/outputs /work/data
+USER 1000:1000
+WORKDIR /work
+ENV PYTHONUNBUFFERED=1 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENTRYPOINT ["entrypoint.sh"]

@@ -1,0 +1,100 @@
+"""The network interfaces of this machine, and the one by which other machines reach it."""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERFACES = Path("/sys/class/net")
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+ANYWHERE = "192.0.2.1"  # an address that nobody has: https://www.rfc-editor.org/rfc/rfc5737
+ANY_PORT = 9
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface."""
+
+    name: str
+    address: str | None  # IPv4; None: it has none
+    mtu: int | None = None  # bytes
+    speed_mbit_s: int | None = None  # None: the driver does not say
+    is_up: bool = True
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether other machines cannot reach it."""
+        return self.address is not None and _is_loopback(self.address)
+
+
+def interfaces(folder: Path = INTERFACES) -> list[Interface]:
+    """Return the interfaces of this machine; none unless on Linux."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [
+        Interface(
+            name,
+            _address(name),
+            _number(folder / name / "mtu"),
+            _number(folder / name / "speed"),
+            # loopback and tunnels have no state to report
+            (folder / name / "operstate").read_text().strip() in ("up", "unknown"),
+        )
+        for name in names
+    ]
+
+
+def host_address(name: str) -> str | None:
+    """Return the address to which this machine's own name resolves; None: it does not."""
+    with suppress(OSError):
+        return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    return None
+
+
+def outer_interface(other: str) -> str | None:
+    """Return the interface for gloo if it would take one that other machines cannot reach.
+
+    gloo takes the address of this machine's own name. Debian gives that name an address of
+    loopback, where no other machine reaches it. None: gloo's choice is right, or there is no other.
+
+    Args:
+        other: the name or the address of a machine that this one works with, perhaps its own.
+    """
+    own = host_address(socket.gethostname())
+    is_reached = own is not None and not _is_loopback(own)
+    if is_reached or other == "localhost" or other.startswith("127."):
+        return None
+    by_address = {one.address: one.name for one in interfaces() if one.is_up}
+    outer = [name for address, name in by_address.items() if address and not _is_loopback(address)]
+    routed = [by_address.get(_own_address(place)) for place in (other, ANYWHERE)]
+    return next((name for name in (*routed, *outer) if name in outer), None)
+
+
+def _own_address(other: str) -> str | None:
+    """Return the address from which this machine would reach another; nothing is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, ANY_PORT))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _address(name: str) -> str | None:
+    """Return an interface's IPv4 address; None: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+        packed = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(packed[20:24])
+    return None
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file below /sys; None: there is none, or it means unknown."""
+    with suppress(OSError, ValueError):
+        value = int(path.read_text())
+        return value if value > 0 else None
+    return None

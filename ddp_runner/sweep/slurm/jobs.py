@@ -1,0 +1,227 @@
+"""Submits the frozen jobs of a sweep to Slurm by submitit, and reads how each stands. Torch-free.
+
+A job of Slurm is ``python -m ddp_runner resume=RUN`` on every rank, so nothing of the sweep is
+pickled. Beside the run's own files, slurm.json names the job; it is written before the submission
+and completed after it, so that a launcher that is killed in between submits no job twice.
+"""
+
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddp_runner.errors import UserError, one_line
+from ddp_runner.files import replace_file
+from ddp_runner.host.processes import STOP_SIGNALS
+from ddp_runner.job import Job, Status
+from ddp_runner.sweep.slurm.commands import RUNNING, WAITING, cancel, jobs_named
+from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
+
+LOGS = "slurm"  # in the sweep's folder: what the jobs print, and submitit's files
+RECORD = "slurm.json"  # in a run folder
+RUNNER = (sys.executable, "-m", "ddp_runner")
+# Why Slurm ended a job that can go on.
+STOPPED = {
+    "CANCELLED": "was cancelled",
+    "TIMEOUT": "reached its time limit",
+    "DEADLINE": "reached its deadline",
+    "PREEMPTED": "was preempted",
+    "NODE_FAIL": "lost a node",
+    "BOOT_FAIL": "had a node that did not start",
+}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The job of Slurm that runs a job of the sweep."""
+
+    name: str  # of all jobs that were submitted together
+    index: int | None  # in their array; None: the only one
+    number: str | None = None  # as squeue shows it; None: the submission has not returned yet
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a job stands, with why if it failed or was stopped."""
+
+    status: Status
+    kind: str | None = None
+    sentence: str | None = None
+    is_final: bool = True  # False: Slurm has ended the job, and run.json may still change
+
+
+def resume_override(job: Job) -> str:
+    """Return the override by which each rank of a job finds its frozen config."""
+    assert job.run_dir is not None
+    (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
+    return override
+
+
+def allowed_override(jobs: Sequence[Job]) -> list[str]:
+    """Return the override for what a frozen config cannot allow itself; none if it is nothing."""
+    targets = sorted({target for job in jobs for target in job.config.allowed_targets})
+    return [f"allowed_targets=[{','.join(targets)}]"] if targets else []
+
+
+def submit(
+    jobs: Sequence[Job],
+    *,
+    folder: Path,
+    options: Mapping[str, str | int | bool],
+    settings: SlurmSettings,
+    at_once: int,
+) -> list[str]:
+    """Submit jobs of one shape as an array, and return their numbers.
+
+    Args:
+        jobs: with their frozen folders.
+        folder: of the sweep.
+        options: of sbatch.
+        settings: of the launcher.
+        at_once: how many of them may run at the same time.
+
+    Raises:
+        UserError: Slurm rejects them.
+    """
+    from submitit import SlurmExecutor
+
+    name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:60]}.{secrets.token_hex(4)}"
+    indexes = [None] if len(jobs) == 1 else list(range(len(jobs)))
+    for job, index in zip(jobs, indexes, strict=True):
+        _record(job, Submission(name, index))
+    try:
+        with _undisturbed():
+            executor = SlurmExecutor(folder / LOGS)
+            executor.update_parameters(
+                job_name=name,
+                array_parallelism=at_once,
+                stderr_to_stdout=True,
+                wckey=None,  # else submitit's own
+                setup=list(settings.setup),
+                teardown=after_srun(settings),
+                additional_parameters=dict(options),
+            )
+            # submitit's process becomes the rank, so that Slurm's signals reach the rank.
+            common = allowed_override(jobs)
+            arguments = [[*RUNNER, resume_override(job), *common] for job in jobs]
+            submitted = executor.map_array(os.execv, [sys.executable] * len(jobs), arguments)
+    except RuntimeError as error:  # of submitit, with what sbatch printed
+        raise UserError(
+            f"Slurm rejects the jobs ({one_line(error)}); change hydra.launcher's keys"
+        ) from error
+    for job, index, one in zip(jobs, indexes, submitted, strict=True):
+        _record(job, Submission(name, index, str(one.job_id)))
+    return [str(one.job_id) for one in submitted]
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold signals back until sbatch has answered, and hide the job that this process is in.
+
+    Ctrl-C would end sbatch too. A job that is submitted inside of another one inherits variables
+    that contradict its own.
+    """
+    from submitit import helpers
+
+    config = {key: value for key, value in os.environ.items() if key == "SLURM_CONF"}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        with helpers.clean_env(), helpers.environment_variables(**config):
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _record(job: Job, submission: Submission) -> None:
+    assert job.run_dir is not None
+    replace_file(job.run_dir / RECORD, json.dumps(asdict(submission)))
+
+
+def submitted_number(run_dir: Path, *, folder: Path) -> str | None:
+    """Return the number of the job that a run was last submitted as; None: it was not.
+
+    Raises:
+        UserError: the record is damaged, or Slurm does not answer.
+    """
+    path = run_dir / RECORD
+    if not path.exists():
+        return None
+    try:
+        submission = Submission(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({one_line(error)}); delete it once squeue shows no job for "
+            f"{run_dir.name}"
+        ) from error
+    if submission.number is not None:
+        return submission.number
+    # The launcher was killed while it submitted the job.
+    for array in jobs_named(submission.name):
+        number = array if submission.index is None else f"{array}_{submission.index}"
+        if (folder / LOGS / f"{number}_submitted.pkl").exists():
+            return number
+        cancel([number])  # it would wait for that file
+    return None
+
+
+def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> Standing:
+    """Return how a job stands, by Slurm's state of it and by its run.json.
+
+    Args:
+        run_dir: of the run.
+        number: of Slurm's job.
+        state: as squeue shows it; None: Slurm has forgotten the job, so it has ended.
+        folder: of the sweep.
+    """
+    word = state or ""
+    if word in WAITING:
+        return Standing(Status.QUEUED)
+    if word in RUNNING:
+        return Standing(Status.RUNNING)
+    try:
+        record = read_run_record(run_dir, missing_ok=True)
+    except UserError as error:
+        return Standing(Status.FAILED, "user", str(error))
+    log = folder / LOGS / f"{number}_0_log.out"
+    if record.get("status") == Status.COMPLETED:
+        return Standing(Status.COMPLETED)
+    if record.get("status") == Status.FAILED:
+        why = record.get("error") or {}
+        return Standing(Status.FAILED, str(why.get("kind")), str(why.get("sentence")))
+    is_final = record.get("status") == Status.PREEMPTED
+    if word in STOPPED or is_final:
+        end = STOPPED.get(word, "was stopped")
+        sentence = f"Slurm's job {number} {end}; the same command goes on with it, see {log}"
+        return Standing(Status.PREEMPTED, "signal", sentence, is_final)
+    if (printed := _last_error(log)) is not None:
+        return Standing(Status.FAILED, "user", f"{printed}; see {log}", False)
+    if word == "OUT_OF_MEMORY":
+        sentence = f"Slurm's job {number} took more memory than hydra.launcher.mem_gb; see {log}"
+        return Standing(Status.FAILED, "crash", sentence, False)
+    if word:
+        sentence = f"Slurm's job {number} ended ({word}) before its run did; see {log}"
+        return Standing(Status.FAILED, "crash", sentence, False)
+    sentence = (
+        f"Slurm has forgotten job {number} and its run has not completed; the same command goes "
+        f"on with it, see {log}"
+    )
+    return Standing(Status.PREEMPTED, "signal", sentence, False)
+
+
+def _last_error(log: Path) -> str | None:
+    """Return what a run printed as its error; None if it printed none."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    errors = [line for line in lines if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if errors else None

@@ -1,0 +1,197 @@
+"""Watches the jobs of a sweep in Slurm's queue, and notes in the ledger how each ends. Torch-free.
+
+Slurm's accounting is not needed: squeue says whether a job is there, and its run.json how it ended.
+"""
+
+import math
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+from ddp_runner.errors import UserError, counted
+from ddp_runner.host.processes import handled_signals
+from ddp_runner.host.streams import line_width, print_line
+from ddp_runner.job import Outcome, Status
+from ddp_runner.launch.launcher import print_error
+from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.scratch import Failure
+from ddp_runner.sweep.jobs import Batch, recorded
+from ddp_runner.sweep.ledger import Entry
+from ddp_runner.sweep.slurm.commands import cancel, queued_states
+from ddp_runner.sweep.slurm.jobs import Standing, standing
+
+POLL_S = 5.0  # between two calls of squeue
+SETTLE_S = 15.0  # from the end of a job to the last change of its run.json, on a slow file system
+SECOND_CHANCE_S = 5.0  # from the first Ctrl-C to leaving the jobs alone
+CANCEL_S = 120.0  # from scancel to leaving the jobs that have not ended
+LINE_S = 30.0  # between two lines of counts where there is no terminal
+SHOWN = (Status.RUNNING, Status.QUEUED, Status.COMPLETED, Status.FAILED, Status.PREEMPTED)
+Signals = SimpleQueue[int]
+
+
+@contextmanager
+def kept_signals() -> Iterator[Signals]:
+    """Give a queue that the stop signals are put into, in place of what they did before."""
+    signals = Signals()
+    before = {
+        one: signal.signal(one, lambda signum, _: signals.put(signum)) for one in handled_signals()
+    }
+    try:
+        yield signals
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+class Watch:
+    """Watches the jobs of one batch.
+
+    Args:
+        batch: all its jobs.
+        numbers: of Slurm, for each job that is in its queue or has left it unnoticed.
+        signals: that this process receives meanwhile.
+    """
+
+    def __init__(self, batch: Batch, numbers: Mapping[str, str], signals: Signals) -> None:
+        self._batch, self._numbers, self._signals = batch, dict(numbers), signals
+        self._folder = batch.ledger.folder.absolute()
+        entries = batch.ledger.read()
+        self._statuses = {job_id: entries[job_id].status for job_id in batch.jobs}
+        found = {job_id: recorded(entries[job_id], job) for job_id, job in batch.jobs.items()}
+        self._outcomes = {job_id: one for job_id, one in found.items() if one is not None}
+        self._ended_at: dict[str, float] = {}
+        self._received: int | None = None  # the first signal
+        self._received_at = 0.0  # the last one that counts, by time.monotonic()
+        self._deadline: float | None = None  # for leaving the jobs that are left
+        self._is_cancelling = False
+        self._shown = ("", 0.0)  # the last line of counts, and when it was printed
+        self._is_silent = False  # whether Slurm did not answer
+
+    def run(self) -> list[Outcome]:
+        """Wait for the jobs, and note how each ends; return it, last a signal that ended this.
+
+        The first Ctrl-C leaves the jobs alone unless a second one cancels them. Another signal
+        leaves them at once.
+        """
+        polled_at = -math.inf
+        while self._numbers and not self._is_over():
+            if time.monotonic() >= polled_at + POLL_S:
+                polled_at = time.monotonic()
+                self._poll()
+                self._show()
+                continue
+            until = min(polled_at + POLL_S, self._deadline or polled_at + POLL_S)
+            try:
+                self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
+            except Empty:
+                continue
+        self._end_line()
+        outcomes = sorted(self._outcomes.values(), key=lambda one: one.status == Status.PREEMPTED)
+        if self._received is not None:
+            outcomes.append(Outcome(Status.PREEMPTED, 128 + self._received))
+        return outcomes
+
+    def _is_over(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _react(self, signum: int) -> None:
+        now = time.monotonic()
+        jobs = counted(len(self._numbers), "job")
+        go_on = f"{jobs} {'goes' if len(self._numbers) == 1 else 'go'} on"
+        if self._received is None:
+            self._received, self._received_at = signum, now
+            word = signal.Signals(signum).name
+            if signum == signal.SIGINT:
+                self._say(
+                    f"{word}: {go_on}; Ctrl-C again within {SECOND_CHANCE_S:.0f} s "
+                    "cancels them (scancel); started again, the same command finds its jobs"
+                )
+                self._deadline = now + SECOND_CHANCE_S
+            else:
+                self._say(f"{word}: {go_on}; the same command finds its jobs")
+                self._deadline = now
+        elif now > self._received_at + ONE_REQUEST_S:
+            if self._is_cancelling or signum != signal.SIGINT:
+                self._deadline = now
+            else:
+                self._cancel(f"cancelling {jobs}; Ctrl-C again to leave at once")
+                self._received_at = now
+
+    def _cancel(self, sentence: str) -> None:
+        self._say(sentence)
+        self._is_cancelling, self._deadline = True, time.monotonic() + CANCEL_S
+        if (fault := cancel(self._numbers.values())) is not None:
+            print_error(fault)
+
+    def _poll(self) -> None:
+        """Ask Slurm, and note what has changed."""
+        try:
+            states = queued_states()
+        except UserError as error:
+            if not self._is_silent:
+                print_error(f"{error}; its jobs go on, and this command keeps asking")
+            self._is_silent = True
+            return
+        self._is_silent, before = False, Counter(self._statuses.values())
+        for job_id, number in list(self._numbers.items()):
+            run_dir = self._batch.jobs[job_id].run_dir
+            assert run_dir is not None
+            found = standing(run_dir, number=number, state=states.get(number), folder=self._folder)
+            ended_at = self._ended_at.setdefault(job_id, time.monotonic())
+            if found.status in (Status.QUEUED, Status.RUNNING):
+                del self._ended_at[job_id]
+            elif not found.is_final and time.monotonic() < ended_at + SETTLE_S:
+                continue
+            self._note(job_id, found)
+        has_failed = Counter(self._statuses.values())[Status.FAILED] > before[Status.FAILED]
+        is_left = bool(self._numbers) and not self._is_cancelling
+        if is_left and has_failed and self._batch.has_failed(self._batch.ledger.read()):
+            self._cancel(f"enough jobs have failed: cancelling {len(self._numbers)} more")
+
+    def _note(self, job_id: str, found: Standing) -> None:
+        has_ended = found.status not in (Status.QUEUED, Status.RUNNING)
+        if has_ended or found.status != self._statuses[job_id]:
+            self._batch.ledger.note(
+                job_id, status=found.status, kind=found.kind, sentence=found.sentence
+            )
+            self._statuses[job_id] = found.status
+        if not has_ended:
+            return
+        del self._numbers[job_id]
+        job = self._batch.jobs[job_id]
+        assert job.run_dir is not None
+        self._say(f"{job.title}  {found.status}")
+        if found.status == Status.FAILED and found.sentence:
+            print_error(found.sentence)
+        if found.status != Status.PREEMPTED:
+            name = job.run_dir.name
+            entry = Entry(job_id, name, found.status, found.kind, found.sentence)
+            outcome = recorded(entry, job)
+            assert outcome is not None
+            self._outcomes[job_id] = outcome
+        elif not self._is_cancelling:
+            failure = Failure(rank=0, kind="signal", sentence=found.sentence or "")
+            code = 128 + signal.SIGTERM
+            self._outcomes[job_id] = Outcome(found.status, code, job.run_dir, failure)
+
+    def _show(self) -> None:
+        """Show how many jobs stand how: on a terminal in place, else now and then."""
+        counts = Counter(self._statuses.values())
+        text = ", ".join(f"{counts[one]} {one}" for one in SHOWN if counts[one])
+        shown, at = self._shown
+        if line_width(sys.stdout):
+            print(f"\r\x1b[2K{text[: line_width(sys.stdout)]}", end="", flush=True)
+        elif text != shown and time.monotonic() >= at + LINE_S:
+            print(text, flush=True)
+            self._shown = text, time.monotonic()
+
+    def _say(self, sentence: str) -> None:
+        print_line(sentence, stream=sys.stdout)
+
+    def _end_line(self) -> None:
+        if line_width(sys.stdout):
+            print("\r\x1b[2K", end="", flush=True)

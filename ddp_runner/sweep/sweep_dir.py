@@ -1,0 +1,53 @@
+"""The folder of a sweep: asked for, found again, or new. Torch-free."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from ddp_runner.sweep.ledger import LEDGER, sweep_command, unfinished_sweep
+from ddp_runner.tracking.outputs import claim, sweep_folder
+
+
+@contextmanager
+def sweep_dir(
+    composed: DictConfig, asked: Path | None, arguments: Sequence[str], *, is_search: bool
+) -> Iterator[tuple[Path, Path]]:
+    """Give the sweep's folder, and the one for what Hydra's sweeper writes.
+
+    The first is the one that the user asked for, else that of an unfinished sweep of the same
+    command, else a new one, which is removed if no job of it was even queued. A dry run makes none,
+    so Hydra gets a temporary one. `composed` is what all jobs have in common, with the ``hydra``
+    node.
+    """
+    folder = asked or _unfinished(composed, arguments, is_search=is_search)
+    if composed.sweep.dry_run:
+        with tempfile.TemporaryDirectory() as temporary:
+            yield folder or sweep_folder(composed.name), Path(temporary)
+        return
+    if folder is not None:
+        yield folder, folder
+        return
+    folder = claim(sweep_folder(composed.name))
+    try:
+        yield folder, folder
+    finally:
+        if not (folder / LEDGER).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                folder.parent.rmdir()  # outputs, if it is empty
+
+
+def _unfinished(composed: DictConfig, arguments: Sequence[str], *, is_search: bool) -> Path | None:
+    """Return the folder of an unfinished sweep of the same command."""
+    sampler = composed.hydra.sweeper.get("sampler") if is_search else None
+    if sampler is not None and sampler.get("seed") is None:
+        return None  # it would try other jobs
+    return unfinished_sweep(
+        sweep_folder(composed.name).parent,
+        command=sweep_command(arguments),
+        retry_failed=composed.sweep.retry is not None,
+    )

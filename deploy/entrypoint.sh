@@ -1,0 +1,6 @@
+#!/bin/sh
+# Keys and options are the runner's; anything else is a program, such as TorchX's bash or torchrun.
+case "${1-}" in
+  "" | [-~]* | *=*) exec python -m ddp_runner "$@" ;;
+  *) exec "$@" ;;
+esac

@@ -1,0 +1,63 @@
+"""Stand-ins for Slurm: its commands, its queue, and a sweep whose jobs it runs."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from configs import resolved
+
+from ddp_runner.config.schema import SweepConfig
+from ddp_runner.errors import UserError
+from ddp_runner.job import Job
+from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep.slurm import executor as slurm
+from ddp_runner.sweep.slurm import watch as slurm_watch
+from ddp_runner.sweep.slurm.settings import SlurmSettings
+
+SETTINGS = SlurmSettings(gpus_per_node=0, cpus_per_node=4)
+
+
+def three_jobs(sweep: Path) -> Batch:
+    """Return three queued jobs with their folders, of a sweep in a new folder."""
+    sweep.mkdir()
+    job = Job(config=resolved("model=toy", "world_size=2")[0], started_at=0.0, code={})
+    Ledger(sweep).queue({name: name for name in "abc"}, invalid=())
+    for name in "abc":
+        (sweep / name).mkdir()
+    jobs = {name: replace(job, run_dir=sweep / name, title=f"job {name}") for name in "abc"}
+    return Batch(jobs, Ledger(sweep), SweepConfig())
+
+
+def program(folder: Path, name: str, *lines: str) -> None:
+    """Write a shell script that stands for a command of Slurm."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    (folder / name).chmod(0o755)
+
+
+class Queue:
+    """Stands for Slurm: its jobs, by number, and those that were cancelled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, states: Mapping[str, str]) -> None:
+        self.states = dict(states)
+        self.cancelled, self.num_asked, self.is_down = list[str](), 0, False
+        self.on_ask: Callable[[int], None] = lambda num_asked: None
+        monkeypatch.setattr(slurm_watch, "queued_states", self._ask)
+        monkeypatch.setattr(slurm, "queued_states", self._ask)
+        monkeypatch.setattr(slurm_watch, "cancel", self._cancel)
+        for name, value in {"POLL_S": 0.01, "SETTLE_S": 0.0, "LINE_S": 0.0}.items():
+            monkeypatch.setattr(slurm_watch, name, value)
+
+    def _ask(self) -> dict[str, str]:
+        self.num_asked += 1
+        self.on_ask(self.num_asked)
+        if self.is_down:
+            raise UserError("squeue failed: no controller")
+        return dict(self.states)
+
+    def _cancel(self, numbers: Collection[str]) -> None:
+        self.cancelled += numbers
+        for number in numbers:
+            self.states[number] = "CANCELLED"

@@ -1,0 +1,106 @@
+"""What a command submits of a sweep on Slurm that was begun before.
+
+tests/cluster has whole sweeps on a real Slurm.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_slurm import SETTINGS, Queue, three_jobs
+from sweeps import statuses
+
+from ddp_runner.config.schema import SweepConfig
+from ddp_runner.errors import UserError
+from ddp_runner.job import Job
+from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.slurm import executor as slurm
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.jobs import RECORD
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import write_run_record
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    """Three queued jobs."""
+    return three_jobs(tmp_path / "sweep")
+
+
+def test_a_start_submits_only_what_is_neither_there_nor_done(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One job is in the queue, one was completed meanwhile, one was cancelled."""
+    sweep, submitted = batch.ledger.folder, list[str]()
+    for index, name in enumerate("abc"):
+        submission = {"name": "x", "index": index, "number": f"1_{index}"}
+        (sweep / name / RECORD).write_text(json.dumps(submission))
+    write_run_record(sweep / "b", status="completed")
+    write_run_record(sweep / "c", status="preempted")
+
+    def fake_submit(jobs: list[Job], **_: object) -> list[str]:
+        submitted.extend(job.title for job in jobs)
+        return ["2"]
+
+    monkeypatch.setattr(slurm, "submit", fake_submit)
+    queue = Queue(monkeypatch, {"1_0": "RUNNING", "2": "RUNNING"})
+
+    def ask(num_asked: int) -> None:
+        if num_asked == 3:
+            write_run_record(sweep / "a", status="completed")
+            write_run_record(sweep / "c", status="completed")
+            queue.states = {}
+
+    queue.on_ask = ask
+    executor = Slurm(sweep, SETTINGS)
+    outcomes = executor.run(batch)
+    executor.close()
+    assert submitted == ["job c"]
+    assert [one.exit_code for one in outcomes] == [0, 0, 0]
+    assert set(statuses(sweep).values()) == {"completed"}
+
+
+def test_a_failed_job_is_submitted_again_only_if_asked(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed while nobody watched."""
+    sweep, submitted = batch.ledger.folder, list[str]()
+    one = replace(batch, jobs={"a": batch.jobs["a"]})
+    (sweep / "a" / RECORD).write_text(json.dumps({"name": "x", "index": None, "number": "1"}))
+    error = {"rank": 0, "kind": "crash", "sentence": "why"}
+    write_run_record(sweep / "a", status="failed", error=error)
+
+    def fake_submit(jobs: list[Job], **_: object) -> list[str]:
+        submitted.extend(job.title for job in jobs)
+        write_run_record(sweep / "a", status="completed")
+        return ["2"]
+
+    monkeypatch.setattr(slurm, "submit", fake_submit)
+    Queue(monkeypatch, {})
+    executor = Slurm(sweep, SETTINGS)
+    assert [end.exit_code for end in executor.run(one)] == [1]
+    assert (submitted, batch.ledger.read()["a"].sentence) == ([], "why")
+    batch.ledger.begin(command=[], retry_failed=True)
+    again = replace(one, settings=SweepConfig(retry="failed"))
+    assert [end.exit_code for end in executor.run(again)] == [0]
+    assert submitted == ["job a"]
+    executor.close()
+
+
+def test_two_commands_never_submit_the_same_sweep(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a command submit a job that runs elsewhere."""
+    Queue(monkeypatch, {})
+    first, second = (Slurm(batch.ledger.folder, SETTINGS) for _ in range(2))
+    first._hold()
+    with pytest.raises(UserError, match=r"another command submits the jobs of .*sweep; wait"):
+        second.run(batch)
+    first.close()
+    with (
+        RunDir(batch.ledger.folder / "b").locked(),
+        pytest.raises(UserError, match="b is in use by a process outside of this sweep's queue"),
+    ):
+        second.run(batch)
+    second.close()

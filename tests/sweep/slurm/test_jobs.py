@@ -1,0 +1,182 @@
+"""Jobs that are submitted to Slurm, and how each stands by the queue and its run.json."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_command
+from fake_slurm import SETTINGS, program, three_jobs
+from sweeps import statuses, table_row
+
+from ddp_runner.errors import UserError
+from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.slurm import jobs as slurm_jobs
+from ddp_runner.sweep.slurm.jobs import RECORD, standing, submit, submitted_number
+from ddp_runner.tracking.run_record import write_run_record
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    """Three queued jobs."""
+    return three_jobs(tmp_path / "sweep")
+
+
+def test_a_submission_is_an_array_that_resumes_frozen_runs(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of ours is pickled; a run's folder names its job; sbatch sees no job around it."""
+    programs = tmp_path / "bin"
+    program(programs, "srun")
+    program(programs, "sbatch", f"env > {tmp_path}/seen", "echo Submitted batch job 7")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", "/some/slurm.conf")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
+    sweep, settings = batch.ledger.folder, replace(SETTINGS, setup=["module load cuda"])
+    numbers = submit(
+        list(batch.jobs.values()),
+        folder=sweep,
+        options={"partition": "gpu", "requeue": True, "signal": "USR1@90"},
+        settings=settings,
+        at_once=2,
+    )
+    assert numbers == ["7_0", "7_1", "7_2"]
+    assert [submitted_number(sweep / name, folder=sweep) for name in "abc"] == numbers
+    script = (sweep / "slurm" / "7_submission.sh").read_text()
+    for line in ("array=0-2%2", "partition=gpu", "requeue", "signal=USR1@90"):
+        assert f"#SBATCH --{line}\n" in script
+    assert script.index("module load cuda") < script.index("\nsrun ") < script.index('requeue "')
+    assert "wckey" not in script
+    seen = (tmp_path / "seen").read_text()
+    assert "SLURM_CONF=/some/slurm.conf" in seen
+    assert "SLURM_MEM_PER_CPU" not in seen
+    pickled = pickle.loads((sweep / "slurm" / "7_1_submitted.pkl").read_bytes())
+    assert pickled.function is os.execv
+    assert pickled.args == (
+        sys.executable,
+        [sys.executable, "-m", "ddp_runner", f"resume={sweep / 'b'}"],
+    )
+
+
+def test_what_slurm_rejects_is_said_and_submitted_by_the_next_start(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, with what sbatch printed."""
+    program(tmp_path / "bin", "srun")
+    program(tmp_path / "bin", "sbatch", "echo 'sbatch: error: invalid partition' >&2", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    sweep, jobs = batch.ledger.folder, list(batch.jobs.values())
+    with pytest.raises(UserError, match=r"Slurm rejects the jobs .*invalid partition"):
+        submit(jobs, folder=sweep, options={}, settings=SETTINGS, at_once=1)
+    monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: [])
+    assert submitted_number(sweep / "a", folder=sweep) is None
+
+
+def test_a_submission_that_was_cut_off_is_found_by_its_name(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that lacks submitit's file would wait for it in vain: it is cancelled."""
+    sweep, cancelled = batch.ledger.folder, list[str]()
+    monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: {"mine": ["9"]}[name])
+    monkeypatch.setattr(slurm_jobs, "cancel", cancelled.extend)
+    for index, name in enumerate("ab"):
+        submission = {"name": "mine", "index": index, "number": None}
+        (sweep / name / RECORD).write_text(json.dumps(submission))
+    (sweep / "slurm").mkdir()
+    (sweep / "slurm" / "9_1_submitted.pkl").touch()
+    assert submitted_number(sweep / "a", folder=sweep) is None
+    assert submitted_number(sweep / "b", folder=sweep) == "9_1"
+    assert submitted_number(sweep / "c", folder=sweep) is None
+    assert cancelled == ["9_0"]
+
+
+@pytest.mark.parametrize(
+    ("state", "fields", "status", "part"),
+    [
+        ("PENDING", {"status": "preempted"}, "queued", None),
+        ("COMPLETING", {"status": "completed"}, "running", None),
+        ("COMPLETED", {"status": "completed"}, "completed", None),
+        (None, {"status": "completed"}, "completed", None),
+        (
+            "FAILED",
+            {"status": "failed", "error": {"rank": 1, "kind": "user", "sentence": "why"}},
+            "failed",
+            "why",
+        ),
+        ("CANCELLED", None, "preempted", "5_1 was cancelled; the same command goes on with it"),
+        ("TIMEOUT", {"status": "running"}, "preempted", "reached its time limit"),
+        (None, {"status": "running"}, "preempted", "Slurm has forgotten job 5_1"),
+        ("FAILED", {"status": "running"}, "failed", "ended (FAILED) before its run did"),
+        ("OUT_OF_MEMORY", {"status": "running"}, "failed", "more memory than hydra.launcher.mem"),
+    ],
+)
+def test_how_a_job_stands_follows_from_the_queue_and_run_json(
+    tmp_path: Path,
+    state: str | None,
+    fields: dict[str, Any] | None,
+    status: str,
+    part: str | None,
+) -> None:
+    """Without accounting: a job that Slurm has forgotten has ended, and is not waited for."""
+    run_dir = tmp_path / "run"
+    if fields is not None:
+        write_run_record(run_dir, **fields)
+    found = standing(run_dir, number="5_1", state=state, folder=tmp_path)
+    assert found.status == status
+    assert (part is None) == (found.sentence is None)
+    assert part is None or part in str(found.sentence)
+
+
+def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: Path) -> None:
+    """Its last error line, and where the log is."""
+    log = tmp_path / "slurm" / "5_0_log.out"
+    log.parent.mkdir()
+    log.write_text("error: not this\nsubmitit INFO\nerror: data_root (x) is not a folder\nmore\n")
+    found = standing(tmp_path / "run", number="5", state="FAILED", folder=tmp_path)
+    assert (found.status, found.kind) == ("failed", "user")
+    assert found.sentence == f"data_root (x) is not a folder; see {log}"
+
+
+def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
+    """The table then tells how they stand, and the same command writes what is left.
+
+    The folder has characters that bash and Hydra would change.
+    """
+    folder = tmp_path / "it's $HOME, a=b"
+    sweep = (
+        *("-m", "model=toy", "seed=1,2", "world_size=1", "train.max_steps=2"),
+        *(
+            "hydra/launcher=slurm",
+            "hydra.launcher.gpus_per_node=0",
+            "hydra.launcher.cpus_per_node=2",
+        ),
+        *("hydra.launcher.submit=false", "hydra.sweep.dir=sweep", "hydra.launcher.timeout_min=5"),
+    )
+    end = run_command(*sweep, folder=folder)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert "2 jobs: submit with  sbatch sweep/sweep.sbatch\n" in end.stdout
+    script = folder / "sweep" / "sweep.sbatch"
+    for line in ("array=0-1%1", "ntasks-per-node=1", "time=5", "signal=USR1@90", "requeue"):
+        assert f"#SBATCH --{line}\n" in script.read_text()
+    assert table_row(end.stdout, "seed=2")[1] == "queued"
+
+    program(tmp_path / "bin", "srun", f'printf "%s\\0" "$@" > {tmp_path}/asked')
+    environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
+    subprocess.run(["bash", str(script)], env=environ, cwd=folder, check=True)
+    *started, resume, end_of_words = (tmp_path / "asked").read_text().split("\0")
+    assert (started, end_of_words) == ([sys.executable, "-m", "ddp_runner"], "")
+    assert run_command(resume, folder=folder).exit_code == 0
+    (folder / "sweep" / "seed=1" / "run.json").write_text('{"status": "preempted"}')
+    table = run_command("sweep", folder=folder, program=(sys.executable, "-m", "ddp_runner.sweep"))
+    assert table_row(table.stdout, "seed=1")[1] == "preempted"
+    assert table_row(table.stdout, "seed=2")[1] == "completed"
+    end = run_command(*sweep, folder=folder)
+    assert "1 job: submit with" in end.stdout
+    assert statuses(folder / "sweep") == {"seed=1": "queued", "seed=2": "completed"}
+    assert "seed=1'" in script.read_text()
+    assert "seed=2'" not in script.read_text()

@@ -1,0 +1,171 @@
+"""How the jobs of a sweep are spread over the nodes of a Slurm, by the launcher's keys."""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from configs import compose_raw, resolved
+from fake_slurm import SETTINGS, program
+from omegaconf import OmegaConf
+
+from ddp_runner.cli.compose import register
+from ddp_runner.config.load import to_config
+from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.errors import UserError
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.sweep.ledger import sweep_command
+from ddp_runner.sweep.slurm import settings as slurm_settings
+from ddp_runner.sweep.slurm.settings import (
+    OURS,
+    SlurmSettings,
+    job_shape,
+    node_hardware,
+    sbatch_options,
+)
+from ddp_runner.sweep.slurm.settings import slurm_settings as read_settings
+
+GPU_NODE, CPU_NODE = Hardware(num_gpus=8, num_cores=96), Hardware(num_gpus=0, num_cores=16)
+
+
+@pytest.mark.parametrize(
+    ("node", "overrides", "cpus_per_task", "nodes", "ranks_per_node"),
+    [
+        (GPU_NODE, ("world_size=2",), None, 1, 2),
+        (GPU_NODE, ("world_size=12",), None, 2, 6),
+        (GPU_NODE, ("world_size=8", "launch.nproc_per_node=4"), None, 2, 4),
+        (GPU_NODE, ("world_size=4", "model=toy_mp", "parallelism=ddp_mp"), None, 1, 4),
+        (GPU_NODE, ("world_size=8", "model=toy_mp", "parallelism=ddp_mp"), None, 2, 4),
+        (GPU_NODE, ("world_size=96", "backend.device=cpu"), None, 1, 96),
+        (CPU_NODE, ("world_size=8",), 4, 2, 4),
+    ],
+)
+def test_a_job_takes_as_few_nodes_as_hold_it(
+    node: Hardware,
+    overrides: tuple[str, ...],
+    cpus_per_task: int | None,
+    nodes: int,
+    ranks_per_node: int,
+) -> None:
+    """By the GPUs of a node, else by its cores."""
+    register()
+    config = to_config(compose_raw(*overrides))
+    shape = job_shape(config, node, replace(SETTINGS, cpus_per_task=cpus_per_task))
+    assert (shape.num_nodes, shape.ranks_per_node) == (nodes, ranks_per_node)
+
+
+def test_a_job_asks_for_the_gpus_and_cores_that_its_ranks_use() -> None:
+    """Not for whole nodes; options of the user's own win."""
+    config, _ = resolved("world_size=4", "model=toy", hardware=GPU_NODE)
+    settings = SlurmSettings(
+        partition="gpu", mem_gb=1.5, additional_parameters={"exclusive": True, "signal": "TERM@9"}
+    )
+    shape = job_shape(config, GPU_NODE, settings)
+    assert sbatch_options(config, shape, GPU_NODE, settings) == {
+        **{"partition": "gpu", "time": 60, "mem": "1536M", "nodes": 1, "ntasks_per_node": 4},
+        **{"cpus_per_task": 12, "gpus_per_node": 4, "requeue": True, "open_mode": "append"},
+        **{"exclusive": True, "signal": "TERM@9"},
+    }
+    on_cpu, _ = resolved("world_size=4", "model=toy", "backend.device=cpu")
+    options = sbatch_options(on_cpu, shape, GPU_NODE, settings)
+    assert (options.get("gpus_per_node"), options["cpus_per_task"]) == (None, 1)
+
+
+def test_ranks_that_no_nodes_hold_are_rejected() -> None:
+    """With the numbers that work."""
+    config, _ = resolved("world_size=9", "model=toy", hardware=Hardware(9, 9))
+    with pytest.raises(UserError, match=r"write 8 or 10, or give launch\.nproc_per_node"):
+        job_shape(config, GPU_NODE, SETTINGS)
+    config, _ = resolved("world_size=8", "launch.nproc_per_node=8", "model=toy")
+    with pytest.raises(UserError, match="8 ranks on a node take 32 cores and it has 16"):
+        job_shape(config, CPU_NODE, replace(SETTINGS, cpus_per_task=4))
+
+
+def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of a partition's nodes; keys of the launcher win."""
+    asked = list[tuple[str, ...]]()
+    report = "cpu|64|(null)\ngpu*|96|gpu:a100:8(S:0-1),lscratch:2\ngpu*|48|gpu:2,gpu:h100:4\n"
+
+    def sinfo(*command: str) -> str:
+        asked.append(command)
+        return report
+
+    monkeypatch.setattr(slurm_settings, "run_slurm", sinfo)
+    assert node_hardware(SlurmSettings()) == Hardware(num_gpus=6, num_cores=48)
+    assert node_hardware(SlurmSettings(gpus_per_node=1)) == Hardware(num_gpus=1, num_cores=48)
+    report = "cpu|64|(null)\n"
+    assert node_hardware(SlurmSettings(partition="cpu")) == Hardware(num_gpus=0, num_cores=64)
+    assert asked[-1][-2:] == ("--partition", "cpu")
+    with pytest.raises(UserError, match=r"no default partition; write hydra\.launcher\.partition"):
+        node_hardware(SlurmSettings())
+    num_asked = len(asked)
+    assert node_hardware(SETTINGS) == Hardware(num_gpus=0, num_cores=4)
+    assert len(asked) == num_asked
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("timeout_min", "soon", r"timeout_min \(soon\) must be a whole number"),
+        ("cpus_per_task", 0, r"cpus_per_task \(0\) must be 1 or greater"),
+        ("gpus_per_node", -1, r"gpus_per_node \(-1\) must be 0 or greater"),
+        ("setup", 3, r"setup \(3\) must be a list"),
+        ("partitoin", "gpu", "partitoin is not a key"),
+    ],
+)
+def test_a_wrong_key_of_the_launcher_is_answered_in_one_line(
+    key: str, value: object, rule: str
+) -> None:
+    """As any other key."""
+    with pytest.raises(UserError, match=rf"hydra\.launcher\.{rule}"):
+        read_settings(OmegaConf.create({"_target_": OURS, key: value}))
+
+
+def test_the_yaml_has_every_key_with_its_default() -> None:
+    """Hydra accepts no key on the command line that the YAML lacks."""
+    path = CONFIG_DIR / "hydra" / "launcher" / "slurm.yaml"
+    assert read_settings(OmegaConf.load(path)) == SlurmSettings()
+    assert set(OmegaConf.load(path)) == {"_target_", *vars(SlurmSettings())}
+
+
+def test_other_launchers_have_no_settings_of_slurm() -> None:
+    """Neither our own for one machine, nor somebody else's."""
+    assert read_settings(OmegaConf.create({"_target_": OURS})) is None
+    assert read_settings(OmegaConf.create({"_target_": "other", "partition": "gpu"})) is None
+
+
+def test_a_sweep_stays_the_same_wherever_its_jobs_run() -> None:
+    """So it goes on with another time limit, in another partition, or on this machine."""
+    on_slurm = ("-m", "hydra/launcher=slurm", "hydra.launcher.timeout_min=9", "seed=1,2")
+    assert sweep_command(on_slurm) == sweep_command(("-m", "seed=1,2", "sweep.parallel_jobs=2"))
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "restarts", "is_requeued"),
+    [
+        (138, "RUNNING", "", True),
+        (143, "RUNNING", "2", True),
+        (138, "RUNNING", "20", False),
+        (143, "COMPLETING", "", False),
+        (1, "RUNNING", "", False),
+        (0, "RUNNING", "", False),
+    ],
+)
+def test_a_job_that_its_time_limit_stops_is_queued_again(
+    tmp_path: Path, code: int, state: str, restarts: str, *, is_requeued: bool
+) -> None:
+    """Not after scancel, a failure, or too many times; the exit code stays."""
+    programs = tmp_path / "bin"
+    program(programs, "squeue", f"echo {state}")
+    program(programs, "scontrol", f'echo "$@" > {tmp_path}/asked')
+    lines = [f"(exit {code})", *slurm_settings.after_srun(SlurmSettings())]
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    if restarts:
+        environ["SLURM_RESTART_COUNT"] = restarts
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], env=environ, check=False)
+    assert done.returncode == code
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else None) == (
+        "requeue 7\n" if is_requeued else None
+    )

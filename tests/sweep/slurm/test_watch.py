@@ -1,0 +1,110 @@
+"""The watch over a sweep's jobs in Slurm's queue, whatever ends them or the command."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_slurm import Queue, three_jobs
+from sweeps import statuses, table_row
+
+from ddp_runner.config.schema import SweepConfig
+from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.results import WATCHED, sweep_table
+from ddp_runner.sweep.slurm import watch as slurm_watch
+from ddp_runner.tracking.run_record import write_run_record
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    """Three queued jobs."""
+    return three_jobs(tmp_path / "sweep")
+
+
+def watch(batch: Batch, **numbers: str) -> slurm_watch.Watch:
+    """Return what watches the jobs, given the number of each."""
+    return slurm_watch.Watch(batch, numbers, slurm_watch.Signals())
+
+
+def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of one that was cancelled, and of one that Slurm has forgotten."""
+    sweep, seen = batch.ledger.folder, list[list[str]]()
+    queue = Queue(monkeypatch, {"1_0": "PENDING", "1_1": "PENDING", "1_2": "PENDING"})
+
+    def ask(num_asked: int) -> None:
+        seen.append(list(statuses(sweep).values()))
+        match num_asked:
+            case 2:
+                queue.states |= {"1_0": "RUNNING", "1_1": "RUNNING"}
+            case 3:
+                write_run_record(sweep / "a", status="completed")
+                queue.is_down = True
+            case 5:
+                queue.is_down, queue.states = False, {"1_1": "RUNNING", "1_2": "CANCELLED"}
+            case 6:
+                queue.states = {}
+
+    queue.on_ask = ask
+    outcomes = watch(batch, a="1_0", b="1_1", c="1_2").run()
+    assert seen[3] == ["running", "running", "queued"]
+    assert statuses(sweep) == {"a": "completed", "b": "preempted", "c": "preempted"}
+    assert [(one.status, one.exit_code) for one in outcomes] == [
+        ("completed", 0),
+        ("preempted", 143),
+        ("preempted", 143),
+    ]
+    out, err = capsys.readouterr()
+    assert "3 queued\n2 running, 1 queued\n" in out
+    assert "job a  completed" in out
+    assert err.count("squeue failed: no controller; its jobs go on") == 1
+
+    (sweep / WATCHED).touch()  # as a command leaves it
+    write_run_record(sweep / "b", status="preempted")
+    table = sweep_table(sweep)
+    assert "b: Slurm has forgotten job 1_1 and its run has not completed" in table
+    assert "c: Slurm's job 1_2 was cancelled; the same command goes on with it" in table
+    write_run_record(sweep / "b", status="completed")
+    assert table_row(sweep_table(sweep), "b")[1] == "completed"
+
+
+def test_too_many_failures_cancel_the_rest(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cancelled then can go on later, and does not decide the exit code."""
+    sweep = batch.ledger.folder
+    queue = Queue(monkeypatch, {"1_0": "FAILED", "1_1": "RUNNING", "1_2": "PENDING"})
+    error = {"rank": 0, "kind": "crash", "sentence": "why"}
+    write_run_record(sweep / "a", status="failed", error=error)
+    strict = replace(batch, settings=SweepConfig(fail_fast=True))
+    outcomes = watch(strict, a="1_0", b="1_1", c="1_2").run()
+    assert queue.cancelled == ["1_1", "1_2"]
+    assert [one.exit_code for one in outcomes] == [1]
+    assert statuses(sweep) == {"a": "failed", "b": "preempted", "c": "preempted"}
+
+
+def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM leaves them at once."""
+    queue = Queue(monkeypatch, {"1_0": "RUNNING", "1_1": "PENDING", "1_2": "PENDING"})
+    numbers = {"a": "1_0", "b": "1_1", "c": "1_2"}
+    for signum, words in (
+        (signal.SIGINT, "SIGINT: 3 jobs go on; Ctrl-C again within 0 s cancels them (scancel)"),
+        (signal.SIGTERM, "SIGTERM: 3 jobs go on; the same command finds its jobs"),
+    ):
+        monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 0.05)
+        leaving = watch(batch, **numbers)
+        leaving._signals.put(signum)
+        (outcome,) = leaving.run()
+        assert (outcome.status, outcome.exit_code) == ("preempted", 128 + signum)
+        assert words in capsys.readouterr().out
+    assert queue.cancelled == []
+
+    monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 600.0)
+    monkeypatch.setattr(slurm_watch, "ONE_REQUEST_S", 0.0)
+    cancelling = watch(batch, **numbers)
+    for _ in range(2):
+        cancelling._signals.put(signal.SIGINT)
+    outcomes = cancelling.run()
+    assert queue.cancelled == ["1_0", "1_1", "1_2"]
+    assert [one.exit_code for one in outcomes] == [130]

@@ -1,0 +1,53 @@
+"""The commands of the pages about launching are ones that the runner accepts.
+
+tests/cluster/ runs the batch script, the mpirun commands and those for several machines as they
+stand, with smaller trainings.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from configs import resolved
+from pages import blocks
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.hardware import Hardware
+
+BIG = Hardware(num_gpus=8, num_cores=64)
+RANKS = {
+    "docs/slurm.md": DistEnv(0, 0, 16, 8, launcher="srun"),
+    "docs/mpi.md": DistEnv(0, 0, 2, 1, launcher="mpirun"),
+    "docs/launching.md": DistEnv(0, 0, 4, 4, launcher="torchrun"),
+    "docs/several_machines.md": DistEnv(0, 0, 16, 8, launcher="torchrun"),
+}
+COUNTS = {"slurm": 5, "mpi": 2, "launching": 7, "several_machines": 5}
+
+
+def commands() -> Iterator[tuple[str, str, str]]:
+    """Yield each command with its page: what starts it, and its arguments."""
+    for page in RANKS:
+        text = "".join(block.text for block in blocks(page) if block.language == "bash")
+        for line in text.replace("\\\n", " ").splitlines():
+            if found := re.search(r"^(.*)-m ddp_runner(?![.])([^&'\"#]*)", line):
+                yield page, found[1], found[2]
+
+
+def test_the_pages_show_enough_commands() -> None:
+    """A command that is no longer found would make the test below pass for nothing."""
+    pages = [page for page, _, _ in commands()]
+    assert {page: pages.count(f"docs/{page}.md") for page in COUNTS} == COUNTS
+
+
+@pytest.mark.parametrize(("page", "before", "arguments"), list(commands()))
+def test_each_command_composes(page: str, before: str, arguments: str) -> None:
+    """Under the ranks that the command starts, or as our own launcher's."""
+    words = arguments.replace("$SLURM_ARRAY_TASK_ID", "3").replace("$first", "n1").split()
+    # The last job of a sweep.
+    words = [re.sub("=.*,", "=", word) for word in words if word != "-m"]
+    assert all("=" in word for word in words)
+    words = [word for word in words if not word.startswith("resume=outputs/")]  # there is no run
+    is_launched = any(launcher in before for launcher in ("srun", "mpirun", "torchrun"))
+    env = RANKS[page] if is_launched and "launch.nnodes" not in arguments else None
+    assert isinstance(resolved(*words, hardware=BIG, env=env)[0], Config)
