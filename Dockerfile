@@ -11,11 +11,9 @@ COPY . /src
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
 
 FROM docker.io/library/python:${PYTHON}-slim
-# A smaller image for CPUs alone: the index that https://pytorch.org/get-started/locally shows for CPU.
-ARG TORCH_INDEX=
 ARG EXTRAS=text,streams,hf,shards,metrics
 # Torch in a layer of its own: it has almost the size of the image, and changes less often.
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch>=2.11" torchvision
+RUN pip install --no-cache-dir "torch>=2.11" torchvision
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir "$(echo /wheels/*.whl)[$EXTRAS]"
 COPY deploy/entrypoint.sh /usr/local/bin/entrypoint.sh

@@ -67,7 +67,7 @@ class _File(logging.FileHandler):
 
     _has_failed = False
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, overrides logging's
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging calls it by this name
         """Print, once, that the file cannot be written."""
         error = sys.exc_info()[1]
         if not self._has_failed:

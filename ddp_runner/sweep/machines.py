@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config.launching import LaunchConfig
@@ -31,7 +32,7 @@ CALL_S, GOODBYE_S = 15.0, 5.0  # for an answer of the store; for the others to s
 
 
 @dataclass(frozen=True)
-class Machines:
+class SweepMeeting:
     """Where the machines of a sweep have met, and this one's place among them."""
 
     meeting: "Meeting"
@@ -48,7 +49,7 @@ class Machines:
         return json.loads(store.get(name)) if store.check([name]) else None
 
 
-def meet(config: LaunchConfig) -> Machines:
+def meet(config: LaunchConfig) -> SweepMeeting:
     """Meet the other machines at launch.rdzv_endpoint; the one that serves it leads.
 
     Raises:
@@ -73,15 +74,15 @@ def meet(config: LaunchConfig) -> Machines:
             f"{config.rdzv_endpoint} ({reasons[-1]}); start the same command on each machine"
         ) from error
     if meeting.is_served_here:
-        return Machines(meeting, 0)
+        return SweepMeeting(meeting, 0)
     place = int(patiently(lambda: meeting.store.add("sweep/followers", 1), limit_s=CALL_S))
-    return Machines(meeting, config.node_rank or place)
+    return SweepMeeting(meeting, config.node_rank or place)
 
 
 class Leader(Local):
     """The executor of a sweep on several machines, on the first of them; None: a dry run."""
 
-    def __init__(self, machines: Machines | None) -> None:
+    def __init__(self, machines: SweepMeeting | None) -> None:
         super().__init__()
         self._machines, self._num_told = machines, 0
         self._worst = 0
@@ -137,7 +138,7 @@ class Leader(Local):
         return outcome
 
 
-def follow(machines: Machines, job: Job) -> int:
+def follow(machines: SweepMeeting, job: Job) -> int:
     """Run this machine's ranks of each job that the leader names; return the exit code.
 
     Args:
@@ -159,7 +160,7 @@ def follow(machines: Machines, job: Job) -> int:
             raise UserError(f"{store_is_lost(own)}; start the same command again") from error
 
     while True:
-        told = call(lambda: machines.told(f"job/{number}"))  # noqa: B023, called at once
+        told = call(partial(machines.told, f"job/{number}"))
         if told is None:
             time.sleep(POLL_S)
             continue

@@ -80,7 +80,7 @@ class Host:
 
     def pids(self) -> list[int]:
         """Return the living processes here."""
-        network = os.stat(f"/proc/{self.pid}/ns/net")  # noqa: PTH116
+        network = Path(f"/proc/{self.pid}/ns/net").stat()
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended meanwhile

@@ -92,8 +92,7 @@ def digest_of_files(samples: Mapping[str, Samples], root: Path | None = None) ->
     for of_split in samples.values():
         for path, label in of_split:
             try:
-                # A Path for each of a million pictures would take longer than all the rest.
-                stat = os.stat(path)  # noqa: PTH116, see above
+                stat = os.stat(path)  # noqa: PTH116, a Path for each of a million takes too long
             except OSError as error:  # a dangling link, or a file removed meanwhile
                 raise UserError(
                     f"{Path(path).absolute()} cannot be read ({error.strerror}); replace or "
