@@ -34,7 +34,7 @@ from ddp_runner.rank.process_group import (
     fresh_store,
     loopback_store,
     process_group,
-    wait_for_rank_zero,
+    store_of_rank_zero,
 )
 
 
@@ -345,8 +345,9 @@ def test_failing_rank_fails_the_test_at_once(how: str, message: str) -> None:
         run_ranks(misbehave, 3, how, backend=PATIENT, timeout_s=2 if how == "hang" else 300)
 
 
-def test_a_rank_waits_until_rank_0_listens_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch's client, which prints C++ frames meanwhile."""
+def test_a_rank_waits_until_rank_0_answers_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch's client, which prints C++ frames or waits for ever meanwhile."""
+    env = DistEnv(rank=1, local_rank=0, world_size=2, local_world_size=1, launcher="own")
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         port = listener.getsockname()[1]
@@ -354,6 +355,26 @@ def test_a_rank_waits_until_rank_0_listens_and_says_where(monkeypatch: pytest.Mo
         monkeypatch.setenv("MASTER_PORT", str(port))
         sentence = f"rank 0 does not answer at {HOST}:{port} .Connection refused"
         with pytest.raises(dist.DistNetworkError, match=sentence):
-            wait_for_rank_zero(timeout_s=0.1)
-        listener.listen()
-        wait_for_rank_zero(timeout_s=600.0)
+            store_of_rank_zero(env, timeout_s=0.1)
+        listener.listen()  # and no answer, as from a suspended rank
+        with pytest.raises(dist.DistNetworkError, match="it may be suspended"):
+            store_of_rank_zero(env, timeout_s=0.5)
+
+
+def meeting_place(env: DistEnv, port: int) -> str:
+    """Meet at env:// and tell the others something."""
+    with patch.dict(os.environ, MASTER_ADDR=HOST, MASTER_PORT=str(port)):
+        store = store_of_rank_zero(env, timeout_s=600.0)
+    store.set(f"rank {env.rank}", str(env.rank))
+    told = [store.get(f"rank {rank}").decode() for rank in range(env.world_size)]
+    store.set(f"done {env.rank}", "")
+    store.wait([f"done {rank}" for rank in range(env.world_size)])  # rank 0 serves it
+    return " ".join(told)
+
+
+def test_the_ranks_of_several_machines_share_a_store() -> None:
+    """Whoever comes first."""
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    assert run_ranks(meeting_place, 2, port) == ["0 1", "0 1"]

@@ -25,6 +25,7 @@ PAUSE_S = 0.1
 # How long the report of another machine may take: one that gives no sign of life, and one that did
 # and now ends its ranks.
 SILENT_S, REPORT_S = 5.0, 15.0
+READ_S = 3.0  # for the other machines to read the reports
 OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly there
 MOST_TRACEBACK = 20_000  # characters
 LOST = (RuntimeError, OSError, RendezvousError, TimeoutError)  # of a store whose machine is gone
@@ -190,6 +191,13 @@ class Reports:
             silent = [place for place in range(len(self._machines)) if place not in found]
             is_alive = any(self._store.check([f"alive/{place}"]) for place in silent)
             if elapsed_s > (REPORT_S if is_alive else SILENT_S):
+                break
+            time.sleep(PAUSE_S)
+        self._store.set(f"read/{self._own}", "")
+        readers, deadline = [f"read/{place}" for place in found], time.monotonic() + READ_S
+        # The end of the machine that serves the store closes it.
+        while self._machines[self._own].serves and time.monotonic() < deadline:
+            if self._store.check(readers):
                 break
             time.sleep(PAUSE_S)
         return dict(found)

@@ -5,10 +5,12 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,8 +65,8 @@ def process_group(
                 store = fresh_store(env, timeout=timeout)
             elif is_local and backend.name != "mpi":
                 store = loopback_store(env, init_method=init_method, timeout=timeout)
-            elif init_method == FROM_ENVIRONMENT and backend.name != "mpi" and env.rank > 0:
-                wait_for_rank_zero(timeout_s=backend.timeout_s)
+            elif init_method == FROM_ENVIRONMENT and backend.name != "mpi":
+                store = store_of_rank_zero(env, timeout_s=backend.timeout_s)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
                 init_method=None if store is not None else init_method,
@@ -104,27 +106,43 @@ def _leave_loopback(init_method: str | None) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def wait_for_rank_zero(*, timeout_s: float) -> None:
-    """Wait until rank 0 listens at the address of env://.
+def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
+    """Return the store that rank 0 serves at the address of env://. Collective.
 
-    Torch's own client prints stacks of C++ frames while nobody does, as after a cut.
+    Torch's own client prints stacks of C++ frames while nobody listens, as after a cut, and waits
+    for ever if rank 0 is suspended.
 
     Raises:
-        torch.distributed.DistNetworkError: it does not within `timeout_s`.
+        torch.distributed.DistNetworkError: rank 0 does not answer within `timeout_s`.
     """
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + timeout_s
-    while True:
+    deadline, reason = time.monotonic() + timeout_s, ""
+    store = partial(STORES.TCPStore, *place, env.world_size, timeout=timedelta(seconds=timeout_s))
+    if env.is_rank_zero:
+        return store(is_master=True, multi_tenant=True)
+    while time.monotonic() < deadline:
         try:
             socket.create_connection(place, timeout=min(PROBE_S, timeout_s)).close()
-            return
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise STORES.DistNetworkError(
-                    f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer "
-                    f"at {place[0]}:{place[1]} ({error.strerror or error})"
-                ) from error
-        time.sleep(POLL_S)
+            reason = error.strerror or str(error)
+            time.sleep(POLL_S)
+            continue
+        found, reason = Future[Any](), "it may be suspended"
+        client = partial(store, is_master=False)
+        Thread(target=_fulfil, args=(found, client), daemon=True).start()
+        with suppress(TimeoutError):
+            return found.result(timeout=timeout_s)
+    raise STORES.DistNetworkError(
+        f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
+        f"{place[0]}:{place[1]} ({reason})"
+    )
+
+
+def _fulfil(found: "Future[Any]", call: Callable[[], Any]) -> None:
+    try:
+        found.set_result(call())
+    except BaseException as error:
+        found.set_exception(error)
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:

@@ -42,12 +42,16 @@ class Store:
 
 
 @contextmanager
-def round_of(*hosts: str, own: int = 0) -> Iterator[tuple[Reports, Any]]:
+def round_of(*hosts: str, own: int = 0, serves: bool = False) -> Iterator[tuple[Reports, Any]]:
     """Give the reports of a round, seen by the machine at a place, and its store."""
     store = Store()
     launch = LaunchConfig(nnodes=len(hosts), rdzv_endpoint="a:1")
     found = Reports(
-        [machine(host) for host in hosts], own, store=store, num_waiting=lambda: 0, launch=launch
+        [machine(host, serves=serves) for host in hosts],
+        own,
+        store=store,
+        num_waiting=lambda: 0,
+        launch=launch,
     )
     try:
         yield found, store
@@ -220,3 +224,22 @@ def test_without_the_store_a_run_is_complete_once_rank_0_has_ended(own: int) -> 
         store.check = lost
         assert wait_for(lambda: [found.all_ended(limit_s=1000.0)] != [None])
         assert found.all_ended(limit_s=1000.0) is (own == 0)
+
+
+def test_the_machine_with_the_store_waits_until_the_others_have_read_the_reports() -> None:
+    """Its end closes the store, and they would report that it is lost."""
+    readers = ["read/0", "read/1"]
+    with round_of("a", "b", serves=True) as (found, store):
+        check, asked = store.check, list[bool]()
+
+        def look(keys: list[str]) -> bool:
+            if keys == readers:
+                asked.append(bool(check(keys)))
+                store.set("read/1", "")  # after the first look
+                return asked[-1]
+            return bool(check(keys))
+
+        store.set("failure/1", json.dumps(asdict(failure("peer", rank=2, at=2))))
+        store.check = look
+        found.first_failure(failure("crash", rank=0, at=1))
+    assert asked == [False, True]
