@@ -149,7 +149,7 @@ class Watch:
             self._note(job_id, found)
         has_failed = Counter(self._statuses.values())[Status.FAILED] > before[Status.FAILED]
         is_left = bool(self._numbers) and not self._is_cancelling
-        if is_left and has_failed and self._batch.has_failed(self._batch.ledger.read()):
+        if is_left and has_failed and self._batch.has_failed():
             self._cancel(f"enough jobs have failed: cancelling {len(self._numbers)} more")
 
     def _note(self, job_id: str, found: Standing) -> None:
