@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,19 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-from safetensors import safe_open
-from safetensors.torch import load_file
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from commands import background, session_pids, wait_for
 from injection import At, Call, Fault, append_byte, inject, kill_tree, send_launcher, send_signal
-from run_folders import checkpoint_dir, checkpoint_steps, last_step, record, reproducible_metrics
+from run_folders import checkpoint_steps, record
+from undisturbed import WrongError, assert_equal, assert_whole, rank_pids
 from warm import start_server
 
-from ddp_runner.checkpoint.manifest import verify
-from ddp_runner.checkpoint.store import load_checkpoint, newest_first
-from ddp_runner.errors import UserError
 from ddp_runner.tracking.provenance import versions
 
 NUM_STEPS = 18  # six epochs of three
@@ -191,16 +185,12 @@ def chain(
         end = _run(MODES[mode], folder, environ={"TMPDIR": str(temp)})
         if end != 0:
             raise WrongError(f"the resume ended with exit code {end}: {_stderr(folder)}")
-        assert_equal(folder / RUN, expected.run_dir)
+        assert_equal(folder / RUN, expected.run_dir, num_steps=NUM_STEPS)
     except (WrongError, AssertionError) as wrong:
         result.failures.append(f"{mode}, {folder.name}: {wrong} (after {dict(result.kills)})")
         return result
     shutil.rmtree(folder)
     return result
-
-
-class WrongError(Exception):
-    """A run broke a guarantee."""
 
 
 def _kill_once(
@@ -267,16 +257,10 @@ def _kill_at(seconds: float, process: Any, victim: str, chance: random.Random) -
     if victim == "tree":
         os.killpg(process.pid, signal.SIGKILL)
         return True
-    ranks = list(_ranks(process.pid)) if victim == "rank" else []
+    ranks = list(rank_pids(process.pid)) if victim == "rank" else []
     with suppress(ProcessLookupError):
         os.kill(chance.choice(ranks) if ranks else process.pid, signal.SIGKILL)
     return True
-
-
-def _ranks(launcher_pid: int) -> Iterator[int]:
-    with suppress(psutil.Error):
-        for child in psutil.Process(launcher_pid).children():
-            yield from (rank.pid for rank in child.children())
 
 
 def _run(mode: Sequence[str], folder: Path, *faults: Fault, environ: Any = None) -> int:
@@ -286,67 +270,6 @@ def _run(mode: Sequence[str], folder: Path, *faults: Fault, environ: Any = None)
 
 def _stderr(folder: Path) -> str:
     return " | ".join((folder / "stderr").read_text().strip().splitlines()[:3])
-
-
-def assert_whole(run_dir: Path) -> None:
-    """Assert that every checkpoint with its final name is undamaged."""
-    for path in newest_first(run_dir / "checkpoints"):
-        try:
-            verify(path)
-        except UserError as error:
-            raise WrongError(f"a checkpoint does not load: {error}") from error
-
-
-def assert_equal(run_dir: Path, expected: Path) -> None:
-    """Assert that a training ended as the uninterrupted run: metrics, weights and checkpoints."""
-    if (status := record(run_dir)["status"]) != "completed" or last_step(run_dir) != NUM_STEPS:
-        raise WrongError(f"the run is {status} at step {last_step(run_dir)}")
-    if _metrics(run_dir) != _metrics(expected):
-        raise WrongError("metrics.jsonl differs")
-    saved, wanted = checkpoint_steps(run_dir), checkpoint_steps(expected)
-    if saved != wanted:
-        raise WrongError(f"the run has the checkpoints {saved}, not {wanted}")
-    for step in saved:
-        states = [load_checkpoint(checkpoint_dir(run, step)) for run in (run_dir, expected)]
-        if difference := _difference(*states):
-            raise WrongError(f"the checkpoint of step {step} differs in {difference}")
-    exported = [_exported(run / "model.safetensors") for run in (run_dir, expected)]
-    if difference := _difference(*exported, "model.safetensors"):
-        raise WrongError(f"the run differs in {difference}")
-
-
-def _exported(path: Path) -> dict[str, Any]:
-    with safe_open(path, framework="pt") as file:
-        return {"tensors": load_file(path), "metadata": _without_clock(file.metadata())}
-
-
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [_without_clock(line) for line in reproducible_metrics(run_dir)]
-
-
-def _without_clock(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if not key.startswith(("perf/", "ps/"))}
-
-
-def _difference(actual: Any, expected: Any, name: str = "state") -> str:
-    """Return the name of the first difference between two trees; empty if they are equal."""
-    if type(actual) is not type(expected):
-        return name
-    if isinstance(expected, dict):
-        if actual.keys() != expected.keys():
-            return name
-        pairs = [(f"{name}.{key}", actual[key], expected[key]) for key in expected]
-    elif isinstance(expected, list | tuple):
-        if len(actual) != len(expected):
-            return name
-        pairs = [
-            (f"{name}[{i}]", *both) for i, both in enumerate(zip(actual, expected, strict=True))
-        ]
-    elif hasattr(expected, "untyped_storage"):
-        return "" if actual.dtype == expected.dtype and actual.equal(expected) else name
-    else:
-        return "" if actual == expected else name
-    return next((path for key, *values in pairs if (path := _difference(*values, key))), "")
 
 
 def _shared_memory() -> list[str]:

@@ -29,7 +29,13 @@ from ddp_runner.distributed import (
     sum_over_ranks,
 )
 from ddp_runner.errors import UserError
-from ddp_runner.rank.process_group import HOST, fresh_store, loopback_store, process_group
+from ddp_runner.rank.process_group import (
+    HOST,
+    fresh_store,
+    loopback_store,
+    process_group,
+    wait_for_rank_zero,
+)
 
 
 def reductions(env: DistEnv) -> dict[str, Any]:
@@ -337,3 +343,17 @@ def test_failing_rank_fails_the_test_at_once(how: str, message: str) -> None:
     """run_ranks itself never waits for peers that are stuck, and leaves none behind."""
     with pytest.raises(RankFailedError, match=f"(?s){message}"):
         run_ranks(misbehave, 3, how, backend=PATIENT, timeout_s=2 if how == "hang" else 300)
+
+
+def test_a_rank_waits_until_rank_0_listens_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch's client, which prints C++ frames meanwhile."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", HOST)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        sentence = f"rank 0 does not answer at {HOST}:{port} .Connection refused"
+        with pytest.raises(dist.DistNetworkError, match=sentence):
+            wait_for_rank_zero(timeout_s=0.1)
+        listener.listen()
+        wait_for_rank_zero(timeout_s=600.0)

@@ -86,8 +86,10 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(), invocation)
+    if (env.num_nodes if env else job.config.launch.most_nodes) > 1:
+        _quiet_connections()
     if env is None:
-        _start_server(several=job.config.launch.most_nodes > 1)
+        start_fork_server()  # as early as can be: it imports torch while this process goes on
     asked, config = asked_folder(composed, job), job.config
     if env is not None or config.launch.most_nodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
@@ -129,12 +131,9 @@ def _run_here(composed: DictConfig, invocation: Invocation, job: Job, asked: Pat
         raise
 
 
-def _start_server(*, several: bool) -> None:
-    """Start the fork server as early as can be: it imports torch while this process goes on."""
-    if several:
-        # Where names of addresses are not known, torch warns of each connection.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_fork_server()
+def _quiet_connections() -> None:
+    """Keep torch from a warning for each connection, where names of addresses are not known."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
@@ -147,7 +146,8 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     is_search = not is_grid(composed.hydra.sweeper)
     several, machines = launch_of_several(composed), None
     if several is not None and not composed.sweep.dry_run:
-        _start_server(several=True)
+        _quiet_connections()
+        start_fork_server()
         machines = meet(several)
         if machines.place > 0:
             return follow(machines, follower(composed, invocation))

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,7 +115,15 @@ def print_error(sentence: str) -> None:
 
 
 def _failed(failure: Failure, folder: Path | None) -> Outcome:
-    """Record and print why the ranks failed, and how to go on."""
+    """Record and print why the ranks failed, and how to go on.
+
+    A machine that is lost after rank 0 has completed the run is no failure.
+    """
+    if folder is not None and failure.kind == "machine":
+        with suppress(UserError):  # run.json is damaged; the failure matters more
+            record = read_run_record(RunDir(folder), missing_ok=True)
+            if record.get("status") == Status.COMPLETED:
+                return Outcome(Status.COMPLETED, EXIT_COMPLETED, folder)
     next_step = "" if failure.kind == "user" else "; go on with resume=RUN"
     if folder is not None and RunDir(folder).record.exists():  # it may be on another machine
         run_dir = RunDir(folder)

@@ -11,7 +11,7 @@ rendezvous, this node in it, and what a node needs to leave.
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -27,14 +27,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError, counted
+from ddp_runner.launch.machine import Machine, rank_order, validate_equal
 from ddp_runner.launch.meeting import STORES, Meeting, open_meeting
 from ddp_runner.launch.patience import patiently
-from ddp_runner.launch.reports import LOST, Machine, Reports, store_is_lost
+from ddp_runner.launch.reports import LOST, Reports, store_is_lost
 
 LAST_CALL_S = 10  # an elastic run that has enough machines waits so long for more
 INTRODUCTION_S = 20.0  # torch forgets after 15 s a machine that has left while it waited
 GOODBYE_S = 5.0
-NO_NUMBER = 2**31  # sorts after every launch.node_rank
 
 
 class Machines(rdzv.RendezvousHandler):
@@ -129,9 +129,14 @@ class Machines(rdzv.RendezvousHandler):
             last_call_timeout=LAST_CALL_S,
         )
         store = self._meeting.store
-        self._handler = create_handler(
-            store, C10dRendezvousBackend(store, launch.rdzv_id), parameters
-        )
+        before = store.compare_set(f"nnodes/{launch.rdzv_id}", "", str(launch.nnodes)).decode()
+        if before != str(launch.nnodes):
+            raise UserError(
+                f"launch.nnodes is {launch.nnodes} here and {before} on the machines that came "
+                "before; start the same command on each machine"
+            )
+        backend = C10dRendezvousBackend(store, launch.rdzv_id)
+        self._handler = create_handler(store, backend, parameters)
 
     def _note(self, reason: str) -> None:
         self._unreachable = reason
@@ -154,10 +159,10 @@ class Machines(rdzv.RendezvousHandler):
         except STORES.DistStoreError:
             return None
         machines = [Machine(**json.loads(info.store.get(key))) for key in keys]
-        order = _order(machines)
+        order = rank_order(machines)
         self.num_ranks = machines[order[0]].num_ranks or 1  # if it is unknown, no rank will go on
         machines = [replace(one, num_ranks=one.num_ranks or self.num_ranks) for one in machines]
-        _validate_equal(machines)
+        validate_equal(machines)
         place = order.index(info.rank)
         ordered = [machines[one] for one in order]
         self.reports = Reports(
@@ -222,38 +227,3 @@ class Machines(rdzv.RendezvousHandler):
         if self.reports is not None:
             self.reports.close()
         self.reports = None
-
-
-def _order(machines: Sequence[Machine]) -> list[int]:
-    """Return the places that torch gave the machines, in the order of their ranks.
-
-    Raises:
-        UserError: two have one number.
-    """
-    by_number: dict[int, str] = {}
-    for one in machines:
-        if one.number in by_number:
-            raise UserError(
-                f"{by_number[one.number]} and {one.host} both have launch.node_rank={one.number}; "
-                "give each machine a number of its own, or none"
-            )
-        if one.number is not None:
-            by_number[one.number] = one.host
-
-    def key(place: int) -> tuple[int, bool, bool, int]:
-        one = machines[place]
-        number = NO_NUMBER if one.number is None else one.number
-        return number, not one.sees_run, not one.serves, place
-
-    return sorted(range(len(machines)), key=key)
-
-
-def _validate_equal(machines: Sequence[Machine]) -> None:
-    """Reject machines that do not start equally many ranks."""
-    first = machines[0]
-    for one in machines:
-        if one.num_ranks != first.num_ranks:
-            raise UserError(
-                f"{first.host} starts {counted(first.num_ranks or 0, 'rank')} and {one.host} "
-                f"{one.num_ranks}; give each machine the same launch.nproc_per_node"
-            )

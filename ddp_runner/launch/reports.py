@@ -7,8 +7,7 @@ look at it is in a thread.
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from threading import Event, Thread
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import listed
+from ddp_runner.launch.machine import Machine
 from ddp_runner.launch.patience import patiently
 from ddp_runner.scratch import Failure
 
@@ -28,18 +28,6 @@ SILENT_S, REPORT_S = 5.0, 15.0
 OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly there
 MOST_TRACEBACK = 20_000  # characters
 LOST = (RuntimeError, OSError, RendezvousError, TimeoutError)  # of a store whose machine is gone
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a machine tells the others when they meet."""
-
-    host: str
-    address: str  # at which the others reach it
-    num_ranks: int | None  # None: as many as the first machine
-    number: int | None  # its launch.node_rank
-    serves: bool  # it holds the store
-    sees_run: bool  # it has the folder of the run that goes on
 
 
 def store_is_lost(launch: LaunchConfig) -> str:
@@ -74,7 +62,10 @@ class Reports:
         self._num_waiting, self._launch = num_waiting, launch
         self._closed = Event()
         self._seen_at = time.monotonic()  # the last time that the store answered
+        self._is_lost = False  # the last look at the store failed
         self._known: dict[int, Failure] = {}
+        self._ended_at: float | None = None  # when the ranks of this machine had ended well
+        self._ended = set[int]()  # the machines whose ranks have
         self.is_wanted = False  # another machine waits to join
         Thread(target=self._watch, name="machines-watch", daemon=True).start()
 
@@ -88,6 +79,22 @@ class Reports:
         """Whether a rank of another machine has waited in vain, perhaps for one of this machine."""
         return any(one.is_timeout for one in self._known.values())
 
+    def all_ended(self, *, limit_s: float) -> bool | None:
+        """Return whether all ranks of the run have ended well, as this machine's have; None: wait.
+
+        A run that restarts needs all machines again, so none leaves before the last has ended, or
+        before `limit_s` seconds have passed. If the store is lost, only the end of rank 0 counts:
+        the run is complete with it.
+        """
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self._ended.add(self._own)
+        if len(self._ended) == len(self._machines):
+            return True
+        if self._is_lost or not self._is_seen:
+            return 0 in self._ended
+        return True if time.monotonic() - self._ended_at > limit_s else None
+
     def close(self) -> None:
         """End the watch: a new round begins, or the run has ended."""
         self._closed.set()
@@ -98,16 +105,20 @@ class Reports:
         Its kind is ``machine`` if one was lost; its rank is then the first of that machine, or -1
         if the store is lost as well.
         """
-        own = replace(own, sentence=self._with_host(own.sentence, own.rank))
+        if own.kind != "user":  # which may name several ranks, or none
+            own = replace(own, sentence=self._with_host(own.sentence, own.rank))
         own = replace(own, traceback=own.traceback[-MOST_TRACEBACK:])
         try:
-            is_seen = time.monotonic() - self._seen_at < OUT_OF_SIGHT_S
-            limit_s = REPORT_S + SILENT_S if is_seen else SILENT_S
+            limit_s = REPORT_S + SILENT_S if self._is_seen else SILENT_S
             found = patiently(partial(self._exchange, own), limit_s=limit_s)
         except LOST:
             if own.kind != "peer":
                 return own
             return Failure(rank=-1, kind="machine", sentence=store_is_lost(self._launch))
+        for place, one in found.items():
+            if one.kind == "user" and one.sentence != own.sentence:  # it may name no rank
+                host = self._machines[place].host
+                found[place] = replace(one, sentence=f"on {host}: {one.sentence}")
         causes = [one for one in found.values() if one.kind != "peer"]
         silent = [place for place in range(len(self._machines)) if place not in found]
         if causes or not silent:
@@ -125,6 +136,10 @@ class Reports:
         numbers = listed(list(map(str, ranks)))
         return f"{self._machines[place].host} (rank{'s' * (len(ranks) > 1)} {numbers})"
 
+    @property
+    def _is_seen(self) -> bool:
+        return time.monotonic() - self._seen_at < OUT_OF_SIGHT_S
+
     def _ranks(self, place: int) -> range:
         count = self._machines[place].num_ranks or 1  # all machines have equally many
         return range(place * count, (place + 1) * count)
@@ -134,12 +149,23 @@ class Reports:
         return sentence.replace(f"rank {rank}", f"rank {rank} on {self._machines[place].host}", 1)
 
     def _watch(self) -> None:
-        while not self._closed.wait(WATCH_S):
-            with suppress(*LOST):  # the ranks notice, too: their failure ends the run
-                self.is_wanted = self._num_waiting() > 0
-                self._seen_at = time.monotonic()
-                if self._reported() and not self._closed.is_set():
-                    self._store.set(f"alive/{self._own}", "")
+        while not self._closed.wait(WATCH_S if self._ended_at is None else PAUSE_S):
+            try:
+                self._look()
+                self._is_lost = False
+            except LOST:  # the ranks notice, too: their failure ends the run
+                self._is_lost = True
+
+    def _look(self) -> None:
+        """Look once for what the other machines tell; may block."""
+        self.is_wanted = self._num_waiting() > 0
+        self._seen_at = time.monotonic()
+        if self._reported() and not self._closed.is_set():
+            self._store.set(f"alive/{self._own}", "")
+        if self._ended_at is not None:
+            self._store.set(f"ended/{self._own}", "")
+            others = set(range(len(self._machines))) - self._ended
+            self._ended |= {one for one in others if self._store.check([f"ended/{one}"])}
 
     def _reported(self) -> dict[int, Failure]:
         """Return the failures that machines have reported so far; may block."""

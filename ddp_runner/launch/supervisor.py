@@ -26,11 +26,7 @@ from torch.distributed.elastic.agent.server.api import (
 from ddp_runner.config.schema import is_asynchronous
 from ddp_runner.errors import UserError
 from ddp_runner.host.load import oom_kills
-from ddp_runner.host.processes import (
-    adopt_orphans,
-    fork_server_is_gone,
-    start_fork_server,
-)
+from ddp_runner.host.processes import adopt_orphans, fork_server_is_gone, start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.blame import Ends, first_failure
@@ -45,7 +41,7 @@ from ddp_runner.tracking.run_dir import RunDir
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
-BARRIER_S = 300.0  # from the end of this machine's ranks to that of the others', torch's own
+BARRIER_S = 10.0  # for all machines to notice that all have ended
 JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 
 
@@ -220,6 +216,12 @@ class Supervisor(SimpleElasticAgent):
             if not self._is_leaving:
                 is_wanted = reports is not None and reports.is_wanted
                 return self._regrouping(f"a machine {'joins' if is_wanted else 'leaves'}")
+        limit_s = self._job.config.backend.timeout_s
+        is_over = reports.all_ended(limit_s=limit_s) if reports is not None else True
+        if is_over is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        if not is_over:
+            return self._failed({})
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
     def _regrouping(self, reason: str) -> RunResult:

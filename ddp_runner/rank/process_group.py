@@ -22,6 +22,7 @@ from ddp_runner.host.streams import notice_if_slow
 
 HOST = "127.0.0.1"
 POLL_S = 0.02
+PROBE_S = 2.0  # of a try to reach rank 0
 STORES: Any = dist  # torch documents its stores, but its stubs lack them
 # References that keep each group until the process ends. A group's threads take the GIL to release
 # the last collective's tensors. If the group ended with DDP's reducer, which joins these threads
@@ -62,6 +63,8 @@ def process_group(
                 store = fresh_store(env, timeout=timeout)
             elif is_local and backend.name != "mpi":
                 store = loopback_store(env, init_method=init_method, timeout=timeout)
+            elif init_method == FROM_ENVIRONMENT and backend.name != "mpi" and env.rank > 0:
+                wait_for_rank_zero(timeout_s=backend.timeout_s)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
                 init_method=None if store is not None else init_method,
@@ -99,6 +102,29 @@ def _leave_loopback(init_method: str | None) -> None:
     name = outer_interface(str(host)) if host else None
     if name is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def wait_for_rank_zero(*, timeout_s: float) -> None:
+    """Wait until rank 0 listens at the address of env://.
+
+    Torch's own client prints stacks of C++ frames while nobody does, as after a cut.
+
+    Raises:
+        torch.distributed.DistNetworkError: it does not within `timeout_s`.
+    """
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(place, timeout=min(PROBE_S, timeout_s)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise STORES.DistNetworkError(
+                    f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer "
+                    f"at {place[0]}:{place[1]} ({error.strerror or error})"
+                ) from error
+        time.sleep(POLL_S)
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:

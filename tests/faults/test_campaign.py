@@ -8,13 +8,14 @@ import pytest
 from injection import flip_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from undisturbed import WrongError, assert_equal, assert_whole
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.config.schema import CheckpointConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from kill_campaign import MODES, WrongError, assert_equal, assert_whole, campaign, uninterrupted
+from kill_campaign import MODES, NUM_STEPS, campaign, uninterrupted
 
 
 def test_killed_runs_end_as_uninterrupted_runs(short_temp: Path) -> None:
@@ -58,13 +59,13 @@ def change_export(run: Path) -> None:
 def test_the_campaign_notices_every_difference(tmp_path: Path) -> None:
     """A changed weight, number, checkpoint or byte fails; the unchanged run passes."""
     run = uninterrupted("single", tmp_path / "single").run_dir
-    assert_equal(run, run)
+    assert_equal(run, run, num_steps=NUM_STEPS)
     for change in (change_weight, change_metrics, delete_checkpoint, change_export):
         other = tmp_path / change.__name__
         shutil.copytree(run, other)
         change(other)
         with pytest.raises(WrongError):
-            assert_equal(other, run)
+            assert_equal(other, run, num_steps=NUM_STEPS)
     assert_whole(run)
     flip_bits(max((run / "checkpoints").iterdir()) / "state.pt", 1000)
     with pytest.raises(WrongError, match="does not load"):

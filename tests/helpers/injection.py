@@ -1,6 +1,6 @@
 """Inject faults into real runs: at a step of a rank, at a file system call, in a file.
 
-benchmarks/kill_campaign.py uses it, too. The package has no hook for it: `inject` changes a command
+The campaigns in benchmarks/ use it, too. The package has no hook for it: `inject` changes a command
 of ``warm`` before its first line, and the ranks inherit the change because they are forked from it.
 """
 
@@ -42,6 +42,7 @@ COUNTED = {  # functions whose calls `At` counts
     "own step": ("ddp_runner.own_loop.run.Run.should_stop",),
     "evaluation": ("ddp_runner.train.loop.evaluate",),
     "log": ("ddp_runner.tracking.tracker.Tracker._add",),
+    "end": ("ddp_runner.train.task.export_best",),  # once, on each rank, after the last step
 }
 DURING = {  # functions in which `Call` counts the file system calls
     "save": ("ddp_runner.checkpoint.writer.save_checkpoint",),
@@ -125,6 +126,12 @@ def wait_until(path: str, words: str = "") -> None:
     """Wait until a file exists and contains these words."""
     while not (Path(path).exists() and words in Path(path).read_text()):
         time.sleep(0.01)
+
+
+def pause(folder: str) -> None:
+    """Create the file `reached` in a folder, and wait for `go` in it."""
+    Path(folder, "reached").touch()
+    wait_until(str(Path(folder, "go")))
 
 
 def append_byte(path: str) -> None:

@@ -41,6 +41,7 @@ from ddp_runner.job import Job
 from ddp_runner.launch import launcher
 from ddp_runner.launch.rank_processes import RankProcesses
 from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.scratch import Failure
 
 FAULTY = '''
 import os, time
@@ -372,3 +373,17 @@ def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
         wait_for(lambda: is_gone(process.pid))  # also a server that is importing still
     assert (end.exit_code, end.stderr) == (130, "")
     assert [record(run)["status"] for run in end.run_dirs] in ([], ["preempted"])
+
+
+@pytest.mark.parametrize("status", ["running", "completed"])
+def test_a_machine_that_is_lost_after_the_end_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str
+) -> None:
+    """Rank 0 has written that the run is complete; before, the loss is a failure."""
+    (tmp_path / "run.json").write_text(json.dumps({"status": status}))
+    lost = Failure(rank=-1, kind="machine", sentence="n1 was lost")
+    outcome = launcher._failed(lost, tmp_path)
+    is_complete = status == "completed"
+    assert outcome.exit_code == (0 if is_complete else 1)
+    assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")
+    assert ("error: n1 was lost" in capsys.readouterr().err) is not is_complete

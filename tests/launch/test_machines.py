@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from commands import wait_for
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch import reports
-from ddp_runner.launch.machines import _order, _validate_equal
-from ddp_runner.launch.reports import MOST_TRACEBACK, Machine, Reports
+from ddp_runner.launch.machine import Machine, rank_order, validate_equal
+from ddp_runner.launch.reports import MOST_TRACEBACK, Reports
 from ddp_runner.scratch import Failure
 
 STORES: Any = dist
@@ -69,7 +70,7 @@ def round_of(*hosts: str, own: int = 0) -> Iterator[tuple[Reports, Any]]:
 )
 def test_the_first_machine_has_rank_0(machines: list[Machine], first: str) -> None:
     """The first reason that applies: its number, the run's folder, the endpoint."""
-    order = _order(machines)
+    order = rank_order(machines)
     assert sorted(order) == list(range(len(machines)))
     assert machines[order[0]].host == first
 
@@ -77,9 +78,9 @@ def test_the_first_machine_has_rank_0(machines: list[Machine], first: str) -> No
 def test_machines_that_do_not_fit_together_are_named() -> None:
     """Both, and what each says."""
     with pytest.raises(UserError, match=r"a and b both have launch\.node_rank=1; give each"):
-        _order([machine("a", number=1), machine("b", number=1)])
+        rank_order([machine("a", number=1), machine("b", number=1)])
     with pytest.raises(UserError, match=r"a starts 2 ranks and b 1; give each machine the same"):
-        _validate_equal([machine("a"), machine("b", num_ranks=1)])
+        validate_equal([machine("a"), machine("b", num_ranks=1)])
 
 
 def test_the_failure_that_came_first_is_named_with_its_machine() -> None:
@@ -91,6 +92,20 @@ def test_the_failure_that_came_first_is_named_with_its_machine() -> None:
         assert seen.first_failure(own) == other
         told = json.loads(store.get("failure/0"))
         assert told["sentence"] == "rank 0 on a raised RuntimeError"
+
+
+def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
+    """Where every rank says the same, no machine is named."""
+    own = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
+    for sentence, expected in [
+        (own.sentence, own.sentence),
+        ("there is no data", "on b: there is no data"),
+    ]:
+        with round_of("a", "b") as (seen, store):
+            other = failure("user", rank=2, at=5, sentence=sentence)
+            store.set("failure/1", json.dumps(asdict(other)))
+            assert seen.first_failure(own).sentence == expected
+            assert json.loads(store.get("failure/0"))["sentence"] == own.sentence
 
 
 def test_a_long_traceback_is_shortened_for_the_others() -> None:
@@ -169,3 +184,28 @@ def test_torch_has_the_private_names_that_let_a_machine_leave() -> None:
     assert dynamic_rendezvous._RendezvousExitOp
     names = handler.__init__.__code__.co_names
     assert {"_this_node", "_state_holder", "_op_executor"} <= set(names)
+
+
+def test_no_machine_leaves_before_the_ranks_of_all_have_ended() -> None:
+    """A restart needs all of them; a limit lets them leave, and so does the end of rank 0."""
+    with round_of("a", "b", own=1) as (found, store):
+        assert found.all_ended(limit_s=1000.0) is None
+        wait_for(lambda: store.check(["ended/1"]))
+        assert found.all_ended(limit_s=1000.0) is None
+        store.set("ended/0", "")
+        wait_for(lambda: found.all_ended(limit_s=1000.0))
+    with round_of("a", "b", own=1) as (found, _):
+        assert found.all_ended(limit_s=0.0)
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_without_the_store_a_run_is_complete_once_rank_0_has_ended(own: int) -> None:
+    """Rank 0 writes the result, so its machine may leave; the others cannot know."""
+
+    def lost(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with round_of("a", "b", own=own) as (found, store):
+        store.check = lost
+        assert wait_for(lambda: [found.all_ended(limit_s=1000.0)] != [None])
+        assert found.all_ended(limit_s=1000.0) is (own == 0)

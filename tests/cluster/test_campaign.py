@@ -1,0 +1,68 @@
+"""A few faults of the campaign over several hosts in benchmarks/, and that it notices a change."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from clusters import needs
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from undisturbed import WrongError, assert_equal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from cluster_campaign import campaign, draws, is_possible
+from cluster_checks import disturbed
+from cluster_faults import KINDS, Draw
+from cluster_training import NUM_STEPS, SETTINGS, undisturbed
+
+pytestmark = needs()
+
+
+def changed(run: Path, other: Path, *, by: float) -> Path:
+    """Copy a run, and change an exported weight of the copy."""
+    shutil.copytree(run, other)
+    path = other / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        facts = file.metadata()
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[0] += by
+    save_file(tensors, path, facts)
+    return other
+
+
+def test_disturbed_runs_end_as_undisturbed_runs(short_temp: Path) -> None:
+    """A rank killed and restarted, a host killed, and a stop, with a shared disk and without."""
+    faults = [
+        Draw("rank killed", "saving", "2 hosts, restarts", seed="a"),
+        Draw("host killed", "training", "2 hosts", seed="b"),
+        Draw("SIGTERM", "training", "2 hosts, own disks", seed="c"),
+    ]
+    result = campaign(short_temp, faults, jobs=1, log=print)
+    assert [(seen.was_reached, seen.wrong) for _, seen in result] == [(True, [])] * 3
+
+
+def test_the_campaign_notices_an_altered_weight(short_temp: Path) -> None:
+    """By a fault that leads to other weights than expected, bit for bit or beyond rounding."""
+    run, calls = undisturbed(short_temp / "run", SETTINGS["2 hosts"])
+    assert_equal(run, run, num_steps=NUM_STEPS)
+    altered = changed(run, short_temp / "altered", by=1e-6)
+    fault = Draw("rank raises", "training", "2 hosts", seed="d")
+    seen = disturbed(short_temp / "fault", fault, altered, num_calls=calls)
+    assert len(seen.wrong) == 1
+    assert "the run differs in model.safetensors.tensors." in seen.wrong[0]
+    assert_equal(altered, run, num_steps=NUM_STEPS, rounds=True)
+    with pytest.raises(WrongError, match=r"differs in model\.safetensors"):
+        assert_equal(
+            changed(run, short_temp / "far", by=0.01), run, num_steps=NUM_STEPS, rounds=True
+        )
+
+
+def test_a_seed_draws_every_kind_of_fault_in_every_phase_and_setting() -> None:
+    """The same faults again, and only faults that can happen."""
+    faults = draws(100, seed=1)
+    assert faults == draws(100, seed=1) != draws(100, seed=2)
+    places = {(kind, phase) for kind, phases in KINDS.items() for phase in phases}
+    assert {(one.kind, one.phase) for one in faults} == places
+    assert {one.setting for one in faults} == set(SETTINGS)
+    assert all(is_possible(one.kind, one.phase, one.setting) for one in faults)
