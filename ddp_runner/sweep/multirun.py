@@ -33,6 +33,8 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.start_block import fact_lines, shown_path
 
+NOTE_EVERY = 1000  # jobs, which take about a minute to plan
+
 
 class StopSweep(BaseException):
     """No further batch is to run: a signal came, or too many jobs of a search have failed.
@@ -133,8 +135,7 @@ class Sweep:
         """Plan and freeze all jobs of a batch, then run them; return their objectives.
 
         Args:
-            composing: yields the config of each job, with its ``hydra`` node. It takes a while, so
-                the first line is printed after the first.
+            composing: composes one job after the other; each config has its ``hydra`` node.
 
         Returns:
             For each job the metric `sweep.objective`, or None if the sweep has no objective. For a
@@ -149,6 +150,8 @@ class Sweep:
                 print(fact_lines({"sweep": str(shown_path(self._folder))}), flush=True)
             self._settings = self._validated(one)
             planned.append(self._planned(one))
+            if len(planned) % NOTE_EVERY == 0:
+                print(f"{len(planned)} jobs are planned", flush=True)
         if not planned:
             raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
         if self._settings.dry_run:

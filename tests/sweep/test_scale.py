@@ -3,16 +3,21 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 
 import pytest
 from configs import resolved
 
+from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.compose import compose
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.job import Job, Outcome, Status
+from ddp_runner.sweep import multirun
 from ddp_runner.sweep.jobs import Batch, run_jobs
 from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep.local import Local
+from ddp_runner.sweep.multirun import StopSweep, Sweep
 from ddp_runner.sweep.slurm_watch import poll_interval
 
 COUNTERS = Path("/proc/self/io")
@@ -91,3 +96,24 @@ def test_twice_the_jobs_cost_twice_the_bytes(
 def test_slurm_is_asked_less_often_the_longer_it_takes() -> None:
     """A tenth of the time at most, but for a controller that hardly answers."""
     assert [poll_interval(one) for one in (0.0, 0.1, 2.0, 60.0)] == [5.0, 5.0, 20.0, 60.0]
+
+
+def test_a_large_sweep_says_how_far_its_planning_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Thousands of jobs take minutes; a small sweep prints nothing."""
+    monkeypatch.setattr(multirun, "NOTE_EVERY", 3)
+    job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
+    sweep = Sweep(
+        tmp_path,
+        ["-m"],
+        executor=Local(),
+        is_search=False,
+        plan=lambda *_: job,
+        name_of=lambda composed: str(composed.seed),
+    )
+    composed = compose(parse(["model=toy", "sweep.dry_run=true", "+hydra.job.num=0"]))
+    with pytest.raises(StopSweep):
+        sweep.run_batch(repeat(composed, 7))
+    found = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
+    assert found == ["3 jobs are planned", "6 jobs are planned"]
