@@ -1,7 +1,7 @@
 # The image of ddp_runner, for CPUs and NVIDIA GPUs:
 #
 #   docker build -t ddp-runner .
-#   docker run --rm -v runs:/work/outputs -v /DATA:/work/data:ro --gpus all ddp-runner model=resnet18
+#   docker run --rm -v runs:/app/outputs -v /DATA:/app/data:ro --gpus all ddp-runner model=resnet18
 #
 # GPUs need no other base: torch's wheels carry CUDA, and the container runtime adds the driver.
 ARG PYTHON=3.12
@@ -22,8 +22,8 @@ COPY deploy/entrypoint.sh /usr/local/bin/entrypoint.sh
 
 # On a volume that was mounted for another user, run with that one: --user, or runAsUser.
 RUN useradd --uid 1000 --create-home runner \
-    && install --directory --owner=runner --group=runner /work /work/outputs /work/data
+    && install --directory --owner=runner --group=runner /app /app/outputs /app/data
 USER 1000:1000
-WORKDIR /work
+WORKDIR /app
 ENV PYTHONUNBUFFERED=1 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENTRYPOINT ["entrypoint.sh"]

@@ -111,7 +111,8 @@ class Injection:
     def _place(self, late: Sequence[int]) -> At | Call | None:
         """Return where a rank waits for the fault; None: at any instant of the start."""
         chance, num_ranks = self._chance, self.run.setting.num_hosts - len(late)
-        rank = self.victim if self.kind == "rank raises" else chance.randrange(num_ranks)
+        is_own = self.kind == "rank raises" or self.phase == "ending"  # others end, and are gone
+        rank = self.victim if is_own else chance.randrange(num_ranks)
         if self.phase == "start-up":
             return At(rank, 1, of="evaluation") if self.kind == "rank raises" else None
         if self.phase == "training":

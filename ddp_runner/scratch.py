@@ -25,7 +25,11 @@ FRESH_S = 4.0  # a rank that has not renewed its saving mark for this long is su
 
 # What gloo, NCCL and the store of a group report when another rank is gone or late.
 PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
-TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure")  # this rank itself waited too long
+TIMEOUT_SIGNS = (
+    "imed out",
+    "imeout caused pair closure",
+    "wait timeout",
+)  # this rank itself waited too long
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torchx.specs.overlays import set_overlay
 
 from ddp_runner.errors import one_line
 
-WORKDIR = "/work"  # of the image, see Dockerfile
+WORKDIR = "/app"  # of the image, see Dockerfile
 GROUP = 1000  # of the image's user, who is not root
 CORES_PER_RANK, MB_PER_RANK = 2, 4096  # a rank of torch takes 0.5 GiB before it has a model
 GRACE_S = 60  # from the request to end to SIGKILL: to finish the step and write a checkpoint

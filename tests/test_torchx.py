@@ -73,12 +73,12 @@ def test_a_pod_has_room_for_its_ranks_and_keeps_what_must_outlive_it(job: dict[s
         }
         assert mounted == {
             "/dev/shm": {"name": "dshm", "emptyDir": {"medium": "Memory"}, "readOnly": False},
-            "/work/outputs": {
+            "/app/outputs": {
                 "name": "mount-0",
                 "persistentVolumeClaim": {"claimName": "runs"},
                 "readOnly": False,
             },
-            "/work/data": {
+            "/app/data": {
                 "name": "mount-1",
                 "hostPath": {"path": "/mnt/data"},
                 "readOnly": True,

@@ -136,6 +136,7 @@ def plan_at(
                 hardware=place.hardware,
                 chosen=chosen_keys(overrides),
                 env=place.env,
+                lacks_run=lacks_run,
             )
             validate_files(config, env=place.env)
         return Job(

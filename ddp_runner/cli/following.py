@@ -10,7 +10,7 @@ from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import AUTO
 from ddp_runner.host.hardware import detect
 from ddp_runner.job import Job
-from ddp_runner.sweep.slurm_settings import slurm_settings
+from ddp_runner.sweep.slurm.settings import slurm_settings
 
 
 def launch_of_several(composed: DictConfig) -> LaunchConfig | None:

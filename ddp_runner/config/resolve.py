@@ -20,6 +20,7 @@ def resolve(
     hardware: Hardware,
     chosen: Collection[str] = (),
     env: DistEnv | None = None,
+    lacks_run: bool = False,
 ) -> tuple[RunConfig, list[str]]:
     """Return the config with every derived value filled in, and warnings to print once.
 
@@ -29,6 +30,7 @@ def resolve(
         chosen: the keys given on the command line. If two keys exclude each other, they win over
             the choice of a group.
         env: this rank's facts where the ranks run already (torchrun, srun, mpirun).
+        lacks_run: the run to resume is on another machine, whose batch sizes replace these.
 
     Raises:
         UserError: a rule is broken.
@@ -45,7 +47,7 @@ def resolve(
     backend = _backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
     found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
-    if env is None and config.launch.is_elastic:
+    if env is None and config.launch.is_elastic and not lacks_run:
         validate_elastic(config, nproc=nproc, chosen=chosen)
     resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)

@@ -143,6 +143,13 @@ def kill_descendants() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def is_suspended(pid: int | None) -> bool:
+    """Return whether a process is stopped (man 5 proc_pid_stat). Linux only."""
+    with suppress(OSError):
+        return Path(PROC, str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def process_stats() -> Iterator[tuple[int, list[int]]]:
     """Yield each process of this machine, and its fields from /proc/PID/stat after the state.
 

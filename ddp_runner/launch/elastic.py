@@ -1,4 +1,4 @@
-"""Adapter of torch's launcher: what an agent starts, its own rendezvous, and NUMA binding.
+"""Adapter of torch's launcher: what an agent starts, its own rendezvous, NUMA binding.
 
 Torch has no public name for `_maybe_wrap_with_numa_binding`. Checked on torch 2.11 and 2.15.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.elastic.rendezvous as rdzv
 import torch.numa.binding as numa
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
@@ -24,6 +24,7 @@ from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.meeting import Meeting
 
 MONITOR_INTERVAL_S = 0.05
+ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def worker_spec(
@@ -53,6 +54,28 @@ def worker_spec(
         max_restarts=launch.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
     )
+
+
+def rank_environ(one: Worker, group: WorkerGroup, *, attempt: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank."""
+    spec = group.spec
+    variables = {
+        "RANK": one.global_rank,
+        "LOCAL_RANK": one.local_rank,
+        "WORLD_SIZE": one.world_size,
+        "LOCAL_WORLD_SIZE": spec.local_world_size,
+        "GROUP_RANK": group.group_rank,
+        "GROUP_WORLD_SIZE": group.group_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+        # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
+        ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def numa_options(config: RunConfig) -> numa.NumaOptions | None:

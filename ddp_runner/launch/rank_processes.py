@@ -13,7 +13,7 @@ from typing import Any
 from torch.numa.binding import NumaOptions
 
 from ddp_runner import worker
-from ddp_runner.host.processes import children, end_adopted
+from ddp_runner.host.processes import children, end_adopted, is_suspended
 from ddp_runner.job import Job
 from ddp_runner.launch.elastic import numa_bound, numa_options
 from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S, die_with_launcher
@@ -62,6 +62,10 @@ class RankProcesses:
     def exit_codes(self) -> dict[int, int | None]:
         """Return the exit code of each rank; None: it runs."""
         return {one.rank: one.process.exitcode for one in self._ranks}
+
+    def suspended(self) -> list[int]:
+        """Return the ranks that are suspended, as by SIGSTOP. Linux only: elsewhere none."""
+        return [one.rank for one in self._ranks if is_suspended(one.process.pid)]
 
     def results(self, *, wait_s: float = 0.0) -> Mapping[int, Any]:
         """Return the results of the ranks whose work has returned, after waiting for all to end."""

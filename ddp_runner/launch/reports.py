@@ -79,6 +79,11 @@ class Reports:
         """Whether a rank of another machine has waited in vain, perhaps for one of this machine."""
         return any(one.is_timeout for one in self._known.values())
 
+    @property
+    def ranks_have_ended(self) -> bool:
+        """Whether the ranks of a machine have ended well."""
+        return bool(self._ended)
+
     def all_ended(self, *, limit_s: float) -> bool | None:
         """Return whether all ranks of the run have ended well, as this machine's have; None: wait.
 
@@ -88,11 +93,10 @@ class Reports:
         """
         if self._ended_at is None:
             self._ended_at = time.monotonic()
-            self._ended.add(self._own)
         if len(self._ended) == len(self._machines):
             return True
         if self._is_lost or not self._is_seen:
-            return 0 in self._ended
+            return 0 in {self._own, *self._ended}
         return True if time.monotonic() - self._ended_at > limit_s else None
 
     def close(self) -> None:
@@ -164,8 +168,9 @@ class Reports:
             self._store.set(f"alive/{self._own}", "")
         if self._ended_at is not None:
             self._store.set(f"ended/{self._own}", "")
-            others = set(range(len(self._machines))) - self._ended
-            self._ended |= {one for one in others if self._store.check([f"ended/{one}"])}
+            self._ended.add(self._own)  # only now: this machine may leave, and the others must know
+        others = set(range(len(self._machines))) - self._ended
+        self._ended |= {one for one in others if self._store.check([f"ended/{one}"])}
 
     def _reported(self) -> dict[int, Failure]:
         """Return the failures that machines have reported so far; may block."""

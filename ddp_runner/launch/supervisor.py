@@ -6,8 +6,8 @@ its own ``LocalElasticAgent`` waits 30 s for a suspended rank, restarts ranks wh
 to repeat, and knows one rank's exit code only.
 """
 
-import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -30,16 +30,15 @@ from ddp_runner.host.processes import adopt_orphans, fork_server_is_gone, start_
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.blame import Ends, first_failure
-from ddp_runner.launch.elastic import worker_spec
+from ddp_runner.launch.elastic import rank_environ, worker_spec
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.meeting import Meeting
 from ddp_runner.launch.patience import StoppedError, patiently
 from ddp_runner.launch.rank_processes import RankProcesses
-from ddp_runner.launch.reports import LOST, Reports
+from ddp_runner.launch.reports import LOST, REPORT_S, Reports
 from ddp_runner.scratch import Failure
 from ddp_runner.tracking.run_dir import RunDir
 
-ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
 BARRIER_S = 10.0  # for all machines to notice that all have ended
 JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
@@ -97,6 +96,7 @@ class Supervisor(SimpleElasticAgent):
         self._ranks = RankProcesses(job)
         self._oom_kills = 0
         self.has_begun = False  # ranks have been started
+        self._ending_since: float | None = None  # when the first ranks had ended well
         self._is_leaving = False  # this machine ends, and the others may go on
         # Whether the run goes on when a rank that serves the loop is lost.
         is_alone = job.config.launch.most_nodes == 1
@@ -162,31 +162,13 @@ class Supervisor(SimpleElasticAgent):
         self._scratch.begin_attempt(self._attempt)
         start_fork_server()  # if it was killed
         self._oom_kills = oom_kills()
-        self.failure, self.has_begun = None, True
+        self.failure, self.has_begun, self._ending_since = None, True, None
         run_dir = self._job.run_dir or self._scratch.run_folder()
         self._job = replace(self._job, run_dir=run_dir)
-        environs = [self._environ(one, worker_group) for one in worker_group.workers]
+        environs = [
+            rank_environ(one, worker_group, attempt=self._attempt) for one in worker_group.workers
+        ]
         return self._ranks.start(self._job, environs)
-
-    def _environ(self, one: Worker, group: WorkerGroup) -> dict[str, str]:
-        """Return the variables that torchrun sets for a rank."""
-        variables = {
-            "RANK": one.global_rank,
-            "LOCAL_RANK": one.local_rank,
-            "WORLD_SIZE": one.world_size,
-            "LOCAL_WORLD_SIZE": group.spec.local_world_size,
-            "GROUP_RANK": group.group_rank,
-            "GROUP_WORLD_SIZE": group.group_world_size,
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": group.master_port,
-            "TORCHELASTIC_RESTART_COUNT": self._attempt,
-            "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": group.spec.rdzv_handler.use_agent_store,
-            # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
-            ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
-        }
-        return {name: str(value) for name, value in variables.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         exit_codes, results = self._ranks.exit_codes(), self._ranks.results()
@@ -205,7 +187,14 @@ class Supervisor(SimpleElasticAgent):
         if reports is not None and reports.is_wanted:
             self._scratch.regroup.touch()  # all ranks save and end; then the machines meet anew
         needed = [0] if self._outlives_trainers else list(exit_codes)
+        if self._ending_since is None and (results or (reports and reports.ranks_have_ended)):
+            self._ending_since = time.monotonic()
+        limit_s = self._job.config.backend.timeout_s
         if any(exit_codes[rank] is None for rank in needed):
+            # Nobody waits for such a rank in a collective, where it would be noticed.
+            is_late = self._ending_since and time.monotonic() > self._ending_since + limit_s
+            if is_late and (suspended := self._ranks.suspended()):
+                return self._failed(lost, suspended=suspended[0])
             return RunResult(state=WorkerState.HEALTHY)
         results = self._ranks.results(wait_s=SERVING_GRACE_S)
         values = {rank: results.get(rank) for rank in exit_codes}
@@ -216,8 +205,7 @@ class Supervisor(SimpleElasticAgent):
             if not self._is_leaving:
                 is_wanted = reports is not None and reports.is_wanted
                 return self._regrouping(f"a machine {'joins' if is_wanted else 'leaves'}")
-        limit_s = self._job.config.backend.timeout_s
-        is_over = reports.all_ended(limit_s=limit_s) if reports is not None else True
+        is_over = reports is None or reports.all_ended(limit_s=limit_s + REPORT_S)
         if is_over is None:
             return RunResult(state=WorkerState.HEALTHY)
         if not is_over:
@@ -230,7 +218,7 @@ class Supervisor(SimpleElasticAgent):
         print_line(f"{reason}: the machines meet again, and the run goes on", stream=sys.stdout)
         return RunResult(state=WorkerState.FAILED)
 
-    def _failed(self, lost: Mapping[int, int]) -> RunResult:
+    def _failed(self, lost: Mapping[int, int], *, suspended: int | None = None) -> RunResult:
         reports = self._reports
         ends = Ends(
             ranks=list(self._ranks.exit_codes()),
@@ -241,6 +229,13 @@ class Supervisor(SimpleElasticAgent):
         )
         self._shutdown()  # late ranks record their stacks only now
         self.failure = first_failure(ends, self._scratch, self._job.config, attempt=self._attempt)
+        if suspended is not None:
+            limit_s = self._job.config.backend.timeout_s
+            sentence = (
+                f"rank {suspended} is suspended, and has not ended within backend.timeout_s "
+                f"({limit_s:g} s) of the others"
+            )
+            self.failure = Failure(rank=suspended, kind="late", sentence=sentence)
         if reports is not None:
             self.failure = reports.first_failure(self.failure)
         self._scratch.record_cause(self.failure, attempt=self._attempt)

@@ -26,8 +26,8 @@ from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.results import objective_of, print_report, sweep_table
-from ddp_runner.sweep.slurm import Slurm
-from ddp_runner.sweep.slurm_settings import slurm_settings
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir

@@ -136,6 +136,12 @@ FAILURES: dict[str, tuple[Fault, int, str]] = {
         TIMEOUT_S,
         f"rank 1 {LATE}; it was at File ",
     ),
+    "suspended at the end": (
+        Fault(STOP, At(1, 1, of="end")),
+        TIMEOUT_S,
+        "rank 1 is suspended, and has not ended within backend.timeout_s (5 s) of the others; see "
+        "RUN/logs",
+    ),
     "suspended in a save": (
         Fault(STOP, Call(5, within=3)),
         TIMEOUT_S,

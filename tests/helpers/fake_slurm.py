@@ -10,10 +10,11 @@ from configs import resolved
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.sweep import slurm, slurm_watch
 from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.ledger import Ledger
-from ddp_runner.sweep.slurm_settings import SlurmSettings
+from ddp_runner.sweep.slurm import executor as slurm
+from ddp_runner.sweep.slurm import watch as slurm_watch
+from ddp_runner.sweep.slurm.settings import SlurmSettings
 
 SETTINGS = SlurmSettings(gpus_per_node=0, cpus_per_node=4)
 

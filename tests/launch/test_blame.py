@@ -21,6 +21,7 @@ from ddp_runner.tracking.run_dir import RunDir
 CLOSED = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234. GLHF!")
 TIMED_OUT = RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to complete")
 TIMED_OUT_BEFORE = RuntimeError("Application timeout caused pair closure")  # in the step's vote
+TIMED_OUT_EARLY = dist.DistStoreError("wait timeout after 5000ms, keys: /default_pg/0//cpu//0/1")
 LATE = "did not reach the collective in which the others waited for backend.timeout_s (5 s)"
 BETWEEN_S = 10**9  # ns
 
@@ -93,7 +94,7 @@ def test_an_error_of_its_own_comes_before_the_loss_of_a_peer(
     assert failure.sentence == f"rank 2 raised {what}"
 
 
-@pytest.mark.parametrize("error", [TIMED_OUT, TIMED_OUT_BEFORE])
+@pytest.mark.parametrize("error", [TIMED_OUT, TIMED_OUT_BEFORE, TIMED_OUT_EARLY])
 def test_a_rank_that_stood_still_is_late(
     tmp_path: Path, config: Config, error: RuntimeError
 ) -> None:

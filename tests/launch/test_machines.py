@@ -186,14 +186,25 @@ def test_torch_has_the_private_names_that_let_a_machine_leave() -> None:
     assert {"_this_node", "_state_holder", "_op_executor"} <= set(names)
 
 
+def test_a_machine_says_that_its_ranks_have_ended_before_it_leaves() -> None:
+    """Else the others, which ended before, would wait for it in vain."""
+    with round_of("a", "b", own=0) as (found, store):
+        store.set("ended/1", "")
+        wait_for(lambda: found.ranks_have_ended)
+        wait_for(lambda: found.all_ended(limit_s=1000.0))
+        assert store.check(["ended/0"])
+
+
 def test_no_machine_leaves_before_the_ranks_of_all_have_ended() -> None:
     """A restart needs all of them; a limit lets them leave, and so does the end of rank 0."""
     with round_of("a", "b", own=1) as (found, store):
+        assert not found.ranks_have_ended
         assert found.all_ended(limit_s=1000.0) is None
         wait_for(lambda: store.check(["ended/1"]))
         assert found.all_ended(limit_s=1000.0) is None
         store.set("ended/0", "")
         wait_for(lambda: found.all_ended(limit_s=1000.0))
+        assert found.ranks_have_ended
     with round_of("a", "b", own=1) as (found, _):
         assert found.all_ended(limit_s=0.0)
 

@@ -18,7 +18,7 @@ from ddp_runner.sweep.jobs import Batch, run_jobs
 from ddp_runner.sweep.ledger import Ledger
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.multirun import StopSweep, Sweep
-from ddp_runner.sweep.slurm_watch import poll_interval
+from ddp_runner.sweep.slurm.watch import poll_interval
 
 COUNTERS = Path("/proc/self/io")
 NUM_JOBS = (60, 120, 240)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ddp_runner.files import replace_file
 from ddp_runner.job import Job
-from ddp_runner.sweep.slurm_jobs import LOGS, RUNNER, allowed_override, resume_override
-from ddp_runner.sweep.slurm_settings import SlurmSettings, after_srun
+from ddp_runner.sweep.slurm.jobs import LOGS, RUNNER, allowed_override, resume_override
+from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun
 
 
 def write_sbatch_file(
@@ -19,7 +19,7 @@ def write_sbatch_file(
     settings: SlurmSettings,
     at_once: int,
 ) -> None:
-    """Write a script for sbatch that runs frozen jobs of one shape; see ``slurm_jobs.submit``."""
+    """Write a script for sbatch that runs frozen jobs of one shape; see ``jobs.submit``."""
     folder = path.parent.absolute()
     array = f"0-{len(jobs) - 1}%{at_once}"
     logs = f"{folder / LOGS}/%A_%a.log"

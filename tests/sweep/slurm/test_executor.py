@@ -14,10 +14,10 @@ from sweeps import statuses
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.sweep import slurm
 from ddp_runner.sweep.jobs import Batch
-from ddp_runner.sweep.slurm import Slurm
-from ddp_runner.sweep.slurm_jobs import RECORD
+from ddp_runner.sweep.slurm import executor as slurm
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.jobs import RECORD
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 

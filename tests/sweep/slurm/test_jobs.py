@@ -15,9 +15,9 @@ from fake_slurm import SETTINGS, program, three_jobs
 from sweeps import statuses, table_row
 
 from ddp_runner.errors import UserError
-from ddp_runner.sweep import slurm_jobs
 from ddp_runner.sweep.jobs import Batch
-from ddp_runner.sweep.slurm_jobs import RECORD, standing, submit, submitted_number
+from ddp_runner.sweep.slurm import jobs as slurm_jobs
+from ddp_runner.sweep.slurm.jobs import RECORD, standing, submit, submitted_number
 from ddp_runner.tracking.run_record import write_run_record
 
 

@@ -19,16 +19,16 @@ from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.sweep.executor import Place, Shape
 from ddp_runner.sweep.jobs import Batch, recorded
 from ddp_runner.sweep.results import WATCHED, current
-from ddp_runner.sweep.sbatch_file import write_sbatch_file
-from ddp_runner.sweep.slurm_commands import queued_states
-from ddp_runner.sweep.slurm_jobs import LOGS, standing, submit, submitted_number
-from ddp_runner.sweep.slurm_settings import (
+from ddp_runner.sweep.slurm.commands import queued_states
+from ddp_runner.sweep.slurm.jobs import LOGS, standing, submit, submitted_number
+from ddp_runner.sweep.slurm.sbatch_file import write_sbatch_file
+from ddp_runner.sweep.slurm.settings import (
     SlurmSettings,
     job_shape,
     node_hardware,
     sbatch_options,
 )
-from ddp_runner.sweep.slurm_watch import Watch, kept_signals
+from ddp_runner.sweep.slurm.watch import Watch, kept_signals
 from ddp_runner.sweep.validate import validate_slurm_sweep
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path

@@ -15,7 +15,7 @@ from ddp_runner.config.schema import AUTO, KINDS, Config, mode_needs
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.executor import Shape
-from ddp_runner.sweep.slurm_commands import run_slurm
+from ddp_runner.sweep.slurm.commands import run_slurm
 
 OURS = "hydra_plugins.ddp_runner_launcher.SweepLauncher"  # the _target_ of its YAML
 NOT_NEGATIVE = ("gpus_per_node", "max_requeues")

@@ -21,8 +21,8 @@ from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import replace_file
 from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Job, Status
-from ddp_runner.sweep.slurm_commands import RUNNING, WAITING, cancel, jobs_named
-from ddp_runner.sweep.slurm_settings import SlurmSettings, after_srun
+from ddp_runner.sweep.slurm.commands import RUNNING, WAITING, cancel, jobs_named
+from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 

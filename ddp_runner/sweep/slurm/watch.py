@@ -21,8 +21,8 @@ from ddp_runner.launch.signals import ONE_REQUEST_S
 from ddp_runner.scratch import Failure
 from ddp_runner.sweep.jobs import Batch, recorded
 from ddp_runner.sweep.ledger import Entry
-from ddp_runner.sweep.slurm_commands import cancel, queued_states
-from ddp_runner.sweep.slurm_jobs import Standing, standing
+from ddp_runner.sweep.slurm.commands import cancel, queued_states
+from ddp_runner.sweep.slurm.jobs import Standing, standing
 
 POLL_S, MOST_POLL_S = 5.0, 60.0  # from one look at the queue and the jobs to the next
 POLL_SHARE = 0.1  # of the time that looking may take, on a slow cluster or with thousands of jobs

@@ -1,0 +1,1 @@
+"""Runs the jobs of a sweep on Slurm."""
