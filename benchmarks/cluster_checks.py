@@ -132,7 +132,8 @@ def _check_record(run: Training, fault: Injection, folder: Path, seen: Seen) -> 
     codes = [one.process.poll() for one in run.commands]
     status = record(folder)["status"]
     is_complete = any(code == 0 for code in codes)
-    writers = [one for one in run.commands if one not in fault.killed]
+    # A command that ends with 2 has never begun, so it leaves the record of a killed one alone.
+    writers = [one for one in run.commands if one not in fault.killed and one.process.poll() != 2]
     if not run.setting.is_shared:  # only the host with the folder can write
         keeper = folder.relative_to(run.base).parts[0]
         writers = [one for one in writers if keeper == f"disk-{one.host.name}"]
@@ -156,6 +157,8 @@ def _wrong_output(command: Command, fault: Injection) -> str:
         return f"a traceback: {lines[:1]} … {lines[-1:]}"
     if code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
         return f"stderr after a success: {lines[:3]}" if lines else ""
+    if code in (-signal.SIGTERM, -signal.SIGINT) and not stdout + stderr:
+        return ""  # the signal came before the program's first line
     if code not in (1, 2) or len(errors) != 1:
         return f"{len(errors)} error lines: {lines[:3]}"
     expected = _sentence(command, fault)
