@@ -5,16 +5,16 @@ the jobs that wait. Hydra finds this module by itself: it looks for plug-ins in 
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
-from ddp_runner.config.load import as_written
+from ddp_runner.cli.hydra_adapter import job_composer
 
 
 @runtime_checkable
@@ -44,22 +44,17 @@ class SweepLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Compose every job, run them, and return how each ended."""
         setup_globals()
-        jobs = list[DictConfig]()
-
-        def composing() -> Iterator[DictConfig]:
-            for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-                job = self._context.config_loader.load_sweep_config(self._config, list(overrides))
-                with open_dict(job):
-                    job.hydra.job.id = job.hydra.job.num = number
-                jobs.append(job)
-                yield job
-
+        loader, first = self._context.config_loader, initial_job_idx
         if not isinstance(self._task, BatchTask):
-            return [self._run_alone(job) for job in list(composing())]
+            alone = [loader.load_sweep_config(self._config, list(one)) for one in job_overrides]
+            return [self._run_alone(_numbered(*one)) for one in enumerate(alone, start=first)]
         # Optuna's sweeper repeats there what each failed job has printed already.
         logging.getLogger("hydra_plugins").setLevel(logging.CRITICAL)
-        objectives = self._task.run_batch(composing())
-        return [_result(job, value) for job, value in zip(jobs, objectives, strict=True)]
+        compose_job = job_composer(loader, self._config)
+        composing = map(compose_job, job_overrides)
+        objectives = self._task.run_batch(map(_numbered, count(first), composing))
+        results = zip(job_overrides, objectives, strict=True)
+        return [_result(overrides, objective) for overrides, objective in results]
 
     def _run_alone(self, job: DictConfig) -> JobReturn:
         """Run one job of another program, as Hydra's basic launcher does."""
@@ -75,20 +70,19 @@ class SweepLauncher(Launcher):
         return result
 
 
-def _result(job: DictConfig, objective: float | str | None) -> JobReturn:
-    """Return what Hydra is to know of a job.
+def _numbered(number: int, job: DictConfig) -> DictConfig:
+    """Return a composed job with its number in the sweep."""
+    with open_dict(job):
+        job.hydra.job.id = job.hydra.job.num = number
+    return job
+
+
+def _result(overrides: Sequence[str], objective: float | str | None) -> JobReturn:
+    """Return what a sweeper is to know of a job; not its config: a sweep may have thousands.
 
     Always report COMPLETED: a FAILED job makes Hydra abort the sweep. Optuna counts an objective
     that is not a number, such as a failure's sentence, as a failed trial; NaN would end the study.
     """
-    task = OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"])
-    result = JobReturn(
-        overrides=as_written(job.hydra.overrides.task),
-        cfg=task,
-        hydra_cfg=OmegaConf.masked_copy(job, "hydra"),
-        working_dir=str(Path.cwd()),  # a job of this program never changes the folder
-        task_name=job.hydra.job.name,
-        status=JobStatus.COMPLETED,
-    )
+    result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
     result.return_value = objective
     return result

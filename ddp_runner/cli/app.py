@@ -20,7 +20,14 @@ from omegaconf import DictConfig
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan, plan_at
 from ddp_runner.cli.following import follower, launch_of_several
-from ddp_runner.cli.hydra_adapter import FULL_ERROR, UNNAMED, is_grid, quoted, run_hydra
+from ddp_runner.cli.hydra_adapter import (
+    FULL_ERROR,
+    GRID_SWEEPER,
+    UNNAMED,
+    is_grid,
+    quoted,
+    run_hydra,
+)
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import asked_folder
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
@@ -162,6 +169,8 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
             name_of=partial(job_folder, command=command),
         )
         added = [f"hydra.sweep.dir={quoted(str(for_hydra))}"]
+        if not is_search:
+            added.append(f"hydra.sweeper._target_={GRID_SWEEPER}")
         if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
             added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
         return sweep.run(partial(run_hydra, arguments=command.arguments_with(*added)))

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.cli.command_line import CommandLine
-from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened
+from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
 from ddp_runner.cli.resume import NotARunError, with_resumed
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.launching import LaunchConfig
@@ -163,7 +163,7 @@ def _choices(node: HydraConf, config: Config) -> dict[str, str]:
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:
     """Return the name of a sweep job's folder: the overrides that differ between the jobs."""
-    with opened(composed) as (_, node):
+    with opened_node(composed) as node:
         if node.sweep.subdir != UNNAMED:
             return str(node.sweep.subdir)
         fixed = {one.key_or_group for one in command.overrides if not one.is_sweep_override()}

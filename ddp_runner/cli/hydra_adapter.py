@@ -1,31 +1,38 @@
 """Every place where the program depends on how Hydra works inside. Checked on hydra-core 1.3.8.
 
 Hydra documents ``hydra.main``, the compose API, plug-ins and ``HydraConf``. What has no public name
-is here and nowhere else: its argument parser, the name of its grid sweeper, and the globals that it
-reads. ``tests/cli/test_hydra_adapter.py`` fails when one of them goes away.
+is here: its argument parser, its sweeper of grids (``hydra_plugins`` extends it), how it tells
+groups from keys, and the globals that it reads. ``tests/cli/test_hydra_adapter.py`` fails when one
+of them goes away.
 """
 
 import os
+import pickle
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.defaults_list import Overrides
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError
 
+GRID_SWEEPER = "hydra_plugins.ddp_runner_sweeper.GridSweeper"  # runs the grids of this program
 UNNAMED = "auto"  # in conf/ for hydra.run.dir and its like: the runner names the folder
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises; else it prints an error itself and exits
 
@@ -76,9 +83,60 @@ def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> 
         return compose("config", [*path, *overrides], return_hydra_config=True)
 
 
+def job_composer(loader: ConfigLoader, common: DictConfig) -> Callable[[Sequence[str]], DictConfig]:
+    """Return what composes a job of a sweep from its overrides, as ``loader.load_sweep_config``.
+
+    That reads every YAML again for each job. Jobs that choose the same options of groups differ in
+    plain keys only, so here Hydra composes each choice of options once, and the keys of a job are
+    set in a copy: tens of times sooner.
+
+    Args:
+        loader: of the sweep.
+        common: what its jobs have in common, with the ``hydra`` node.
+    """
+    assert isinstance(loader, ConfigLoaderImpl)
+    read = OverridesParser.create().parse_overrides
+    # The groups that exist, with those of hydra.searchpath.
+    _, groups = loader._parse_overrides_and_create_caching_repo(
+        common.hydra.job.config_name, list(common.hydra.overrides.hydra)
+    )
+    composed = dict[tuple[str, ...], bytes]()  # by the overrides that choose options
+
+    def is_plain(override: Override) -> bool:
+        """Return whether an override sets a key of a job, once all groups are composed."""
+        if override.is_sweep_override() or override.is_hydra_override():
+            return False
+        return bool(Overrides(groups, [override]).config_overrides)
+
+    def compose_job(overrides: Sequence[str]) -> DictConfig:
+        parsed = read(list(overrides))
+        keys = [one for one in parsed if is_plain(one)]
+        options = tuple(str(one.input_line) for one in parsed if one not in keys)
+        if options not in composed:
+            composed[options] = pickle.dumps(loader.load_sweep_config(common, list(options)))
+        job: DictConfig = pickle.loads(composed[options])
+        ConfigLoaderImpl._apply_overrides_to_config(keys, job)
+        of_task = [one for one in parsed if not one.is_hydra_override()]
+        job.hydra.overrides.task = [one.input_line for one in of_task]
+        job.hydra.job.override_dirname = get_overrides_dirname(
+            overrides=of_task, **job.hydra.job.config.override_dirname
+        )
+        return job
+
+    return compose_job
+
+
 @contextmanager
 def opened(composed: DictConfig) -> Iterator[tuple[DictConfig, HydraConf]]:
-    """Give a composed config without its ``hydra`` node, and that node.
+    """Give a composed config without its ``hydra`` node, and that node; see ``opened_node``."""
+    with opened_node(composed) as node:
+        keys = [str(key) for key in composed if key != "hydra"]
+        yield OmegaConf.masked_copy(composed, keys), node
+
+
+@contextmanager
+def opened_node(composed: DictConfig) -> Iterator[HydraConf]:
+    """Give the ``hydra`` node of a composed config.
 
     Interpolations such as ``${hydra:job.num}`` resolve within the block: they ask a global.
     """
@@ -86,8 +144,7 @@ def opened(composed: DictConfig) -> Iterator[tuple[DictConfig, HydraConf]]:
     before = holder.cfg
     holder.set_config(composed)
     try:
-        keys = [str(key) for key in composed if key != "hydra"]
-        yield OmegaConf.masked_copy(composed, keys), HydraConfig.get()
+        yield HydraConfig.get()
     finally:
         holder.cfg = before
 

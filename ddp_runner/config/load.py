@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from typing import Any
 
@@ -28,9 +28,16 @@ def to_config(raw: DictConfig) -> Config:
     for key in map(str, raw):
         if key not in {field.name for field in fields(Config)}:
             raise UserError(f"{key} is not a key of the config; see --help for all keys")
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), raw))
+    config = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     assert isinstance(config, Config)
     return config
+
+
+@cache
+def _schema() -> DictConfig:
+    """Return the schema as OmegaConf merges it: into a copy."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
 
 
 def as_written(overrides: Any) -> list[str]:

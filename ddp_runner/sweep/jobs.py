@@ -25,11 +25,12 @@ class Batch:
     settings: SweepConfig
     known_failures: Collection[str] = ()  # ids of jobs that had failed before the sweep's start
 
-    def has_failed(self, entries: Mapping[str, Entry]) -> bool:
+    def has_failed(self) -> bool:
         """Return whether the sweep must stop: too many jobs have failed since its start."""
         most = 1 if self.settings.fail_fast else self.settings.max_failures
-        failed = {job_id for job_id, one in entries.items() if one.status == Status.FAILED}
-        return most is not None and len(failed.difference(self.known_failures)) >= most
+        if most is None:
+            return False
+        return len(self.ledger.failed().difference(self.known_failures)) >= most
 
 
 def run_jobs(
@@ -48,22 +49,25 @@ def run_jobs(
         execute: runs one job to its end.
         stop_requested: returns whether to start no further job.
     """
-    jobs, outcomes, is_over = batch.jobs, dict[str, Outcome](), False
-    while not is_over and (waiting := [job_id for job_id in jobs if job_id not in outcomes]):
-        for job_id in waiting:
-            entries = batch.ledger.read()
-            is_over = stop_requested() or batch.has_failed(entries)
-            if is_over:
+    outcomes, waiting = dict[str, Outcome](), dict(batch.jobs)
+    while waiting:
+        num_waiting = len(waiting)
+        for job_id, job in list(waiting.items()):
+            if stop_requested() or batch.has_failed():
+                waiting.clear()
                 break
-            entry, job = entries[job_id], jobs[job_id]
+            entry = batch.ledger.entry(job_id)
             outcome = recorded(entry, job) or _take(entry, job, batch.ledger, execute)
-            if outcome is not None:
-                outcomes[job_id] = outcome
-                is_over = outcome.status == Status.PREEMPTED
+            if outcome is None:
+                continue  # another launcher has it
+            outcomes[job_id] = outcome
+            del waiting[job_id]
+            if outcome.status == Status.PREEMPTED:
+                waiting.clear()
                 break
-        else:
+        if len(waiting) == num_waiting:
             time.sleep(POLL_S)
-    return [outcomes[job_id] for job_id in jobs if job_id in outcomes]
+    return [outcomes[job_id] for job_id in batch.jobs if job_id in outcomes]
 
 
 def _take(
@@ -74,7 +78,7 @@ def _take(
     with ExitStack() as stack:
         try:
             stack.enter_context(RunDir(job.run_dir).locked())
-            if ledger.read()[entry.job_id] != entry:
+            if ledger.entry(entry.job_id) != entry:
                 return None
             ledger.note(entry.job_id, status=Status.RUNNING)
             outcome = execute(replace(job, started_at=time.time()))

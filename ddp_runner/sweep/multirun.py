@@ -4,10 +4,11 @@ Hydra's sweeper composes the jobs. A grid is one batch; a sweeper that searches,
 sends one batch after another and chooses each by the results of the last.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,14 +23,17 @@ from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.dry_run import first_batch_note, job_list
 from ddp_runner.sweep.executor import Executor, Place
 from ddp_runner.sweep.jobs import Batch
-from ddp_runner.sweep.ledger import INVALID, Entry, Ledger, sweep_command
+from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.results import objective_of, print_report, sweep_table
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import slurm_settings
+from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.start_block import fact_lines, shown_path
+
+NOTE_EVERY = 1000  # jobs, which take about a minute to plan
 
 
 class StopSweep(BaseException):
@@ -37,6 +41,16 @@ class StopSweep(BaseException):
 
     Not an Exception: a sweeper may catch those and ask for the next batch.
     """
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A job of a batch, or why it is invalid."""
+
+    job_id: str
+    name: str  # of its folder
+    job: Job | None = None
+    fault: str = ""
 
 
 class Sweep:
@@ -65,6 +79,7 @@ class Sweep:
         self._command, self._is_search = sweep_command(arguments), is_search
         self._executor, self._plan, self._name_of = executor, plan, name_of
         self._settings = SweepConfig()
+        self._accepted: dict[str, SweepConfig] = {}  # by what the executor has accepted, as text
         self._known_failures: list[str] | None = None  # None: no batch has begun
         self._outcomes: list[Outcome] = []
 
@@ -102,6 +117,7 @@ class Sweep:
         finally:
             self._executor.close()
             if self._known_failures is not None:
+                self._ledger.fold()
                 print(sweep_table(self._folder, width=line_width(sys.stdout)), flush=True)
         worst = max((one.exit_code for one in self._outcomes), default=None)
         if self._known_failures is None:  # a dry run, or a sweeper that had no job
@@ -119,8 +135,7 @@ class Sweep:
         """Plan and freeze all jobs of a batch, then run them; return their objectives.
 
         Args:
-            composing: yields the config of each job, with its ``hydra`` node. Hydra takes a sixth
-                of a second for each, so the first line is printed after the first.
+            composing: composes one job after the other; each config has its ``hydra`` node.
 
         Returns:
             For each job the metric `sweep.objective`, or None if the sweep has no objective. For a
@@ -129,20 +144,18 @@ class Sweep:
         Raises:
             StopSweep: a signal came, or too many jobs of a search have failed.
         """
-        composed = list[DictConfig]()
+        planned = list[_Planned]()
         for one in composing:
-            if not composed and self._known_failures is None:
+            if not planned and self._known_failures is None:
                 print(fact_lines({"sweep": str(shown_path(self._folder))}), flush=True)
-            composed.append(one)
-        if not composed:
+            self._settings = self._validated(one)
+            planned.append(self._planned(one))
+            if len(planned) % NOTE_EVERY == 0:
+                print(f"{len(planned)} jobs are planned", flush=True)
+        if not planned:
             raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
-        parts = ["sweep", "launch", "backend"]
-        configs = [to_config(OmegaConf.masked_copy(one, parts)) for one in composed]
-        for config in configs:
-            self._executor.validate(config, searches=self._is_search)
-        self._settings = configs[-1].sweep
         if self._settings.dry_run:
-            self._list(composed)
+            self._list(planned)
             raise StopSweep
         if self._known_failures is None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -150,55 +163,66 @@ class Sweep:
             self._known_failures = self._ledger.begin(
                 command=self._command, retry_failed=self._settings.retry == "failed"
             )
-        jobs, order = self._queue(composed)
+        jobs = self._queue(planned)
         batch = Batch(jobs, self._ledger, self._settings, self._known_failures)
         if jobs:
             self._outcomes += self._executor.run(batch)
             if self._outcomes and self._outcomes[-1].status == Status.PREEMPTED:
                 raise StopSweep
-        entries = self._ledger.read()
-        if self._is_search and batch.has_failed(entries):
+        if self._is_search and batch.has_failed():
             raise StopSweep
-        name = self._settings.objective
-        return [objective_of(entries[job_id], self._folder, name=name) for job_id in order]
+        name, entry = self._settings.objective, self._ledger.entry
+        return [objective_of(entry(one.job_id), self._folder, name=name) for one in planned]
 
-    def _planned(
-        self, composed: Sequence[DictConfig]
-    ) -> tuple[dict[str, Job], list[Entry], list[str]]:
-        """Return the valid jobs by their id, the invalid ones, and the id of each config."""
-        settings, folder = self._settings, self._folder
-        jobs, invalid, order = dict[str, Job](), list[Entry](), list[str]()
-        for one in composed:
-            name = self._name_of(one)
-            try:
-                job = self._plan(one, self._executor.place)
-                # With its name: two jobs may differ only in how their ranks start.
-                job_id = f"{config_hash(job.config)} {name}"
-                number = one.hydra.job.num + 1
-                jobs.setdefault(job_id, replace(job, run_dir=folder / name, number=number))
-            except UserError as error:
-                job_id = f"{INVALID}: {name}"
-                status = Status.SKIPPED if settings.skip_invalid else Status.FAILED
-                invalid.append(Entry(job_id, name, status, INVALID, str(error)))
-                if not settings.skip_invalid:
-                    self._outcomes.append(Outcome.invalid(folder / name, str(error)))
-            order.append(job_id)
-        if settings.calibrate:
+    def _validated(self, composed: DictConfig) -> SweepConfig:
+        """Return how the sweep of a composed job runs, after the executor has accepted that."""
+        names = ["sweep", "launch", "backend"]
+        parts = [OmegaConf.to_container(composed[name]) for name in names]
+        key = json.dumps(parts, default=str)
+        if key not in self._accepted:  # of most sweeps these parts are the same in all jobs
+            config = to_config(OmegaConf.masked_copy(composed, names))
+            self._executor.validate(config, searches=self._is_search)
+            self._accepted[key] = config.sweep
+        return self._accepted[key]
+
+    def _planned(self, composed: DictConfig) -> _Planned:
+        """Return a job, or why it is invalid; a composed config is large and is not kept."""
+        name = self._name_of(composed)
+        try:
+            job = self._plan(composed, self._executor.place)
+        except UserError as error:
+            return _Planned(f"{INVALID}: {name}", name, fault=str(error))
+        job = replace(job, run_dir=self._folder / name, number=composed.hydra.job.num + 1)
+        # With its name: two jobs may differ only in how their ranks start.
+        return _Planned(f"{config_hash(job.config)} {name}", name, job)
+
+    def _sorted(self, planned: Sequence[_Planned]) -> tuple[dict[str, Job], list[Entry]]:
+        """Return the valid jobs by their id, and the invalid ones."""
+        jobs, invalid = dict[str, Job](), list[Entry]()
+        status = Status.SKIPPED if self._settings.skip_invalid else Status.FAILED
+        for one in planned:
+            if one.job is not None:
+                jobs.setdefault(one.job_id, one.job)
+                continue
+            invalid.append(Entry(one.job_id, one.name, status, INVALID, one.fault))
+            if status == Status.FAILED:
+                self._outcomes.append(Outcome.invalid(self._folder / one.name, one.fault))
+        if self._settings.calibrate:
             jobs = calibrations(jobs.values()) | jobs
-        return jobs, invalid, order
+        return jobs, invalid
 
-    def _list(self, composed: Sequence[DictConfig]) -> None:
+    def _list(self, planned: Sequence[_Planned]) -> None:
         """Print what a batch would run, and with which rules it is invalid."""
-        jobs, invalid, _ = self._planned(composed)
+        jobs, invalid = self._sorted(planned)
         known, width = self._ledger.read(), line_width(sys.stdout)
         print(job_list(jobs, invalid, known=known, executor=self._executor, width=width))
         if self._is_search:
             print(first_batch_note(self._folder))
 
-    def _queue(self, composed: Sequence[DictConfig]) -> tuple[dict[str, Job], list[str]]:
-        """Return the jobs by their id, planned and frozen, and the id of each composed config."""
+    def _queue(self, planned: Sequence[_Planned]) -> dict[str, Job]:
+        """Return the jobs by their id, each frozen in its folder."""
         folder = self._folder
-        jobs, invalid, order = self._planned(composed)
+        jobs, invalid = self._sorted(planned)
         for entry in invalid:
             if entry.status == Status.FAILED:
                 print_error(f"{entry.folder}: {entry.sentence}")
@@ -207,17 +231,17 @@ class Sweep:
             invalid=invalid,
         )
         total = max((job.number for job in jobs.values()), default=0)
-        for job_id, planned in jobs.items():
+        for job_id, named in jobs.items():
             run_dir, status = folder / entries[job_id].folder, entries[job_id].status
             run_dir.mkdir(exist_ok=True)
-            place = f"job {planned.number} of {total}" if planned.number else "calibration"
-            job = replace(planned, run_dir=run_dir, title=f"{place}: {run_dir.name}")
+            place = f"job {named.number} of {total}" if named.number else "calibration"
+            job = replace(named, run_dir=run_dir, title=f"{place}: {run_dir.name}")
             jobs[job_id] = job
-            if self._is_search and planned.number and status == Status.COMPLETED:
+            if self._is_search and named.number and status == Status.COMPLETED:
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
             if status == Status.QUEUED:
                 _freeze(job, run_dir)
-        return jobs, order
+        return jobs
 
 
 def _freeze(job: Job, run_dir: Path) -> None:

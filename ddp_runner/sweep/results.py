@@ -44,14 +44,19 @@ def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str
     return float(metrics[name])
 
 
-def current(entry: Entry, folder: Path) -> Entry:
-    """Return how a job stands now; the ledger may not have its latest status."""
+def current(entries: Iterable[Entry], folder: Path) -> list[Entry]:
+    """Return how the jobs of a sweep stand now; the ledger may not have their latest status."""
+    is_on_slurm = (folder / WATCHED).exists()
+    if is_on_slurm and _is_watched(folder):
+        return list(entries)
+    return [_current(entry, folder, is_on_slurm=is_on_slurm) for entry in entries]
+
+
+def _current(entry: Entry, folder: Path, *, is_on_slurm: bool) -> Entry:
     if entry.status not in UNFINISHED:
         return entry
     run_dir = RunDir(folder / entry.folder)
-    if (folder / WATCHED).exists():
-        if _is_watched(folder):
-            return entry
+    if is_on_slurm:
         entry = _by_record(entry, run_dir)
     # A job that runs and that nobody has locked: its launcher was killed.
     is_abandoned = entry.status == Status.RUNNING and not run_dir.is_locked
@@ -93,7 +98,7 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
 
     In `width` columns, unless it is 0, names are shortened; then the last cells are left out.
     """
-    entries = [current(entry, folder) for entry in Ledger(folder).read().values()]
+    entries = current(Ledger(folder).read().values(), folder)
     rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = width or sys.maxsize

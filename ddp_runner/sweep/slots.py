@@ -82,7 +82,7 @@ class Slots:
         outcomes = [outcome for outcome in found if outcome is not None]
         if stop_signals.received is not None:
             outcomes.append(Outcome(Status.PREEMPTED, 128 + stop_signals.received))
-        elif len(outcomes) < len(found) and not batch.has_failed(entries):
+        elif len(outcomes) < len(found) and not batch.has_failed():
             # All slots have ended early; each has printed why.
             outcomes.append(Outcome(Status.FAILED, EXIT_FAILED))
         return outcomes

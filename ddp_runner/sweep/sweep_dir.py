@@ -8,7 +8,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ddp_runner.sweep.ledger import LEDGER, sweep_command, unfinished_sweep
+from ddp_runner.errors import UserError
+from ddp_runner.job import Status
+from ddp_runner.sweep.ledger import JOURNAL, LEDGER, UNFINISHED, Ledger
 from ddp_runner.tracking.outputs import claim, sweep_folder
 
 
@@ -51,3 +53,32 @@ def _unfinished(composed: DictConfig, arguments: Sequence[str], *, is_search: bo
         command=sweep_command(arguments),
         retry_failed=composed.sweep.retry is not None,
     )
+
+
+def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool) -> Path | None:
+    """Return the newest sweep in `parent` that the same command began and that has work left."""
+    wanted = {*UNFINISHED, Status.FAILED} if retry_failed else set(UNFINISHED)
+    found = [path.parent for path in parent.glob(f"*/{LEDGER}")]
+    for folder in sorted(found, key=_changed_at, reverse=True):
+        ledger = Ledger(folder)
+        try:
+            if ledger.command() != list(command):
+                continue
+            statuses = {entry.status for entry in ledger.read().values()}
+        except UserError:
+            continue  # damaged, or of another version
+        if not wanted.isdisjoint(statuses):
+            return folder
+    return None
+
+
+def _changed_at(folder: Path) -> float:
+    """Return when the ledger of a sweep was last written."""
+    files = [folder / name for name in (LEDGER, JOURNAL)]
+    return max(path.stat().st_mtime for path in files if path.exists())
+
+
+def sweep_command(arguments: Sequence[str]) -> list[str]:
+    """Return what identifies a sweep: its command line, without how and where its jobs run."""
+    others = ("sweep.", "verbose=", "hydra/launcher=", "hydra.launcher.")
+    return [one for one in arguments if not one.startswith(others)]

@@ -1,6 +1,5 @@
 """Look at a sweep of real commands: its folder, its ledger, its table, its running jobs."""
 
-import json
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from commands import rank_logs
 from run_folders import last_step
 
 from ddp_runner.host import hardware
-from ddp_runner.sweep.ledger import LEDGER
+from ddp_runner.sweep.ledger import LEDGER, Ledger
 
 POLL_S = 0.2  # more often would take too much of the cores
 needs_two_cores = pytest.mark.skipif(hardware.detect().num_cores < 2, reason="needs two cores")
@@ -24,8 +23,7 @@ def only_sweep(folder: Path) -> Path:
 
 def statuses(sweep: Path) -> dict[str, str]:
     """Return the status of each job in the ledger, by folder."""
-    jobs = json.loads((sweep / LEDGER).read_text())["jobs"]
-    return {job["folder"]: job["status"] for job in jobs}
+    return {entry.folder: entry.status for entry in Ledger(sweep).read().values()}
 
 
 def table_row(stdout: str, job: str) -> list[str]:

@@ -117,6 +117,7 @@ def test_a_sweep_shows_how_its_jobs_stand(
         "done": {"completed": 1},
         "sweep": {"completed": 1, "lost": 1, "queued": 1},
     }
+    Ledger(sweep).fold()
     (sweep / "sweep.json").write_text("{")
     run([str(tmp_path)])
     assert "sweep.json is damaged" in " ".join(capsys.readouterr().out.split())

@@ -15,7 +15,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
 from ddp_runner.sweep.jobs import Batch, run_jobs
-from ddp_runner.sweep.ledger import LEDGER, Ledger
+from ddp_runner.sweep.ledger import JOURNAL, LEDGER, Ledger
 from ddp_runner.sweep.multirun import _freeze
 from ddp_runner.sweep.results import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
@@ -152,14 +152,22 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
     ],
 )
 def test_a_ledger_with_an_odd_job_is_rejected(changed: dict[str, Any], tmp_path: Path) -> None:
-    """A job's folder is below the sweep's, whoever wrote the ledger."""
+    """A job's folder is below the sweep's, whoever wrote the ledger, and in either file."""
+    Ledger(tmp_path).queue({"a": "a"}, invalid=())
+    journal = tmp_path / JOURNAL
+    head, line = journal.read_text().splitlines()
+    journal.write_text(f"{head}\n{json.dumps(json.loads(line) | changed)}\n")
     ledger = Ledger(tmp_path)
-    ledger.queue({"a": "a"}, invalid=())
+    for call in (ledger.read, ledger.command, ledger.fold):
+        with pytest.raises(UserError, match=r"sweep\.jsonl is damaged or of another version"):
+            call()
+    journal.write_text(f"{head}\n{line}\n")
+    ledger.fold()
     fields = json.loads((tmp_path / LEDGER).read_text())
     fields["jobs"][0] |= changed
     (tmp_path / LEDGER).write_text(json.dumps(fields))
     for call in (ledger.read, ledger.command):
-        with pytest.raises(UserError, match="is damaged or of another version"):
+        with pytest.raises(UserError, match=r"sweep\.json is damaged or of another version"):
             call()
 
 

@@ -4,11 +4,14 @@ Left out is Hydra's BatchedSweeperTestSuite: it tests a sweeper, with a plug-in 
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobStatus
@@ -17,12 +20,15 @@ from hydra.test_utils.launcher_common_tests import (
     IntegrationTestSuite,
     LauncherTestSuite,
 )
+from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import compose
+from ddp_runner.cli.compose import register
+from ddp_runner.cli.hydra_adapter import GRID_SWEEPER
+from ddp_runner.config.schema import CONFIG_DIR
 from hydra_plugins.ddp_runner_launcher import SweepLauncher
+from hydra_plugins.ddp_runner_sweeper import GridSweeper
 
 NAME = "hydra_plugins.ddp_runner_launcher.SweepLauncher"
 
@@ -78,24 +84,28 @@ class Batches:
 
 
 def test_a_batch_is_handed_over_whole() -> None:
-    """Each result has all that Hydra's own launcher would give."""
-    loader = SimpleNamespace(
-        load_sweep_config=lambda _, overrides: compose(parse(["model=toy", *overrides]))
-    )
-    launcher = SweepLauncher()
-    launcher.setup(
-        hydra_context=SimpleNamespace(config_loader=loader),
-        task_function=Batches(),
-        config=OmegaConf.create(),
-    )
-    results = launcher.launch([["seed=5"], ["seed=6"]], initial_job_idx=3)
+    """Each result has what a sweeper reads: the overrides, the objective, and no failure."""
+    register()
+    with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        launcher = SweepLauncher()
+        launcher.setup(
+            hydra_context=SimpleNamespace(config_loader=loader),
+            task_function=Batches(),
+            config=loader.load_configuration("config", ["model=toy"], RunMode.MULTIRUN),
+        )
+        results = launcher.launch([["seed=5"], ["seed=6"]], initial_job_idx=3)
     assert [one.return_value for one in results] == [5.0, "it failed"]
-    for one, seed in zip(results, (5, 6), strict=True):
-        assert one.status == JobStatus.COMPLETED
-        assert one.overrides == ["model=toy", f"seed={seed}"]
-        assert one.cfg is not None
-        assert (one.cfg.seed, one.cfg.model.name, "hydra" in one.cfg) == (seed, "toy", False)
-        assert one.hydra_cfg is not None
-        assert one.hydra_cfg.hydra.job.num == seed - 2
-        assert one.task_name == one.hydra_cfg.hydra.job.name
-        assert one.working_dir == str(Path.cwd())
+    assert [one.overrides for one in results] == [["seed=5"], ["seed=6"]]
+    assert {one.status for one in results} == {JobStatus.COMPLETED}
+
+
+def test_only_hydra_s_own_sweeper_composes_jobs_to_validate_them() -> None:
+    """Ours extends it by that alone; the launcher composes all jobs before it starts one."""
+    loader = Mock()
+    for sweeper, num_composed in ((BasicSweeper, 2), (GridSweeper, 0)):
+        one = SimpleNamespace(config_loader=loader, config=OmegaConf.create())
+        sweeper.validate_batch_is_legal(one, [["seed=1"], ["seed=2"]])
+        assert loader.load_sweep_config.call_count == num_composed
+        loader.reset_mock()
+    assert f"{GridSweeper.__module__}.{GridSweeper.__name__}" == GRID_SWEEPER

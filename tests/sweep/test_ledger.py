@@ -1,14 +1,18 @@
 """Sweeps that are stopped, edited, shared and started again: what the ledger is for."""
 
+import json
 import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from commands import background, run_command, wait_for, wait_for_end
@@ -21,8 +25,9 @@ from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import Batch, recorded, run_jobs
-from ddp_runner.sweep.ledger import INVALID, LEDGER, Entry, Ledger, unfinished_sweep
+from ddp_runner.sweep.ledger import EARLIER_WORDS, INVALID, JOURNAL, LEDGER, Entry, Ledger
 from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.tracking.run_dir import RunDir
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
@@ -63,6 +68,10 @@ def test_the_newest_unfinished_sweep_of_the_command_goes_on(tmp_path: Path) -> N
         ledger.begin(command=["other" if name == "other" else "mine"], retry_failed=False)
         ledger.queue({"a": "a"}, invalid=())
         ledger.note("a", status=status)
+        if age % 2:  # its launcher ended well
+            ledger.fold()
+        else:
+            os.utime(tmp_path / name / JOURNAL, (age, age))
         os.utime(tmp_path / name / LEDGER, (age, age))
     for retry_failed, expected in ((False, "newer"), (True, "lost")):
         found = unfinished_sweep(tmp_path, command=["mine"], retry_failed=retry_failed)
@@ -75,12 +84,127 @@ def test_a_ledger_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.queue({"a": "a"}, invalid=())
     other = threading.Thread(target=ledger.note, args=("a",), kwargs={"status": "completed"})
-    with ledger._changing():
+    with ledger._locked():
         other.start()
         other.join(0.5)
         assert ledger.read()["a"].status == "queued"
     other.join()
     assert ledger.read()["a"].status == "completed"
+
+
+def small_ledger(folder: Path) -> Ledger:
+    """Return the ledger of a sweep with two jobs, while its launcher works."""
+    folder.mkdir(exist_ok=True)
+    ledger = Ledger(folder)
+    ledger.begin(command=["mine"], retry_failed=False)
+    ledger.queue({"a": "a", "b": "b"}, invalid=())
+    return ledger
+
+
+def test_a_ledger_at_rest_is_one_file_to_read(tmp_path: Path) -> None:
+    """The jobs are in sweep.json then; a ledger that others still use goes on from there."""
+    mine, theirs = small_ledger(tmp_path), Ledger(tmp_path)
+    theirs.note("a", status="failed", kind="crash", sentence="why\nnot")
+    mine.fold()
+    assert not (tmp_path / JOURNAL).exists()
+    fields = json.loads((tmp_path / LEDGER).read_text())
+    assert (fields["format_version"], fields["command"]) == (1, ["mine"])
+    assert fields["jobs"][0] == asdict(Entry("a", "a", "failed", "crash", "why\nnot"))
+    theirs.note("b", status="running")
+    assert mine.read() == theirs.read()
+    assert [one.status for one in mine.read().values()] == ["failed", "running"]
+    assert mine.failed() == {"a"}
+    assert mine.command() == ["mine"]
+    mine.fold()
+    assert theirs.entry("b").status == "running"
+
+
+def test_a_ledger_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Those versions wrote sweep.json at each change, with other words at first."""
+    jobs = [{**asdict(Entry(name, name)), "status": word} for name, word in EARLIER_WORDS.items()]
+    fields = {"format_version": 1, "command": ["mine"], "jobs": jobs}
+    (tmp_path / LEDGER).write_text(json.dumps(fields))
+    ledger = Ledger(tmp_path)
+    assert ledger.begin(command=["mine"], retry_failed=False) == []
+    ledger.queue({"new": "done"}, invalid=())
+    found = {entry.folder: entry.status for entry in ledger.read().values()}
+    assert found == {"done": "completed", "interrupted": "preempted", "done-2": "queued"}
+
+
+def test_a_launcher_that_is_killed_while_it_writes_leaves_a_ledger(tmp_path: Path) -> None:
+    """Whatever byte was its last: what was noted before is there, and the next change is kept."""
+    journal = tmp_path / JOURNAL
+    ledger = small_ledger(tmp_path)
+    before = journal.read_bytes()
+    ledger.note("a", status="failed", kind="crash", sentence="wé")
+    after = journal.read_bytes()
+    assert after.startswith(before)
+    for num_bytes in range(len(before), len(after) + 1):
+        journal.write_bytes(before)
+        reader = Ledger(tmp_path)
+        reader.read()
+        journal.write_bytes(after[:num_bytes])
+        status = "failed" if num_bytes == len(after) else "queued"
+        for one in (reader, Ledger(tmp_path)):
+            assert [entry.status for entry in one.read().values()] == [status, "queued"]
+        Ledger(tmp_path).note("b", status="running")
+        for one in (reader, Ledger(tmp_path)):
+            assert [entry.status for entry in one.read().values()] == [status, "running"]
+
+
+@pytest.mark.parametrize("name", ["begin", "fold"])
+def test_a_launcher_that_is_killed_between_the_two_files_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """sweep.json is written and sweep.jsonl is still there, so sweep.jsonl counts."""
+    ledger = small_ledger(tmp_path)
+    ledger.note("a", status="failed")
+    before = ledger.read()
+    change = {
+        "begin": partial(ledger.begin, command=["other"], retry_failed=True),
+        "fold": ledger.fold,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            change[name]()
+    assert "failed" not in (tmp_path / LEDGER).read_text() or name == "fold"
+    for one in (ledger, Ledger(tmp_path)):
+        assert (one.read(), one.command()) == (before, ["mine"])
+
+
+def test_threads_and_readers_see_every_change_of_many_launchers(tmp_path: Path) -> None:
+    """Four launchers note each of their jobs, and fold now and then; nothing is lost or damaged."""
+    ids = {f"{number}": f"{number}" for number in range(40)}
+    Ledger(tmp_path).begin(command=["mine"], retry_failed=False)
+    Ledger(tmp_path).queue(ids, invalid=())
+    is_over = threading.Event()
+
+    def launch(first: int) -> None:
+        ledger = Ledger(tmp_path)
+        for number in range(first, len(ids), 4):
+            ledger.note(f"{number}", status="running")
+            if number % 10 == 0:
+                ledger.fold()
+            ledger.note(f"{number}", status="completed")
+
+    def watch() -> None:
+        ledger, num_completed = Ledger(tmp_path), 0
+        while not is_over.is_set():
+            found = [one.status for one in ledger.read().values()].count("completed")
+            assert found >= num_completed
+            num_completed = found
+
+    with ThreadPoolExecutor(5) as threads:
+        watching = threads.submit(watch)
+        launching = [threads.submit(launch, first) for first in range(4)]
+        try:
+            for one in launching:
+                one.result()
+        finally:
+            is_over.set()
+        watching.result()
+    assert set(statuses(tmp_path).values()) == {"completed"}
 
 
 @pytest.fixture

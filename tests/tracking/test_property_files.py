@@ -36,8 +36,9 @@ from ddp_runner.data.cache import NOTE, load_dataset
 from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.ledger import LEDGER, UNFINISHED, Entry, Ledger, unfinished_sweep
+from ddp_runner.sweep.ledger import JOURNAL, LEDGER, UNFINISHED, Entry, Ledger
 from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.tracking.claims import find_unfinished_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
@@ -181,25 +182,33 @@ ENTRIES = [Entry("id1", "seed=1", "running"), Entry("id2", "seed=2", "failed", "
 
 
 @cache
-def ledger_bytes() -> bytes:
-    """Return the bytes of a sweep's ledger."""
+def ledger_bytes() -> tuple[bytes, bytes]:
+    """Return the bytes of a sweep's ledger while launchers work, and of the one that they leave."""
     with folder() as here:
         ledger = Ledger(here)
         ledger.begin(command=COMMAND, retry_failed=False)
         ledger.queue({"id1": "seed=1"}, invalid=ENTRIES[1:])
         ledger.note("id1", status="running")
-        return (here / LEDGER).read_bytes()
+        journal = (here / JOURNAL).read_bytes()
+        ledger.fold()
+        return journal, (here / LEDGER).read_bytes()
 
 
-@given(faulty(ledger_bytes(), is_json=True))
-@examples(300)
-def test_a_ledger_holds_entries_or_is_rejected(content: bytes) -> None:
+@given(
+    st.one_of(
+        faulty(ledger_bytes()[0]).map(lambda content: (JOURNAL, content)),
+        faulty(ledger_bytes()[1], is_json=True).map(lambda content: (LEDGER, content)),
+    )
+)
+@examples(400)
+def test_a_ledger_holds_entries_or_is_rejected(file: tuple[str, bytes]) -> None:
     """Of the right types, each with a folder below the sweep's; and it can be gone on with."""
     with folder() as here:
         sweep = here / "sweep"
         sweep.mkdir()
-        path, ledger = sweep / LEDGER, Ledger(sweep)
-        path.write_bytes(content)
+        (sweep / LEDGER).write_bytes(ledger_bytes()[1])
+        path, ledger = sweep / file[0], Ledger(sweep)
+        path.write_bytes(file[1])
         with rejected_in_one_line(path) as errors_of:
             for job_id, entry in ledger.read().items():
                 assert job_id == entry.job_id
@@ -215,6 +224,7 @@ def test_a_ledger_holds_entries_or_is_rejected(content: bytes) -> None:
             assert ledger.queue({"new": "new"}, invalid=())["new"].status == "queued"
             ledger.note("new", status="completed")
             ledger.begin(command=COMMAND, retry_failed=True)
+            assert not (sweep / JOURNAL).exists()
         assert bool(again) == bool(errors_of)
 
 

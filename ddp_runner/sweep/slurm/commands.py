@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Collection
+from functools import cache
 
 from ddp_runner.errors import UserError, one_line
 
@@ -59,6 +60,7 @@ def queued_states() -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in lines if " " in line.strip())
 
 
+@cache  # thousands of jobs may have the name, and a name is asked for at a launcher's start only
 def jobs_named(name: str) -> list[str]:
     """Return the numbers of the jobs of this name that Slurm still knows, without indexes.
 

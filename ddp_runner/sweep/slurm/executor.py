@@ -149,10 +149,9 @@ class Slurm:
         """Write the arrays of what is left as scripts for sbatch; return how the others ended."""
         (self._folder / WATCHED).touch()  # so that the table asks run.json
         outcomes, left = list[Outcome](), dict[str, Job]()
-        for job_id, entry in batch.ledger.read().items():
-            if (job := batch.jobs.get(job_id)) is None:
-                continue
-            now = current(entry, self._folder)
+        entries = [one for one in batch.ledger.read().values() if one.job_id in batch.jobs]
+        for entry, now in zip(entries, current(entries, self._folder), strict=True):
+            job_id, job = entry.job_id, batch.jobs[entry.job_id]
             if now.status == Status.FAILED and entry.status != now.status:
                 is_left = batch.settings.retry == "failed"
             else:

@@ -24,13 +24,19 @@ from ddp_runner.sweep.ledger import Entry
 from ddp_runner.sweep.slurm.commands import cancel, queued_states
 from ddp_runner.sweep.slurm.jobs import Standing, standing
 
-POLL_S = 5.0  # between two calls of squeue
+POLL_S, MOST_POLL_S = 5.0, 60.0  # from one look at the queue and the jobs to the next
+POLL_SHARE = 0.1  # of the time that looking may take, on a slow cluster or with thousands of jobs
 SETTLE_S = 15.0  # from the end of a job to the last change of its run.json, on a slow file system
 SECOND_CHANCE_S = 5.0  # from the first Ctrl-C to leaving the jobs alone
 CANCEL_S = 120.0  # from scancel to leaving the jobs that have not ended
 LINE_S = 30.0  # between two lines of counts where there is no terminal
 SHOWN = (Status.RUNNING, Status.QUEUED, Status.COMPLETED, Status.FAILED, Status.PREEMPTED)
 Signals = SimpleQueue[int]
+
+
+def poll_interval(took_s: float) -> float:
+    """Return the seconds from one look at all jobs to the next, by how long the look took."""
+    return max(POLL_S, min(took_s / POLL_SHARE, MOST_POLL_S))
 
 
 @contextmanager
@@ -77,14 +83,14 @@ class Watch:
         The first Ctrl-C leaves the jobs alone unless a second one cancels them. Another signal
         leaves them at once.
         """
-        polled_at = -math.inf
+        poll_at = -math.inf
         while self._numbers and not self._is_over():
-            if time.monotonic() >= polled_at + POLL_S:
-                polled_at = time.monotonic()
+            if (began_at := time.monotonic()) >= poll_at:
                 self._poll()
                 self._show()
+                poll_at = began_at + poll_interval(time.monotonic() - began_at)
                 continue
-            until = min(polled_at + POLL_S, self._deadline or polled_at + POLL_S)
+            until = min(poll_at, self._deadline or poll_at)
             try:
                 self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
             except Empty:
@@ -149,7 +155,7 @@ class Watch:
             self._note(job_id, found)
         has_failed = Counter(self._statuses.values())[Status.FAILED] > before[Status.FAILED]
         is_left = bool(self._numbers) and not self._is_cancelling
-        if is_left and has_failed and self._batch.has_failed(self._batch.ledger.read()):
+        if is_left and has_failed and self._batch.has_failed():
             self._cancel(f"enough jobs have failed: cancelling {len(self._numbers)} more")
 
     def _note(self, job_id: str, found: Standing) -> None:

@@ -1,0 +1,119 @@
+"""What a sweep reads and writes grows as its jobs do; bytes are counted, since times vary."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, repeat
+from pathlib import Path
+
+import pytest
+from configs import resolved
+
+from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.compose import compose
+from ddp_runner.config.schema import SweepConfig
+from ddp_runner.job import Job, Outcome, Status
+from ddp_runner.sweep import multirun
+from ddp_runner.sweep.jobs import Batch, run_jobs
+from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep.local import Local
+from ddp_runner.sweep.multirun import StopSweep, Sweep
+from ddp_runner.sweep.slurm.watch import poll_interval
+
+COUNTERS = Path("/proc/self/io")
+NUM_JOBS = (60, 120, 240)
+MOST_GROWTH = 2.5  # from one to the next
+
+
+def num_bytes_moved(work: Callable[[], object]) -> int:
+    """Return how many bytes this process reads and writes meanwhile, also from the cache."""
+
+    def moved() -> int:
+        lines = COUNTERS.read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+    before = moved()
+    work()
+    return moved() - before
+
+
+def queued(folder: Path, num_jobs: int) -> Batch:
+    """Return jobs of a new sweep, each with its folder."""
+    folder.mkdir()
+    job, ledger = Job(config=resolved("model=toy")[0], started_at=0.0, code={}), Ledger(folder)
+    names = [f"{number:05}" for number in range(num_jobs)]
+    jobs = {name: replace(job, run_dir=folder / name) for name in names}
+    for name in names:
+        (folder / name).mkdir()
+    ledger.begin(command=["mine"], retry_failed=False)
+    ledger.queue({name: name for name in names}, invalid=())
+    return Batch(jobs, ledger, SweepConfig(max_failures=num_jobs))
+
+
+def complete(job: Job) -> Outcome:
+    """Stand for a run."""
+    return Outcome(Status.COMPLETED, 0, job.run_dir)
+
+
+def start(folder: Path, num_jobs: int) -> Callable[[], object]:
+    """Return what runs all jobs of a new sweep."""
+    return partial(run_jobs, queued(folder, num_jobs), execute=complete)
+
+
+def start_again(folder: Path, num_jobs: int) -> Callable[[], object]:
+    """Return what runs a sweep of which each job is completed."""
+    batch = queued(folder, num_jobs)
+    run_jobs(batch, execute=complete)
+    batch.ledger.fold()
+    return partial(run_jobs, replace(batch, ledger=Ledger(folder)), execute=complete)
+
+
+def search(folder: Path, num_jobs: int) -> Callable[[], object]:
+    """Return what queues and runs one job after the other."""
+    batch = queued(folder, num_jobs)
+    batch.ledger.begin(command=["mine"], retry_failed=False)
+
+    def run() -> None:
+        for number, job in enumerate(batch.jobs.values()):
+            job_id = f"searched {number}"
+            batch.ledger.queue({job_id: f"{number}"}, invalid=())
+            assert run_jobs(replace(batch, jobs={job_id: job}), execute=complete)
+
+    return run
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="only Linux counts the bytes of a process")
+@pytest.mark.parametrize("prepare", [start, start_again, search])
+def test_twice_the_jobs_cost_twice_the_bytes(
+    tmp_path: Path, prepare: Callable[[Path, int], Callable[[], object]]
+) -> None:
+    """If each job read or wrote something of all others, they would cost four times as many."""
+    prepare(tmp_path / "warm", 2)()  # imports what is needed
+    moved = [num_bytes_moved(prepare(tmp_path / f"{number}", number)) for number in NUM_JOBS]
+    assert all(many < MOST_GROWTH * few for few, many in pairwise(moved)), moved
+
+
+def test_slurm_is_asked_less_often_the_longer_it_takes() -> None:
+    """A tenth of the time at most, but for a controller that hardly answers."""
+    assert [poll_interval(one) for one in (0.0, 0.1, 2.0, 60.0)] == [5.0, 5.0, 20.0, 60.0]
+
+
+def test_a_large_sweep_says_how_far_its_planning_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Thousands of jobs take minutes; a small sweep prints nothing."""
+    monkeypatch.setattr(multirun, "NOTE_EVERY", 3)
+    job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
+    sweep = Sweep(
+        tmp_path,
+        ["-m"],
+        executor=Local(),
+        is_search=False,
+        plan=lambda *_: job,
+        name_of=lambda composed: str(composed.seed),
+    )
+    composed = compose(parse(["model=toy", "sweep.dry_run=true", "+hydra.job.num=0"]))
+    with pytest.raises(StopSweep):
+        sweep.run_batch(repeat(composed, 7))
+    found = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
+    assert found == ["3 jobs are planned", "6 jobs are planned"]
