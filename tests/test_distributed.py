@@ -368,7 +368,8 @@ def meeting_place(env: DistEnv, port: int) -> str:
     store.set(f"rank {env.rank}", str(env.rank))
     told = [store.get(f"rank {rank}").decode() for rank in range(env.world_size)]
     store.set(f"done {env.rank}", "")
-    store.wait([f"done {rank}" for rank in range(env.world_size)])  # rank 0 serves it
+    if env.is_rank_zero:  # it serves the store
+        store.wait([f"done {rank}" for rank in range(env.world_size)])
     return " ".join(told)
 
 

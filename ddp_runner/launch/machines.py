@@ -27,9 +27,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError, counted
+from ddp_runner.host.patience import patiently
 from ddp_runner.launch.machine import Machine, rank_order, validate_equal
 from ddp_runner.launch.meeting import STORES, Meeting, open_meeting
-from ddp_runner.launch.patience import patiently
 from ddp_runner.launch.reports import LOST, Reports, store_is_lost
 
 LAST_CALL_S = 10  # an elastic run that has enough machines waits so long for more

@@ -16,8 +16,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import listed
+from ddp_runner.host.patience import patiently
 from ddp_runner.launch.machine import Machine
-from ddp_runner.launch.patience import patiently
 from ddp_runner.scratch import Failure
 
 WATCH_S = 1.0  # between two looks at the store

@@ -26,6 +26,7 @@ from torch.distributed.elastic.agent.server.api import (
 from ddp_runner.config.schema import is_asynchronous
 from ddp_runner.errors import UserError
 from ddp_runner.host.load import oom_kills
+from ddp_runner.host.patience import StoppedError, patiently
 from ddp_runner.host.processes import adopt_orphans, fork_server_is_gone, start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job, Status
@@ -33,7 +34,6 @@ from ddp_runner.launch.blame import Ends, first_failure
 from ddp_runner.launch.elastic import rank_environ, worker_spec
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.meeting import Meeting
-from ddp_runner.launch.patience import StoppedError, patiently
 from ddp_runner.launch.rank_processes import RankProcesses
 from ddp_runner.launch.reports import LOST, REPORT_S, Reports
 from ddp_runner.scratch import Failure

@@ -5,12 +5,10 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +18,7 @@ from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.network import outer_interface
+from ddp_runner.host.patience import patiently
 from ddp_runner.host.streams import notice_if_slow
 
 HOST = "127.0.0.1"
@@ -127,22 +126,13 @@ def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
             reason = error.strerror or str(error)
             time.sleep(POLL_S)
             continue
-        found, reason = Future[Any](), "it may be suspended"
-        client = partial(store, is_master=False)
-        Thread(target=_fulfil, args=(found, client), daemon=True).start()
+        reason = "it may be suspended"
         with suppress(TimeoutError):
-            return found.result(timeout=timeout_s)
+            return patiently(partial(store, is_master=False), limit_s=timeout_s)
     raise STORES.DistNetworkError(
         f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
         f"{place[0]}:{place[1]} ({reason})"
     )
-
-
-def _fulfil(found: "Future[Any]", call: Callable[[], Any]) -> None:
-    try:
-        found.set_result(call())
-    except BaseException as error:
-        found.set_exception(error)
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.errors import UserError
+from ddp_runner.host.patience import patiently
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.launch.launcher import launch
-from ddp_runner.launch.patience import patiently
 from ddp_runner.sweep.executor import Place, Shape
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.validate import validate_sweep

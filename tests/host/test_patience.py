@@ -6,8 +6,8 @@ from typing import NoReturn
 
 import pytest
 
-from ddp_runner.launch import patience
-from ddp_runner.launch.patience import StoppedError, patiently
+from ddp_runner.host import patience
+from ddp_runner.host.patience import StoppedError, patiently
 
 FOR_EVER_S = 600.0
 
