@@ -103,7 +103,7 @@ def _sweep(folder: Path, runs: Mapping[Path, RunStatus]) -> SweepStatus:
     for entry in entries:
         run = runs.get((folder / entry.folder).resolve())
         is_lost = entry.status == Status.RUNNING and (
-            run is None or not run.is_shown or run.state == LOST
+            run is None or not run.is_shown or run.status == LOST
         )
         counts[LOST if is_lost else str(entry.status)] += 1
     return SweepStatus(folder, dict(counts))

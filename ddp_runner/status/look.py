@@ -36,7 +36,7 @@ class RunStatus:
     folder: Path
     # starting, running, evaluating, ending: alive. silent: its process exists and gives no sign.
     # lost: run.json says running, and no process does it. Else a ``Status``, or damaged.
-    state: str
+    status: str
     step: int | None = None
     total_steps: int | None = None
     epoch: int | None = None  # counts from 1
@@ -55,12 +55,12 @@ class RunStatus:
     @property
     def is_shown(self) -> bool:
         """Whether it is listed without --all: it is alive, or should be."""
-        return self.state not in (*Status, DAMAGED) or self.state == Status.RUNNING
+        return self.status not in (*Status, DAMAGED) or self.status == Status.RUNNING
 
     @property
     def is_missing(self) -> bool:
         """Whether it should be alive and gives no sign of it."""
-        return self.state in (LOST, SILENT)
+        return self.status in (LOST, SILENT)
 
 
 def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunStatus:
@@ -95,9 +95,9 @@ def _of_running(
     seen_s = max(0.0, now - max([*signs, *([beat_at] if beat_at else [])], default=0.0))
     is_fresh = seen_s < (LOST_S if beat_at else STARTING_S)
     if held or (is_fresh and not (is_here and held is False)):
-        state = str(beat.get("doing", STARTING)) if is_fresh or beat_at is None else SILENT
+        status = str(beat.get("doing", STARTING)) if is_fresh or beat_at is None else SILENT
     else:
-        state = LOST
+        status = LOST
     pace = Pace()
     if record.get("task") not in WITHOUT_STEPS:
         pace = read_pace(run_dir.metrics)
@@ -109,12 +109,12 @@ def _of_running(
     else:
         idle_s = None
     left_s = None
-    if state == Status.RUNNING and step is not None and total and pace.steps_per_s:
+    if status == Status.RUNNING and step is not None and total and pace.steps_per_s:
         left_s = max(0, total - step) / pace.steps_per_s
     hosts = record.get("hosts")
     return RunStatus(
         run_dir.path,
-        state,
+        status,
         step=step,
         total_steps=total,
         epoch=_number(beat.get("epoch"), pace.epoch),
@@ -128,16 +128,16 @@ def _of_running(
         num_ranks=_number(record.get("world_size")),
         num_nodes=_number(record.get("num_nodes")),
         restarts=_number(record.get("restarts")) or 0,
-        reason=_reason(run_dir, state, holder=holder, idle_s=idle_s, pace=pace),
+        reason=_reason(run_dir, status, holder=holder, idle_s=idle_s, pace=pace),
     )
 
 
 def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
     """Return the status of a run that has ended, or that its sweep has only queued."""
     error, hosts = record.get("error"), record.get("hosts", [record.get("host")])
-    state = str(record.get("status", DAMAGED))
+    status = str(record.get("status", DAMAGED))
     sentence = error.get("sentence") if isinstance(error, dict) else record.get("stopped_early")
-    if sentence is None and state == Status.PREEMPTED:
+    if sentence is None and status == Status.PREEMPTED:
         sentence = f"stopped after a checkpoint; go on with {RunDir(folder).resume_argument}"
     step, epoch = _number(record.get("step")), _number(record.get("epoch"))
     if record.get("task") in WITHOUT_STEPS:
@@ -147,7 +147,7 @@ def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
         step, epoch = pace.step, pace.epoch
     return RunStatus(
         folder,
-        state,
+        status,
         step=step,
         epoch=epoch,
         hosts=tuple(str(one) for one in hosts if one) if isinstance(hosts, list) else (),
@@ -187,22 +187,22 @@ def _holder(run_dir: RunDir) -> tuple[int, str] | None:
 
 def _reason(
     run_dir: RunDir,
-    state: str,
+    status: str,
     *,
     holder: tuple[int, str] | None,
     idle_s: float | None,
     pace: Pace,
 ) -> str | None:
-    if state == LOST:
+    if status == LOST:
         who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
         if (run_dir.path.parent / LEDGER).exists():
             return f"{who}; give the sweep's command again"
         return f"{who}; go on with {run_dir.resume_argument}"
-    if state == SILENT:
+    if status == SILENT:
         who = f"process {holder[0]} on {holder[1]}" if holder else "its process"
         return f"{who} exists and rank 0 gives no sign: suspended, or its disk does not answer"
     usual_s = STALLED_STEPS / pace.steps_per_s if pace.steps_per_s else 0.0
-    if state == Status.RUNNING and idle_s is not None and idle_s > max(STALLED_S, usual_s):
+    if status == Status.RUNNING and idle_s is not None and idle_s > max(STALLED_S, usual_s):
         return f"no step for {idle_s:.0f} s: a rank may be late or stuck; backend.timeout_s ends it"
     return None
 

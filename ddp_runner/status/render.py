@@ -66,7 +66,7 @@ def _sweep_lines(sweep: SweepStatus) -> Iterator[str]:
 
 def _run_lines(run: RunStatus) -> Iterator[str]:
     yield printable(str(shown_path(run.folder)))
-    yield INDENT + "  ".join([f"{run.state:<9}", *_progress(run)]).rstrip()
+    yield INDENT + "  ".join([f"{run.status:<9}", *_progress(run)]).rstrip()
     if place := ", ".join(_place(run)):
         yield INDENT + printable(place)
     if run.reason is not None:

@@ -54,7 +54,17 @@ def validate_slurm_sweep(config: Config, *, searches: bool, submits: bool) -> No
         UserError: a rule is broken.
     """
     _validate_objective(config, searches=searches)
-    _validate_parallel(config)
+    slots, address = config.sweep.parallel_jobs, config.launch.init_method
+    if slots != 1:
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) shares one machine among jobs, and Slurm runs as many "
+            "as fit; to limit them, write hydra.launcher.array_parallelism=N"
+        )
+    if address is not None:
+        raise UserError(
+            f"launch.init_method ({address}) lets all jobs of a sweep meet at one address, and "
+            "Slurm runs them at the same time; leave it out"
+        )
     if searches and not submits:
         raise UserError(
             "hydra.launcher.submit=false leaves the jobs to you, and a search chooses the next "

@@ -15,7 +15,7 @@ from slurm_cluster import PROGRAMS, Slurm, slurm
 from sweeps import only_sweep, statuses, table_row
 
 pytestmark = needs(*PROGRAMS)
-SWEEP = ("-m", "hydra/launcher=slurm", "sweep.parallel_jobs=4", "train.num_threads=1")
+SWEEP = ("-m", "hydra/launcher=slurm")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_a_sweep_of_several_shapes_outlives_its_command(cluster: Slurm, tmp_path
     """Killed and given again, the command submits nothing twice and collects every result."""
     before = numbers(cluster)
     grid = ("model=toy", "world_size=1,2", "launch.nproc_per_node=1", "seed=1,2,3")
-    arguments = (*grid, "train.max_steps=5")
+    arguments = (*grid, "train.max_steps=5", "hydra.launcher.cpus_per_task=2")
     with start(cluster, *arguments, folder=tmp_path) as process:
         wait_for(lambda: len(numbers(cluster) - before) == 6)
         wait_for(lambda: "running" in statuses(only_sweep(tmp_path)).values())
@@ -66,6 +66,7 @@ def test_a_sweep_of_several_shapes_outlives_its_command(cluster: Slurm, tmp_path
         fields, ranks = record(run_dir), int(run_dir.name.partition(",")[0][-1])
         assert (fields["status"], fields["num_nodes"]) == ("completed", ranks)
         assert len(fields["sessions"]) == 1
+        assert fields["num_threads"] == 2
         assert table_row(end.stdout, run_dir.name)[1] == "completed"
 
 

@@ -32,14 +32,14 @@ def test_another_host_sees_a_run_and_that_its_host_was_lost(tmp_path: Path) -> N
         with background(*LONG, folder=tmp_path, prepare=first.enter):
             wait_for(lambda: last_step(outputs) >= 3)
             found = wait_for(
-                lambda: (now := seen_from(second, outputs))["state"] == "running" and now
+                lambda: (now := seen_from(second, outputs))["status"] == "running" and now
             )
             assert (found["hosts"], found["exit_code"]) == (["n1"], 0)
             first.kill()
-            assert seen_from(first, outputs)["state"] == "lost"  # at once, by the lock
+            assert seen_from(first, outputs)["status"] == "lost"  # at once, by the lock
         (run_dir,) = run_dirs(outputs)
         for path in run_dir.iterdir():
             os.utime(path, (time.time() - 120,) * 2)
         found = seen_from(second, outputs)
-        assert (found["state"], found["exit_code"]) == ("lost", 1)
+        assert (found["status"], found["exit_code"]) == ("lost", 1)
         assert " on n1 is gone; go on with resume=" in found["reason"]

@@ -42,9 +42,9 @@ def test_a_run_is_shown_while_it_lives_and_as_lost_when_it_was_killed(tmp_path: 
         wait_for(lambda: run_dirs(tmp_path / "outputs"))
         exit_code, (found,) = seen()
         assert exit_code == 0
-        assert found["state"] in ("starting", "running")
+        assert found["status"] in ("starting", "running")
         wait_for(lambda: last_step(tmp_path / "outputs") >= 3)
-        _, (found,) = wait_for(lambda: (now := seen())[1][0]["state"] == "running" and now)
+        _, (found,) = wait_for(lambda: (now := seen())[1][0]["status"] == "running" and now)
         assert found["total_steps"] == 100_000
         assert found["step"] >= 3
         assert found["samples_per_s"] > 0
@@ -53,14 +53,14 @@ def test_a_run_is_shown_while_it_lives_and_as_lost_when_it_was_killed(tmp_path: 
         process.send_signal(signal.SIGKILL)
         wait_until_gone(process)
     exit_code, (found,) = seen()
-    assert (exit_code, found["state"]) == (1, "lost")
+    assert (exit_code, found["status"]) == (1, "lost")
     assert f"process {process.pid} on " in found["reason"]
     (run_dir,) = run_dirs(tmp_path / "outputs")
     resumed = run_command(f"resume={run_dir}", "train.max_steps=30", folder=tmp_path)
     assert resumed.exit_code == 0, resumed.stderr
     assert seen() == (0, [])
     _, (found,) = seen("--all")
-    assert found["state"] == "completed"
+    assert found["status"] == "completed"
     assert not (run_dir / ".heartbeat").exists()
 
 
@@ -96,12 +96,12 @@ def test_a_sweep_shows_how_its_jobs_stand(
     write_run(sweep / "seed=1")
     write_run(sweep / "seed=2", record=RUNNING)
     write_run(tmp_path / "done" / "seed=1")
-    for folder, states in ((sweep, ("completed", "running", "queued")), (tmp_path / "done", ())):
+    for folder, statuses in ((sweep, ("completed", "running", "queued")), (tmp_path / "done", ())):
         ledger = Ledger(folder)
         ledger.begin(command=[], retry_failed=False)
-        ledger.queue({str(n): f"seed={n + 1}" for n in range(max(1, len(states)))}, invalid=())
-        for number, state in enumerate(states or ("completed",)):
-            ledger.note(str(number), status=Status(state))
+        ledger.queue({str(n): f"seed={n + 1}" for n in range(max(1, len(statuses)))}, invalid=())
+        for number, status in enumerate(statuses or ("completed",)):
+            ledger.note(str(number), status=Status(status))
     (sweep / "seed=2" / ".lock.holder").write_text(f"process 7 on {os.uname().nodename}")
     assert run([str(tmp_path), str(sweep)]) == 1
     lines = capsys.readouterr().out.splitlines()

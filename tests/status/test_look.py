@@ -40,7 +40,7 @@ def status_of(run_dir: Path, *, is_held: bool, server_ahead_s: float = 0.0) -> R
 
 
 @pytest.mark.parametrize(
-    ("host", "is_held", "age_s", "state"),
+    ("host", "is_held", "age_s", "status"),
     [
         (HERE, True, 1.0, "evaluating"),
         (HERE, True, 90.0, "silent"),  # suspended
@@ -51,24 +51,24 @@ def status_of(run_dir: Path, *, is_held: bool, server_ahead_s: float = 0.0) -> R
     ],
 )
 def test_a_run_is_alive_by_its_lock_here_and_by_its_heartbeat_elsewhere(
-    tmp_path: Path, host: str, is_held: bool, age_s: float, state: str
+    tmp_path: Path, host: str, is_held: bool, age_s: float, status: str
 ) -> None:
     """What rank 0 does is shown only if a process still does it."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=age_s, host=host, doing="evaluating")
     found = status_of(run_dir, is_held=is_held)
-    assert (found.state, found.hosts) == (state, ("n1", "n2"))
+    assert (found.status, found.hosts) == (status, ("n1", "n2"))
     assert found.is_shown
-    assert found.is_missing == (state in ("lost", "silent"))
+    assert found.is_missing == (status in ("lost", "silent"))
 
 
-@pytest.mark.parametrize(("ahead_s", "state"), [(0.0, "running"), (3600.0, "lost")])
-def test_the_age_is_by_the_clock_of_the_disk(tmp_path: Path, ahead_s: float, state: str) -> None:
+@pytest.mark.parametrize(("ahead_s", "status"), [(0.0, "running"), (3600.0, "lost")])
+def test_the_age_is_by_the_clock_of_the_disk(tmp_path: Path, ahead_s: float, status: str) -> None:
     """Machines with other clocks see the same."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=0.0, host="elsewhere")
     found = status_of(run_dir, is_held=False, server_ahead_s=ahead_s)
-    assert found.state == state
+    assert found.status == status
     assert found.seen_s == pytest.approx(ahead_s, abs=60)
 
 
@@ -76,11 +76,11 @@ def test_a_run_that_starts_has_no_heartbeat_yet(tmp_path: Path) -> None:
     """An old one is of a session that was killed. Importing torch may take minutes."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=200.0, started_at=STARTED - 1)
-    assert status_of(run_dir, is_held=True).state == "starting"
+    assert status_of(run_dir, is_held=True).status == "starting"
     (run_dir / ".lock.holder").write_text("process 12 on elsewhere")
-    assert status_of(run_dir, is_held=False).state == "starting"
+    assert status_of(run_dir, is_held=False).status == "starting"
     age_all(run_dir, 400.0)
-    assert status_of(run_dir, is_held=False).state == "lost"
+    assert status_of(run_dir, is_held=False).status == "lost"
 
 
 def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_step_that_does_not_end_is_mentioned(tmp_path: Path, doing: str, says:
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines_of([100.0] * 3))
     write_beat(run_dir, age_s=0.0, idle_s=300.0, doing=doing)
     found = status_of(run_dir, is_held=True)
-    assert found.state == doing
+    assert found.status == doing
     assert ("no step for 300 s" in (found.reason or "")) == says
 
 
@@ -146,7 +146,7 @@ def test_an_ended_run_says_why_it_ended(
     run_dir = write_run(tmp_path / "run", record=record)
     found = look(run_dir)
     assert found.reason == (reason and reason.format(folder=run_dir))
-    assert (found.state, found.is_shown, found.is_missing) == (record["status"], False, False)
+    assert (found.status, found.is_shown, found.is_missing) == (record["status"], False, False)
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_a_damaged_record_is_a_line_not_a_traceback(tmp_path: Path, record: str)
     run_dir = write_run(tmp_path / "run")
     (run_dir / "run.json").write_text(record)
     write_beat(run_dir, age_s=0.0, started_at=None, step="x", total_steps=[], idle_s="x")
-    assert look(run_dir).state
+    assert look(run_dir).status

@@ -129,7 +129,6 @@ class Slurm:
                 folder=self._folder.absolute(),
                 options=options,
                 settings=self._settings,
-                at_once=batch.settings.parallel_jobs,
             )
             numbers |= zip(job_ids, submitted, strict=True)
         return numbers
@@ -170,7 +169,6 @@ class Slurm:
                 [left[job_id] for job_id in job_ids],
                 options=options,
                 settings=self._settings,
-                at_once=batch.settings.parallel_jobs,
             )
             jobs = counted(len(job_ids), "job")
             print(f"\n{jobs}: submit with  sbatch {shlex.quote(str(shown_path(path)))}", flush=True)

@@ -22,7 +22,7 @@ from ddp_runner.files import replace_file
 from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Job, Status
 from ddp_runner.sweep.slurm.commands import RUNNING, WAITING, cancel, jobs_named
-from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun
+from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun, srun_options
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -78,7 +78,6 @@ def submit(
     folder: Path,
     options: Mapping[str, str | int | bool],
     settings: SlurmSettings,
-    at_once: int,
 ) -> list[str]:
     """Submit jobs of one shape as an array, and return their numbers.
 
@@ -87,7 +86,6 @@ def submit(
         folder: of the sweep.
         options: of sbatch.
         settings: of the launcher.
-        at_once: how many of them may run at the same time.
 
     Raises:
         UserError: Slurm rejects them.
@@ -103,10 +101,11 @@ def submit(
             executor = SlurmExecutor(folder / LOGS)
             executor.update_parameters(
                 job_name=name,
-                array_parallelism=at_once,
+                array_parallelism=settings.array_parallelism or len(jobs),
                 stderr_to_stdout=True,
                 wckey=None,  # else submitit's own
                 setup=list(settings.setup),
+                srun_args=srun_options(options),
                 teardown=after_srun(settings),
                 additional_parameters=dict(options),
             )

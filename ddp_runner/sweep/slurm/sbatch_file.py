@@ -8,7 +8,7 @@ from pathlib import Path
 from ddp_runner.files import replace_file
 from ddp_runner.job import Job
 from ddp_runner.sweep.slurm.jobs import LOGS, RUNNER, allowed_override, resume_override
-from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun
+from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun, srun_options
 
 
 def write_sbatch_file(
@@ -17,15 +17,15 @@ def write_sbatch_file(
     *,
     options: Mapping[str, str | int | bool],
     settings: SlurmSettings,
-    at_once: int,
 ) -> None:
     """Write a script for sbatch that runs frozen jobs of one shape; see ``jobs.submit``."""
     folder = path.parent.absolute()
-    array = f"0-{len(jobs) - 1}%{at_once}"
+    at_once = settings.array_parallelism
+    array = f"0-{len(jobs) - 1}" + (f"%{at_once}" if at_once else "")
     logs = f"{folder / LOGS}/%A_%a.log"
     named = {"job_name": folder.name, "array": array, "output": logs, "chdir": str(Path.cwd())}
     lines = [_option(key, value) for key, value in {**named, **options}.items()]
-    program = shlex.join(RUNNER)
+    command = shlex.join(["srun", *srun_options(options), *RUNNER])
     common = shlex.join(allowed_override(jobs))
     text = "\n".join(
         [
@@ -37,7 +37,7 @@ def write_sbatch_file(
             *(f"  {_double_quoted(resume_override(job))}" for job in jobs),
             ")",
             *settings.setup,
-            f'srun {program} "${{runs[$SLURM_ARRAY_TASK_ID]}}" {common}'.rstrip(),
+            f'{command} "${{runs[$SLURM_ARRAY_TASK_ID]}}" {common}'.rstrip(),
             *after_srun(settings),
             "",
         ]

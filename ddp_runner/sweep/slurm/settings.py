@@ -34,6 +34,7 @@ class SlurmSettings:
     gpus_per_node: int | None = None
     cpus_per_node: int | None = None
     cpus_per_task: int | None = None
+    array_parallelism: int | None = None
     signal_delay_s: int = 90
     max_requeues: int = 20
     setup: list[str] = field(default_factory=list)
@@ -185,6 +186,14 @@ def sbatch_options(
     kept = {key: value for key, value in options.items() if value is not None}
     more = {key.replace("-", "_"): value for key, value in settings.additional_parameters.items()}
     return {**kept, **more}
+
+
+def srun_options(options: Mapping[str, str | int | bool]) -> list[str]:
+    """Return the options of srun in a job with these options of sbatch.
+
+    Since Slurm 22.05 srun gives a task one core, whatever the job has for each task.
+    """
+    return [f"--cpus-per-task={options['cpus_per_task']}"]
 
 
 def after_srun(settings: SlurmSettings) -> list[str]:

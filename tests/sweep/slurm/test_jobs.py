@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -37,19 +38,20 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_CONF", "/some/slurm.conf")
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
-    sweep, settings = batch.ledger.folder, replace(SETTINGS, setup=["module load cuda"])
+    sweep = batch.ledger.folder
+    settings = replace(SETTINGS, setup=["module load cuda"], array_parallelism=2)
     numbers = submit(
         list(batch.jobs.values()),
         folder=sweep,
-        options={"partition": "gpu", "requeue": True, "signal": "USR1@90"},
+        options={"partition": "gpu", "requeue": True, "signal": "USR1@90", "cpus_per_task": 3},
         settings=settings,
-        at_once=2,
     )
     assert numbers == ["7_0", "7_1", "7_2"]
     assert [submitted_number(sweep / name, folder=sweep) for name in "abc"] == numbers
     script = (sweep / "slurm" / "7_submission.sh").read_text()
     for line in ("array=0-2%2", "partition=gpu", "requeue", "signal=USR1@90"):
         assert f"#SBATCH --{line}\n" in script
+    assert re.search(r"^srun .*--cpus-per-task=3 ", script, re.MULTILINE)
     assert script.index("module load cuda") < script.index("\nsrun ") < script.index('requeue "')
     assert "wckey" not in script
     seen = (tmp_path / "seen").read_text()
@@ -72,7 +74,7 @@ def test_what_slurm_rejects_is_said_and_submitted_by_the_next_start(
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     sweep, jobs = batch.ledger.folder, list(batch.jobs.values())
     with pytest.raises(UserError, match=r"Slurm rejects the jobs .*invalid partition"):
-        submit(jobs, folder=sweep, options={}, settings=SETTINGS, at_once=1)
+        submit(jobs, folder=sweep, options={"cpus_per_task": 1}, settings=SETTINGS)
     monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: [])
     assert submitted_number(sweep / "a", folder=sweep) is None
 
@@ -161,7 +163,7 @@ def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
     assert (end.exit_code, end.stderr) == (0, "")
     assert "2 jobs: submit with  sbatch sweep/sweep.sbatch\n" in end.stdout
     script = folder / "sweep" / "sweep.sbatch"
-    for line in ("array=0-1%1", "ntasks-per-node=1", "time=5", "signal=USR1@90", "requeue"):
+    for line in ("array=0-1", "ntasks-per-node=1", "time=5", "signal=USR1@90", "requeue"):
         assert f"#SBATCH --{line}\n" in script.read_text()
     assert table_row(end.stdout, "seed=2")[1] == "queued"
 
@@ -169,7 +171,8 @@ def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
     environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
     subprocess.run(["bash", str(script)], env=environ, cwd=folder, check=True)
     *started, resume, end_of_words = (tmp_path / "asked").read_text().split("\0")
-    assert (started, end_of_words) == ([sys.executable, "-m", "ddp_runner"], "")
+    assert started == ["--cpus-per-task=1", sys.executable, "-m", "ddp_runner"]
+    assert end_of_words == ""
     assert run_command(resume, folder=folder).exit_code == 0
     (folder / "sweep" / "seed=1" / "run.json").write_text('{"status": "preempted"}')
     table = run_command("sweep", folder=folder, program=(sys.executable, "-m", "ddp_runner.sweep"))

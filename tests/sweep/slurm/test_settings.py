@@ -1,6 +1,7 @@
 """How the jobs of a sweep are spread over the nodes of a Slurm, by the launcher's keys."""
 
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddp_runner.sweep.slurm.settings import (
 )
 from ddp_runner.sweep.slurm.settings import slurm_settings as read_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
+from ddp_runner.sweep.validate import validate_slurm_sweep
 
 GPU_NODE, CPU_NODE = Hardware(num_gpus=8, num_cores=96), Hardware(num_gpus=0, num_cores=16)
 
@@ -169,3 +171,12 @@ def test_a_job_that_its_time_limit_stops_is_queued_again(
     assert (asked.read_text() if asked.exists() else None) == (
         "requeue 7\n" if is_requeued else None
     )
+
+
+@pytest.mark.parametrize("override", ["sweep.parallel_jobs=2", "launch.init_method=file:///x"])
+def test_keys_for_jobs_of_one_machine_are_rejected(override: str) -> None:
+    """Slurm decides how many jobs run at the same time."""
+    register()
+    config, (key, value) = to_config(compose_raw(override)), override.split("=")
+    with pytest.raises(UserError, match=rf"^{re.escape(key)} \({re.escape(value)}\) "):
+        validate_slurm_sweep(config, searches=False, submits=False)
