@@ -75,9 +75,11 @@ def _take(
 ) -> Outcome | None:
     """Run a job; return None if another launcher has it."""
     assert job.run_dir is not None
+    is_held = False
     with ExitStack() as stack:
         try:
             stack.enter_context(RunDir(job.run_dir).locked())
+            is_held = True
             if ledger.entry(entry.job_id) != entry:
                 return None
             ledger.note(entry.job_id, status=Status.RUNNING)
@@ -85,6 +87,8 @@ def _take(
         except InUseError:
             return None
         except (UserError, OSError) as error:  # a damaged run.json, a full disk: others go on
+            if not is_held and ledger.entry(entry.job_id) != entry:
+                return None  # another launcher has it, or has ended it
             outcome = Outcome.invalid(job.run_dir, sentence(error))
             print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
         failure = outcome.failure

@@ -249,6 +249,22 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
     assert [one.status for one in outcomes] == ["completed"] * 3
 
 
+def test_a_folder_that_cannot_be_locked_changes_nothing_that_another_launcher_has_noted(
+    tmp_path: Path, jobs: dict[str, Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who does not hold the folder knows less about the job than who does."""
+    ledger = Ledger(tmp_path)
+
+    def locked(run_dir: RunDir) -> None:
+        ledger.note(run_dir.path.name, status="completed")
+        raise OSError(2, "No such file or directory")
+
+    monkeypatch.setattr(RunDir, "locked", locked)
+    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=pytest.fail)
+    assert [one.status for one in outcomes] == ["completed"] * 3
+    assert set(statuses(tmp_path).values()) == {"completed"}
+
+
 def test_what_had_failed_before_stops_no_sweep(tmp_path: Path, jobs: dict[str, Job]) -> None:
     """Under fail_fast the first failure since the start does; a mistake has its exit code."""
     ledger = Ledger(tmp_path)
