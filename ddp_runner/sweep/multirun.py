@@ -24,10 +24,7 @@ from ddp_runner.sweep.dry_run import first_batch_note, job_list
 from ddp_runner.sweep.executor import Executor, Place
 from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
-from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.results import objective_of, print_report, sweep_table
-from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
@@ -107,9 +104,14 @@ class Sweep:
         except StopSweep:
             pass
         except ValueError as error:
-            # Optuna asks for the best trial at the end, and raises if there is none.
+            # Optuna asks for the best trial at the end, and raises a plain one if there is none.
             is_completed = any(one.status == Status.COMPLETED for one in self._outcomes)
-            if self._is_search and self._known_failures is not None and not is_completed:
+            if (
+                type(error) is ValueError
+                and self._is_search
+                and self._known_failures is not None
+                and not is_completed
+            ):
                 raise UserError(
                     "the search has no best job, since none was completed; see the sentences above"
                 ) from error
@@ -171,8 +173,16 @@ class Sweep:
                 raise StopSweep
         if self._is_search and batch.has_failed():
             raise StopSweep
-        name, entry = self._settings.objective, self._ledger.entry
-        return [objective_of(entry(one.job_id), self._folder, name=name) for one in planned]
+        return [self._objective(one) for one in planned]
+
+    def _objective(self, one: _Planned) -> float | str | None:
+        """Return what a sweeper that searches is to know of a job."""
+        name = self._settings.objective
+        if name is None:
+            return None
+        if one.job is None:
+            return one.fault  # another launcher may have removed its entry
+        return objective_of(self._ledger.entry(one.job_id), self._folder, name=name)
 
     def _validated(self, composed: DictConfig) -> SweepConfig:
         """Return how the sweep of a composed job runs, after the executor has accepted that."""
@@ -248,13 +258,3 @@ def _freeze(job: Job, run_dir: Path) -> None:
     """Freeze a job's config, unless another launcher holds the job: it freezes the same config."""
     with suppress(InUseError), RunDir(run_dir).locked():
         freeze(job, RunDir(run_dir))
-
-
-def executor_of(launcher: DictConfig, folder: Path) -> Executor:
-    """Return what runs the jobs of the sweep in `folder`, by its node ``hydra.launcher``.
-
-    Raises:
-        UserError: a key of the launcher is invalid, or Slurm does not answer.
-    """
-    settings = slurm_settings(launcher)
-    return Local() if settings is None else Slurm(folder, settings)
