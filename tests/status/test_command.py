@@ -139,6 +139,11 @@ def test_a_job_that_begins_or_ends_right_now_is_not_lost(
     ledger = Ledger(tmp_path)
     ledger.begin(command=[], retry_failed=False)
     ledger.queue({"a": "a", "b": "b"}, invalid=())
+    assert run([str(tmp_path), "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "    sweep      2 jobs: 2 queued",
+        "no run has begun",
+    ]
     for name in "ab":
         ledger.note(name, status=Status.RUNNING)
     (tmp_path / "a").mkdir()
