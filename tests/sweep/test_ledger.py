@@ -79,6 +79,16 @@ def test_the_newest_unfinished_sweep_of_the_command_goes_on(tmp_path: Path) -> N
     assert unfinished_sweep(tmp_path, command=["new"], retry_failed=True) is None
 
 
+def test_a_sweep_that_is_folded_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either of its files may be gone between two looks at it."""
+    small_ledger(tmp_path / "sweep").fold()
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # it was, a moment ago
+    sweep = unfinished_sweep(tmp_path, command=["mine"], retry_failed=False)
+    assert sweep == tmp_path / "sweep"
+
+
 def test_a_ledger_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
     """Else one would write down again what it had read before the other's change."""
     ledger = Ledger(tmp_path)
