@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,21 @@ def test_each_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert {job_id: entry.folder for job_id, entry in found.items()} == {
         **{"two": "a-2", "three": "a-3", "one": "a"}
     }
+
+
+def test_jobs_that_all_want_one_folder_are_numbered_in_one_go(tmp_path: Path) -> None:
+    """As with hydra.sweep.subdir=mine: ten thousand must not try each other's names."""
+    tried = Counter[str]()
+
+    class Name(str):
+        def __format__(self, _: str) -> str:
+            tried["names"] += 1
+            return str(self)
+
+    ledger = Ledger(tmp_path)
+    found = ledger.queue({str(number): Name("mine") for number in range(100)}, invalid=())
+    assert [one.folder for one in found.values()][-2:] == ["mine-99", "mine-100"]
+    assert tried["names"] == 99
 
 
 def test_a_start_asks_the_rules_anew_and_leaves_failures_unless_asked(tmp_path: Path) -> None:
