@@ -12,6 +12,7 @@ import torch.distributed as dist
 from commands import wait_for
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from ddp_runner import __version__
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch import reports
@@ -25,6 +26,7 @@ STORES: Any = dist
 def machine(host: str, **facts: Any) -> Machine:
     """Return a machine with two ranks."""
     known = {"address": host, "num_ranks": 2, "number": None, "serves": False, "sees_run": False}
+    known["version"] = __version__
     return Machine(host=host, **(known | facts))
 
 
