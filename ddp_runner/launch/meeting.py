@@ -9,7 +9,6 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.errors import UserError
+from ddp_runner.host.network import is_here
 from ddp_runner.host.patience import patiently
 
 STORES: Any = dist  # torch documents its stores, but its stubs lack them
@@ -57,7 +57,7 @@ def open_meeting(launch: LaunchConfig, *, deadline: float, note: Callable[[str],
     serves = number == 0
     while True:
         try:
-            if serves or (number is None and _is_here(host)):
+            if serves or (number is None and is_here(host)):
                 listener = _listener(host, port)
                 if listener is not None:
                     return Meeting(_store(host, port, listener), host, is_served_here=True)
@@ -97,19 +97,6 @@ def _store(host: str, port: int, listener: socket.socket | None = None) -> Any:
     if listener is not None:
         options["master_listen_fd"] = listener.detach()
     return STORES.TCPStore(host, port, timeout=timedelta(seconds=READ_S), **options)
-
-
-def _is_here(host: str) -> bool:
-    """Return whether a name or an address is this machine's.
-
-    Raises:
-        OSError: it is not known.
-    """
-    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(address)
-            return True
-    return False
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
