@@ -43,7 +43,8 @@ def test_the_pages_show_enough_commands() -> None:
 @pytest.mark.parametrize(("page", "before", "arguments"), list(commands()))
 def test_each_command_composes(page: str, before: str, arguments: str) -> None:
     """Under the ranks that the command starts, or as our own launcher's."""
-    words = arguments.replace("$SLURM_ARRAY_TASK_ID", "3").replace("$first", "n1").split()
+    values = {"$SLURM_ARRAY_TASK_ID": "3", "$first:$port": "n1:29400"}
+    words = re.sub(r"[$][\w$:]+", lambda found: values[found[0]], arguments).split()
     # The last job of a sweep.
     words = [re.sub("=.*,", "=", word) for word in words if word != "-m"]
     assert all("=" in word for word in words)

@@ -38,7 +38,7 @@ def object_of(name: str, kind: str) -> dict[str, Any]:
 
 def with_job(arguments: list[str]) -> list[str]:
     """Return arguments with the Job's name, which Kubernetes writes there."""
-    return [one.replace("$(JOB)", "resnet18-1") for one in arguments]
+    return [one.replace("$(JOB)", "resnet18-two-gpus") for one in arguments]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

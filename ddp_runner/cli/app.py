@@ -37,8 +37,12 @@ from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import launch, print_error
+from ddp_runner.sweep.executor import Executor
+from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.machines import Leader, follow, lead, meet
-from ddp_runner.sweep.multirun import Sweep, executor_of
+from ddp_runner.sweep.multirun import Sweep
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_dir
 from ddp_runner.tracking.claims import goes_on, note_launch, take_own, unfinished_or_new
 from ddp_runner.tracking.provenance import git_revision, versions
@@ -170,7 +174,7 @@ def _lead_sweep(composed: DictConfig, invocation: Invocation, leader: Leader | N
         sweep = Sweep(
             folder,
             command.written,
-            executor=leader or executor_of(composed.hydra.launcher, folder),
+            executor=leader or _executor(composed.hydra.launcher, folder),
             is_search=is_search,
             plan=partial(plan_at, invocation=invocation),
             name_of=partial(job_folder, command=command),
@@ -181,3 +185,9 @@ def _lead_sweep(composed: DictConfig, invocation: Invocation, leader: Leader | N
         if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
             added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
         return sweep.run(partial(run_hydra, arguments=command.arguments_with(*added)))
+
+
+def _executor(launcher: DictConfig, folder: Path) -> Executor:
+    """Return what runs the jobs of the sweep in `folder`, by its node ``hydra.launcher``."""
+    settings = slurm_settings(launcher)
+    return Local() if settings is None else Slurm(folder, settings)

@@ -25,6 +25,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.tokenizer import NEEDS_TEXT_EXTRA, tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.files import safe_name
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
 from ddp_runner.sweep.executor import Place
@@ -165,7 +166,7 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
     """Return the name of a sweep job's folder: the overrides that differ between the jobs."""
     with opened_node(composed) as node:
         if node.sweep.subdir != UNNAMED:
-            return str(node.sweep.subdir)
+            return safe_name(str(node.sweep.subdir))  # a job's folder is directly in the sweep's
         fixed = {one.key_or_group for one in command.overrides if not one.is_sweep_override()}
         overrides = _written(node, command)
         varied = [one for one in overrides if one.partition("=")[0].lstrip("+~") not in fixed]

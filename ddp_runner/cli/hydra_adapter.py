@@ -29,6 +29,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.config.load import as_written
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError
 
@@ -98,7 +99,7 @@ def job_composer(loader: ConfigLoader, common: DictConfig) -> Callable[[Sequence
     read = OverridesParser.create().parse_overrides
     # The groups that exist, with those of hydra.searchpath.
     _, groups = loader._parse_overrides_and_create_caching_repo(
-        common.hydra.job.config_name, list(common.hydra.overrides.hydra)
+        common.hydra.job.config_name, as_written(common.hydra.overrides.hydra)
     )
     composed = dict[tuple[str, ...], bytes]()  # by the overrides that choose options
 

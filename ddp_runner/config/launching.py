@@ -14,7 +14,7 @@ DEFAULT_PORT = 29400  # torchrun's
 class LaunchConfig:
     """How the ranks start. Under torchrun, which has its own flags, these keys are ignored."""
 
-    # machines; MIN:MAX: as many as come, and the run goes on when some leave or join
+    # number of machines; MIN:MAX lets machines join and leave during the run
     nnodes: Any = 1
     nproc_per_node: int | None = None  # ranks per machine; null: world_size / nnodes
     # this machine's number, which orders the ranks; 0 hosts the rendezvous; null: HOST does

@@ -139,7 +139,7 @@ def _warnings(config: RunConfig, hardware: Hardware, env: DistEnv | None, nproc:
     if (env.num_nodes if env else config.launch.most_nodes) > 1:
         warnings.append(
             "torch.distributed has no authentication: whoever reaches the ports of these machines "
-            "can join or stop the run; keep them on a trusted network"
+            "can run code as you; keep them on a trusted network"
         )
     if mode_needs(config.parallelism).data_parallel and (
         hardware.num_gpus < 2 or config.backend.device == "cpu"

@@ -117,8 +117,8 @@ def _with_others(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ddp_runner.doctor",
-        description="Examine this machine; under torchrun, srun or mpirun also the others, and "
-        "what is between them. Rank 0 prints the report.",
+        description="Check this machine. Under torchrun, srun or mpirun, check all machines of the "
+        "launch and the network between them. Rank 0 prints the report.",
         epilog="Exit code: 0 if there is no problem, else 1; 2 for a mistake in the command.",
     )
     add = parser.add_argument

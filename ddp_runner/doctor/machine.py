@@ -144,8 +144,9 @@ def leftovers() -> Iterator[Finding]:
     if segments:
         yield warning(
             "leftovers",
-            f"{counted(len(segments), 'file')} of ended processes in {SHARED_MEMORY}",
-            f"delete them: rm {SHARED_MEMORY / segments[0]}",
+            f"{counted(len(segments), 'file')} in {SHARED_MEMORY} of no process that is seen here",
+            # With --ipc=host they may be of processes that live in another container.
+            f"delete them if no other container uses them: rm {SHARED_MEMORY / segments[0]}",
         )
     elif folders:
         where = counted(len(folders), "temporary folder")

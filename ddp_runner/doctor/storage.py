@@ -5,6 +5,7 @@ Torch-free.
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,7 +98,9 @@ def lock(path: Path) -> Finding:
 @contextmanager
 def trial_folder(outputs: Path) -> Iterator[Path]:
     """Make a folder in the outputs folder, or above it if there is none; remove it afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix=TRIAL, dir=existing(outputs)))
+    parent = existing(outputs)
+    # mkdtemp's own path has no `..` since Python 3.12.
+    folder = parent / Path(tempfile.mkdtemp(prefix=TRIAL, dir=parent)).name
     try:
         yield folder
     finally:
@@ -114,9 +117,10 @@ def file_system(path: Path, *, mounts: Path = MOUNTS) -> tuple[str, str]:
     """Return the kind of a path's file system and where it is mounted, from /proc."""
     best = ("unknown", "/")
     resolved = path.resolve()
-    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+    for line in os.fsdecode(mounts.read_bytes()).split("\n")[:-1] if mounts.exists() else ():
         before, _, after = line.partition(" - ")
-        point = before.split()[4].encode().decode("unicode_escape")  # \040 is a space
+        # \040 is a space.
+        point = re.sub(r"\\([0-7]{3})", lambda one: chr(int(one[1], 8)), before.split(" ")[4])
         if resolved.is_relative_to(point) and len(point) >= len(best[1]):
             best = (after.split()[0], point)
     return best

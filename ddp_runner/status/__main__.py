@@ -79,8 +79,8 @@ def _watch(paths: Sequence[Path], *, show_all: bool) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ddp_runner.status",
-        description="Show the runs that are alive, how far they are and how fast; and those that "
-        "should be alive and are not.",
+        description="Show which runs are alive, with their step and speed, and which have died "
+        "without ending.",
         epilog="Exit code: 0; 1 if a run is lost (no process runs it) or silent (its process gives "
         "no sign); 2 for a mistake in the command.",
     )

@@ -1,6 +1,7 @@
 """Finds the runs and sweeps below paths, and looks at each. Torch-free."""
 
 import os
+import socket
 import tempfile
 import time
 from collections import Counter
@@ -11,9 +12,10 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.status.look import LOST, RunStatus, look
-from ddp_runner.sweep.ledger import LEDGER, Ledger
-from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS
+from ddp_runner.status.look import LOST, RunStatus, holder_of, is_held, look
+from ddp_runner.sweep.ledger import LEDGER, Entry, Ledger
+from ddp_runner.sweep.results import WATCHED
+from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,19 @@ def _sweep(folder: Path, runs: Mapping[Path, RunStatus]) -> SweepStatus:
     counts: Counter[str] = Counter()
     for entry in entries:
         run = runs.get((folder / entry.folder).resolve())
-        is_lost = entry.status == Status.RUNNING and (
-            run is None or not run.is_shown or run.status == LOST
-        )
-        counts[LOST if is_lost else str(entry.status)] += 1
+        counts[LOST if _is_lost(entry, folder, run) else str(entry.status)] += 1
     return SweepStatus(folder, dict(counts))
+
+
+def _is_lost(entry: Entry, folder: Path, run: RunStatus | None) -> bool:
+    """Return whether a sweep's ledger says that a job runs, and no process does it."""
+    run_dir = RunDir(folder / entry.folder)
+    held = is_held(run_dir)
+    if entry.status != Status.RUNNING or held:
+        return False
+    if run is not None and run.is_shown:
+        return run.status == LOST
+    # It begins or ends right now, perhaps on another machine, unless its launcher was killed here.
+    holder, is_on_slurm = holder_of(run_dir), (folder / WATCHED).exists()
+    is_here = holder is None or holder[1] == socket.gethostname()
+    return held is False and is_here and not is_on_slurm

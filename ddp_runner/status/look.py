@@ -85,7 +85,7 @@ def _of_running(
     beat, beat_at = read_heartbeat(run_dir.heartbeat) or ({}, None)
     if beat_at is not None and beat.get("started_at") != _session_start(record):
         beat, beat_at = {}, None  # of an earlier session, which was killed
-    holder = _holder(run_dir)
+    holder = holder_of(run_dir)
     # On one machine the launcher holds the lock before rank 0 exists.
     host = beat.get("host") or (holder[1] if holder else record.get("host"))
     is_here = host == socket.gethostname()
@@ -176,7 +176,7 @@ def is_held(run_dir: RunDir) -> bool | None:
     return False
 
 
-def _holder(run_dir: RunDir) -> tuple[int, str] | None:
+def holder_of(run_dir: RunDir) -> tuple[int, str] | None:
     """Return the process that holds the folder, or was killed while it did, and its host."""
     try:
         found = re.fullmatch(r"process (\d+) on (.+)", run_dir.holder.read_text().strip())

@@ -22,7 +22,9 @@ def as_text(report: Report, *, show_all: bool, width: int) -> str:
     runs = [one for one in report.runs if show_all or one.is_shown]
     blocks = ["\n".join(_sweep_lines(one)) for one in sweeps]
     blocks += ["\n".join(_run_lines(one)) for one in runs]
-    if not runs:
+    if not report.runs and any(one.counts for one in sweeps):
+        blocks.append("no run has begun")
+    elif not runs:
         blocks.append("no run is here" if show_all else "no run is alive here")
     hidden = len(report.runs) - len(runs)
     if hidden:

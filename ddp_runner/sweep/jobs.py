@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from ddp_runner.config.schema import SweepConfig
@@ -11,6 +11,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.scratch import Failure
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
+from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 
 POLL_S = 0.5  # while all jobs left are run by another launcher
@@ -31,6 +32,14 @@ class Batch:
         if most is None:
             return False
         return len(self.ledger.failed().difference(self.known_failures)) >= most
+
+
+def freeze_unheld(job: Job) -> None:
+    """Freeze a job's config, unless another launcher holds the job: it freezes the same config."""
+    assert job.run_dir is not None
+    run_dir = RunDir(job.run_dir)
+    with suppress(InUseError), run_dir.locked():
+        freeze(job, run_dir)
 
 
 def run_jobs(
@@ -75,9 +84,11 @@ def _take(
 ) -> Outcome | None:
     """Run a job; return None if another launcher has it."""
     assert job.run_dir is not None
+    is_held = False
     with ExitStack() as stack:
         try:
             stack.enter_context(RunDir(job.run_dir).locked())
+            is_held = True
             if ledger.entry(entry.job_id) != entry:
                 return None
             ledger.note(entry.job_id, status=Status.RUNNING)
@@ -85,6 +96,8 @@ def _take(
         except InUseError:
             return None
         except (UserError, OSError) as error:  # a damaged run.json, a full disk: others go on
+            if not is_held and ledger.entry(entry.job_id) != entry:
+                return None  # another launcher has it, or has ended it
             outcome = Outcome.invalid(job.run_dir, sentence(error))
             print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
         failure = outcome.failure

@@ -113,13 +113,14 @@ class Ledger:
         with self._locked():
             known = self._known()
             taken, new = known.folders.union(one.folder for one in invalid), list(invalid)
+            numbers = dict.fromkeys(jobs.values(), 1)  # tried so far: thousands may want one name
             for job_id, folder in jobs.items():
                 if job_id in known.entries:
                     continue
-                free, number = folder, 1
+                free = folder
                 while free in taken:  # another config has this name: a YAML was edited meanwhile
-                    number += 1
-                    free = f"{folder}-{number}"
+                    numbers[folder] += 1
+                    free = f"{folder}-{numbers[folder]}"
                 taken.add(free)
                 new.append(Entry(job_id, free))
             if new:

@@ -7,7 +7,6 @@ sends one batch after another and chooses each by the results of the last.
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,15 +21,11 @@ from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.dry_run import first_batch_note, job_list
 from ddp_runner.sweep.executor import Executor, Place
-from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.jobs import Batch, freeze_unheld
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
-from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.results import objective_of, print_report, sweep_table
-from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
-from ddp_runner.tracking.claims import freeze
-from ddp_runner.tracking.run_dir import InUseError, RunDir
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import fact_lines, shown_path
 
 NOTE_EVERY = 1000  # jobs, which take about a minute to plan
@@ -82,6 +77,7 @@ class Sweep:
         self._accepted: dict[str, SweepConfig] = {}  # by what the executor has accepted, as text
         self._known_failures: list[str] | None = None  # None: no batch has begun
         self._outcomes: list[Outcome] = []
+        self._listed: list[_Planned] = []  # by a dry run
 
     def __call__(self, composed: DictConfig) -> None:
         """Reject a launcher that runs one job at a time: it would bypass the ledger."""
@@ -107,9 +103,14 @@ class Sweep:
         except StopSweep:
             pass
         except ValueError as error:
-            # Optuna asks for the best trial at the end, and raises if there is none.
+            # Optuna asks for the best trial at the end, and raises a plain one if there is none.
             is_completed = any(one.status == Status.COMPLETED for one in self._outcomes)
-            if self._is_search and self._known_failures is not None and not is_completed:
+            if (
+                type(error) is ValueError
+                and self._is_search
+                and self._known_failures is not None
+                and not is_completed
+            ):
                 raise UserError(
                     "the search has no best job, since none was completed; see the sentences above"
                 ) from error
@@ -119,6 +120,8 @@ class Sweep:
             if self._known_failures is not None:
                 self._ledger.fold()
                 print(sweep_table(self._folder, width=line_width(sys.stdout)), flush=True)
+        if self._listed:
+            self._list()
         worst = max((one.exit_code for one in self._outcomes), default=None)
         if self._known_failures is None:  # a dry run, or a sweeper that had no job
             return worst or EXIT_COMPLETED
@@ -146,7 +149,7 @@ class Sweep:
         """
         planned = list[_Planned]()
         for one in composing:
-            if not planned and self._known_failures is None:
+            if not planned and self._known_failures is None and not self._listed:
                 print(fact_lines({"sweep": str(shown_path(self._folder))}), flush=True)
             self._settings = self._validated(one)
             planned.append(self._planned(one))
@@ -155,8 +158,10 @@ class Sweep:
         if not planned:
             raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
         if self._settings.dry_run:
-            self._list(planned)
-            raise StopSweep
+            self._listed += planned
+            if self._is_search:
+                raise StopSweep
+            return [None] * len(planned)
         if self._known_failures is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             RunDir(self._folder).ensure_writable()
@@ -172,7 +177,11 @@ class Sweep:
         if self._is_search and batch.has_failed():
             raise StopSweep
         name, entry = self._settings.objective, self._ledger.entry
-        return [objective_of(entry(one.job_id), self._folder, name=name) for one in planned]
+        if name is None:
+            return [None] * len(planned)
+        return [  # another launcher may have removed the entry of an invalid job
+            one.fault or objective_of(entry(one.job_id), self._folder, name=name) for one in planned
+        ]
 
     def _validated(self, composed: DictConfig) -> SweepConfig:
         """Return how the sweep of a composed job runs, after the executor has accepted that."""
@@ -211,9 +220,9 @@ class Sweep:
             jobs = calibrations(jobs.values()) | jobs
         return jobs, invalid
 
-    def _list(self, planned: Sequence[_Planned]) -> None:
-        """Print what a batch would run, and with which rules it is invalid."""
-        jobs, invalid = self._sorted(planned)
+    def _list(self) -> None:
+        """Print what the sweep would run, and with which rules it is invalid."""
+        jobs, invalid = self._sorted(self._listed)
         known, width = self._ledger.read(), line_width(sys.stdout)
         print(job_list(jobs, invalid, known=known, executor=self._executor, width=width))
         if self._is_search:
@@ -240,21 +249,5 @@ class Sweep:
             if self._is_search and named.number and status == Status.COMPLETED:
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
             if status == Status.QUEUED:
-                _freeze(job, run_dir)
+                freeze_unheld(job)
         return jobs
-
-
-def _freeze(job: Job, run_dir: Path) -> None:
-    """Freeze a job's config, unless another launcher holds the job: it freezes the same config."""
-    with suppress(InUseError), RunDir(run_dir).locked():
-        freeze(job, RunDir(run_dir))
-
-
-def executor_of(launcher: DictConfig, folder: Path) -> Executor:
-    """Return what runs the jobs of the sweep in `folder`, by its node ``hydra.launcher``.
-
-    Raises:
-        UserError: a key of the launcher is invalid, or Slurm does not answer.
-    """
-    settings = slurm_settings(launcher)
-    return Local() if settings is None else Slurm(folder, settings)

@@ -24,14 +24,12 @@ WATCHED = ".slurm.lock"  # of a sweep on Slurm: held by the command that watches
 MIN_NAME = 24  # columns of a job's name
 
 
-def objective_of(entry: Entry, folder: Path, *, name: str | None) -> float | str | None:
-    """Return a job's metric of this name, or why it has none; None if the sweep has no objective.
+def objective_of(entry: Entry, folder: Path, *, name: str) -> float | str:
+    """Return a job's metric of this name, or why it has none.
 
     Raises:
         UserError: the job has no such metric.
     """
-    if name is None:
-        return None
     if entry.status != Status.COMPLETED:
         return entry.sentence or f"{entry.folder} is {entry.status}"
     metrics = read_run_record(folder / entry.folder).get("metrics", {})

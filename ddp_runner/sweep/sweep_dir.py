@@ -73,9 +73,12 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
 
 
 def _changed_at(folder: Path) -> float:
-    """Return when the ledger of a sweep was last written."""
-    files = [folder / name for name in (LEDGER, JOURNAL)]
-    return max(path.stat().st_mtime for path in files if path.exists())
+    """Return when the ledger of a sweep was last written; 0.0 if it is gone."""
+    times = [0.0]
+    for name in (LEDGER, JOURNAL):
+        with suppress(OSError):  # another launcher folds it, or removes the sweep
+            times.append((folder / name).stat().st_mtime)
+    return max(times)
 
 
 def sweep_command(arguments: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ run.json keeps both. Two equal commands never share an agent, and an elastic wor
 keeps one of its agents.
 """
 
+import json
 import os
 import socket
 import time
@@ -19,9 +20,9 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.ranks import resolve_batch
-from ddp_runner.config.schema import AUTO, RunConfig, work_hash
+from ddp_runner.config.schema import AUTO, OF_RANKS, RunConfig, flatten, leaves, work_hash
 from ddp_runner.dist_env import DistEnv, continues
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import InUseError, RunDir
@@ -123,8 +124,15 @@ def goes_on(config: RunConfig, run_dir: RunDir) -> bool:
     Raises:
         UserError: the folder holds a run that `resume` does not name.
     """
-    if config.resume == AUTO and _record(run_dir).get("work_hash") == work_hash(config):
+    known = _record(run_dir).get("work_hash") if config.resume == AUTO else None
+    if known == work_hash(config):
         return True
+    if known is not None:
+        keys = _changed_keys(config, run_dir)
+        raise UserError(
+            f"{run_dir} holds a run whose config differs{f' ({listed(keys)})' if keys else ''}, "
+            "and resume=auto goes on with an equal one only; give another hydra.run.dir"
+        )
     if config.resume in (None, AUTO) and run_dir.record.exists():
         raise UserError(
             f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
@@ -220,6 +228,21 @@ def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> 
     is_restart = not agents.isdisjoint(_marks_in(earlier))
     if is_restart and isinstance(error, dict) and error.get("kind") == "user":
         raise UserError(str(error.get("sentence")))
+
+
+def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
+    """Return the keys of a config whose values the run in a folder does not have."""
+    try:
+        frozen = dict(leaves(yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))))
+    except Exception:  # odd tags make PyYAML raise errors of any class
+        return []  # it is missing or damaged
+    own = json.loads(json.dumps(flatten(config)))  # lists for tuples, as in YAML
+    return [
+        key
+        for key, value in own.items()
+        # A secret is frozen as it was written.
+        if key not in OF_RANKS and frozen.get(key) != value and "${" not in str(frozen.get(key))
+    ]
 
 
 def _global_size(run_dir: RunDir) -> int | None:

@@ -64,6 +64,8 @@ class Heartbeat:
         def beat() -> None:
             while True:
                 self._has_changed.clear()
+                if ended.is_set():  # since the wait below
+                    return
                 _renew(path, facts | self._state())
                 self._has_changed.wait(BEAT_S)
                 if ended.wait(LEAST_S):

@@ -84,7 +84,9 @@ class RunDir:
         try:
             lock.acquire(timeout=patience_s)
         except TimeoutError:
-            who = self.holder.read_text().strip() if self.holder.exists() else "another process"
+            who = "another process"
+            with suppress(OSError):  # it may have ended since
+                who = self.holder.read_text().strip() or who
             raise InUseError(
                 f"{self} is in use by {who}; wait for it to end, or start a new run"
             ) from None

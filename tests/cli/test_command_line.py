@@ -53,5 +53,6 @@ def test_a_job_is_named_by_what_the_sweep_varies() -> None:
     job = compose_config(["model=toy", "seed=2", "optimizer.lr=0.1"])
     assert job_folder(job, command) == "seed=2,optimizer.lr=0.1"
     assert job_folder(compose_config(["model=toy"]), parse(["-m", "model=toy"])) == "model=toy"
-    named = compose_config(["seed=2", "hydra.sweep.subdir=job-${seed}"])
-    assert job_folder(named, command) == "job-2"
+    for subdir, name in (("job-${seed}", "job-2"), ("toy/${seed}", "toy-2"), ("..", "_..")):
+        named = compose_config(["seed=2", f"hydra.sweep.subdir={subdir}"])
+        assert job_folder(named, command) == name

@@ -76,6 +76,7 @@ def test_a_job_is_composed_as_hydra_composes_it(tmp_path: Path, overrides: str) 
         "model=convnet",
         f"hydra.searchpath=[{tmp_path}]",
         "hydra.job.config.override_dirname.kv_sep=:",
+        "hydra.sweep.subdir='${hydra:job.num}'",
     )
     with grid_loader(*common) as (loader, composed):
         compose_job = job_composer(loader, composed)

@@ -159,7 +159,9 @@ def test_leftovers_of_killed_processes_are_found(
     (tmp_path / "shm" / "torch_999999999_12_0").touch()
     finding = only(machine.leftovers())
     assert finding.level == Level.WARNING
-    assert finding.advice == f"delete them: rm {tmp_path / 'shm'}/torch_999999999_12_0"
+    assert finding.advice == (
+        f"delete them if no other container uses them: rm {tmp_path / 'shm'}/torch_999999999_12_0"
+    )
 
 
 def test_only_variables_of_a_launch_are_shown() -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +19,19 @@ Usage = namedtuple("Usage", "total used free")
 MOUNTS = """22 1 8:1 / / rw - ext4 /dev/sda rw
 23 22 0:5 / /home/my\\040disk rw,relatime shared:1 - nfs4 server:/x rw
 24 22 0:6 / /home rw - xfs /dev/sdb rw
+26 22 0:8 / /home/Bücher\\0401\\134日本 rw - btrfs /dev/sdc rw
 25 22 0:7 / {outputs} rw - {kind} none rw
 """
 
 
 def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path) -> None:
-    """A mount point may have spaces."""
+    """A mount point may have spaces, and letters of any language."""
     mounts = tmp_path / "mounts"
-    mounts.write_text(MOUNTS.format(outputs="/data", kind="lustre"))
+    mounts.write_text(MOUNTS.format(outputs="/data", kind="lustre"), encoding="utf-8")
     for path, kind in {
         "/home/my disk/outputs": "nfs4",
         "/home/me": "xfs",
+        "/home/Bücher 1\\日本/outputs": "btrfs",
         "/homes": "ext4",
         "/data": "lustre",
     }.items():
@@ -79,6 +82,20 @@ def test_what_is_tried_leaves_nothing(tmp_path: Path, exists: bool) -> None:
     assert (rename.level, lock.level) == (Level.OK, Level.OK)
     assert [path.name for path in tmp_path.iterdir()] == (["outputs"] if exists else [])
     assert not exists or [path.name for path in outputs.iterdir()] == ["run"]
+
+
+def test_what_is_tried_is_in_the_folder_as_the_user_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other machines look for it there; Python 3.12 gives another path for a folder with `..`."""
+    (tmp_path / "here").mkdir()
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **keys: str(Path(make(**keys)).resolve()))
+    outputs = tmp_path / "here" / ".."
+    with storage.trial_folder(outputs / "new") as folder:
+        assert folder.parent == outputs
+        assert folder.is_dir()
+    assert not folder.exists()
 
 
 def test_a_lock_that_keeps_nobody_out_is_a_problem(

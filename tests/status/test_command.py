@@ -22,6 +22,7 @@ from ddp_runner.job import Status
 from ddp_runner.status.__main__ import run
 from ddp_runner.status.render import duration
 from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.tracking.run_dir import RunDir
 
 STATUS = (*RUNNER[:-1], "ddp_runner.status")
 RUNNING = {"status": "running", "sessions": [{"started_at": 1.0}]}
@@ -121,6 +122,39 @@ def test_a_sweep_shows_how_its_jobs_stand(
     (sweep / "sweep.json").write_text("{")
     run([str(tmp_path)])
     assert "sweep.json is damaged" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_job_that_begins_or_ends_right_now_is_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run.json may be missing, or of another moment, for as long as somebody holds its folder.
+
+    Where no lock is seen, the job may be of another machine, or of Slurm.
+    """
+
+    def seen() -> str:
+        assert run([str(tmp_path)]) == 0
+        return capsys.readouterr().out.splitlines()[1].strip()
+
+    ledger = Ledger(tmp_path)
+    ledger.begin(command=[], retry_failed=False)
+    ledger.queue({"a": "a", "b": "b"}, invalid=())
+    assert run([str(tmp_path), "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "    sweep      2 jobs: 2 queued",
+        "no run has begun",
+    ]
+    for name in "ab":
+        ledger.note(name, status=Status.RUNNING)
+    (tmp_path / "a").mkdir()
+    write_run(tmp_path / "b")
+    with RunDir(tmp_path / "a").locked(), RunDir(tmp_path / "b").locked():
+        assert seen() == "sweep      2 jobs: 2 running"
+    assert seen() == "sweep      2 jobs: 2 lost"
+    (tmp_path / "b" / ".lock.holder").write_text("process 7 on elsewhere")
+    assert seen() == "sweep      2 jobs: 1 running, 1 lost"
+    (tmp_path / ".slurm.lock").touch()
+    assert seen() == "sweep      2 jobs: 2 running"
 
 
 def test_no_line_is_wider_than_a_terminal_of_80_columns(

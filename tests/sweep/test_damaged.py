@@ -14,9 +14,8 @@ from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
-from ddp_runner.sweep.jobs import Batch, run_jobs
+from ddp_runner.sweep.jobs import Batch, freeze_unheld, run_jobs
 from ddp_runner.sweep.ledger import JOURNAL, LEDGER, Ledger
-from ddp_runner.sweep.multirun import _freeze
 from ddp_runner.sweep.results import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -92,7 +91,7 @@ def test_launchers_that_plan_one_job_at_once_do_not_meet(
     def plan(_: int) -> None:
         for _ in range(50):
             together.wait(60)
-            _freeze(job, run_dir)
+            freeze_unheld(job)
 
     with ThreadPoolExecutor(2) as launchers:
         list(launchers.map(plan, range(2)))
@@ -101,7 +100,7 @@ def test_launchers_that_plan_one_job_at_once_do_not_meet(
     }
     with RunDir(run_dir).locked():
         (run_dir / ".hydra" / "config.yaml").unlink()
-        _freeze(job, run_dir)
+        freeze_unheld(job)
         assert not (run_dir / ".hydra" / "config.yaml").exists()
 
 

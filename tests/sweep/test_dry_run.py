@@ -27,8 +27,9 @@ def rows(stdout: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_jobs_are_listed_with_the_rules_that_they_break(tmp_path: Path, *, skips: bool) -> None:
-    """An invalid job makes the exit code 2, unless it would be skipped."""
+    """An invalid job makes the exit code 2, unless it would be skipped; whatever the batches."""
     grid = ("world_size=1,2", "parallelism=ddp,single", "train.max_steps=7")
+    grid += ("hydra.sweeper.max_batch_size=3",) * skips
     end = run_command(*TOY, *grid, f"sweep.skip_invalid={skips}", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0 if skips else 2, "")
     word = "skipped" if skips else "invalid"

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,21 @@ def test_each_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
     }
 
 
+def test_jobs_that_all_want_one_folder_are_numbered_in_one_go(tmp_path: Path) -> None:
+    """As with hydra.sweep.subdir=mine: ten thousand must not try each other's names."""
+    tried = Counter[str]()
+
+    class Name(str):
+        def __format__(self, _: str) -> str:
+            tried["names"] += 1
+            return str(self)
+
+    ledger = Ledger(tmp_path)
+    found = ledger.queue({str(number): Name("mine") for number in range(100)}, invalid=())
+    assert [one.folder for one in found.values()][-2:] == ["mine-99", "mine-100"]
+    assert tried["names"] == 99
+
+
 def test_a_start_asks_the_rules_anew_and_leaves_failures_unless_asked(tmp_path: Path) -> None:
     """What had been refused may fit by now; a job that is queued again has no failure."""
     ledger, command = Ledger(tmp_path), ["seed=1,2"]
@@ -77,6 +93,16 @@ def test_the_newest_unfinished_sweep_of_the_command_goes_on(tmp_path: Path) -> N
         found = unfinished_sweep(tmp_path, command=["mine"], retry_failed=retry_failed)
         assert found == tmp_path / expected
     assert unfinished_sweep(tmp_path, command=["new"], retry_failed=True) is None
+
+
+def test_a_sweep_that_is_folded_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either of its files may be gone between two looks at it."""
+    small_ledger(tmp_path / "sweep").fold()
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # it was, a moment ago
+    sweep = unfinished_sweep(tmp_path, command=["mine"], retry_failed=False)
+    assert sweep == tmp_path / "sweep"
 
 
 def test_a_ledger_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
@@ -247,6 +273,22 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
     monkeypatch.setattr(RunDir, "locked", locked_late)
     outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=pytest.fail)
     assert [one.status for one in outcomes] == ["completed"] * 3
+
+
+def test_a_folder_that_cannot_be_locked_changes_nothing_that_another_launcher_has_noted(
+    tmp_path: Path, jobs: dict[str, Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who does not hold the folder knows less about the job than who does."""
+    ledger = Ledger(tmp_path)
+
+    def locked(run_dir: RunDir) -> None:
+        ledger.note(run_dir.path.name, status="completed")
+        raise OSError(2, "No such file or directory")
+
+    monkeypatch.setattr(RunDir, "locked", locked)
+    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=pytest.fail)
+    assert [one.status for one in outcomes] == ["completed"] * 3
+    assert set(statuses(tmp_path).values()) == {"completed"}
 
 
 def test_what_had_failed_before_stops_no_sweep(tmp_path: Path, jobs: dict[str, Job]) -> None:

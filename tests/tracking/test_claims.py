@@ -11,6 +11,7 @@ from configs import resolved
 from run_folders import record
 
 from ddp_runner.config.schema import Config, work_hash
+from ddp_runner.config.secrets import Secrets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
@@ -18,6 +19,7 @@ from ddp_runner.tracking.claims import (
     Claim,
     claim_run,
     find_unfinished_run,
+    freeze,
     own_marks,
     with_global_size,
 )
@@ -152,6 +154,26 @@ def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
     resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
     assert attempt(resumed, OURS) == Claim(RunDir(folder), None)  # its config has what it resumes
     assert attempt(job(run_dir=folder), OURS).run_dir.path == folder
+
+
+def test_resume_auto_names_the_keys_of_another_config_in_the_folder(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Not resume=, which would go on with the old config; a number of ranks is no other config."""
+    folder = tmp_path / "mine"
+    planned = job("resume=auto", "seed=1", run_dir=folder)
+    attempt(planned, THEIRS, status="preempted")
+    freeze(replace(planned, secrets=Secrets({("name",): "${oc.env:X}"})), RunDir(folder))
+    other = job("resume=auto", "seed=2", "optimizer.lr=0.5", run_dir=folder, ranks=4)
+    with pytest.raises(UserError) as caught:
+        claim_run(other, marks=OURS, stack=stack)
+    assert str(caught.value) == (
+        f"{folder} holds a run whose config differs (seed, optimizer.lr), and resume=auto goes on "
+        "with an equal one only; give another hydra.run.dir"
+    )
+    (folder / ".hydra" / "config.yaml").write_text("{")
+    with pytest.raises(UserError, match="whose config differs, and resume=auto"):
+        claim_run(other, marks=OURS, stack=stack)
 
 
 def test_two_launches_never_hold_one_folder(tmp_path: Path, stack: ExitStack) -> None:

@@ -2,11 +2,12 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import wait_for
+from commands import TIME_LIMIT_S, wait_for
 
 from ddp_runner.errors import UserError
 from ddp_runner.tracking import heartbeat
@@ -36,6 +37,39 @@ def test_a_heartbeat_follows_the_run_and_goes_with_it(tmp_path: Path) -> None:
         wait_for(lambda: fields(path)["doing"] == "evaluating")
         assert fields(path)["step"] == 3
     assert list(tmp_path.iterdir()) == []
+
+
+class LateEvent(threading.Event):
+    """An event that is cleared for the second time only after it was set once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_clears, self.num_waits, self.is_late = 0, 0, threading.Event()
+
+    def clear(self) -> None:
+        """Let the test go on before the second time."""
+        self.num_clears += 1
+        if self.num_clears == 2:
+            self.is_late.set()
+            super().wait(TIME_LIMIT_S)
+        super().clear()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Count the waits."""
+        self.num_waits += 1
+        return super().wait(timeout)
+
+
+def test_a_run_that_ends_just_before_a_beat_waits_for_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of the run would take the seconds between two beats longer."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    monkeypatch.setattr(heartbeat, "LEAST_S", 0.01)
+    late = LateEvent()
+    with Heartbeat(_has_changed=late).beating(tmp_path / ".heartbeat", started_at=0.0):
+        assert late.is_late.wait(TIME_LIMIT_S)
+    assert late.num_waits == 1
 
 
 def test_a_heartbeat_is_renewed_while_nothing_happens(

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,7 +14,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
 from ddp_runner.tracking.outputs import job_name
-from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_dir import InUseError, RunDir
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,13 @@ def test_a_frozen_config_is_replaced_whole_or_not_at_all(file: str, tmp_path: Pa
         assert (tmp_path / ".hydra" / file).read_bytes() == before[file]
     RunDir(tmp_path).freeze(Config(seed=3), overrides=long, choices={})
     assert "seed: 3" in (tmp_path / ".hydra" / "config.yaml").read_text()
+
+
+def test_a_folder_whose_holder_ends_right_now_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file with its name may be gone between any two looks at it."""
+    with RunDir(tmp_path).locked(), monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
+        with pytest.raises(InUseError, match="is in use by another process"):
+            RunDir(tmp_path).locked().__enter__()

@@ -13,12 +13,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddp_runner.errors import UserError, one_line
-from ddp_runner.files import replace_file
+from ddp_runner.files import file_sha256, replace_file
 from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Job, Status
 from ddp_runner.sweep.slurm.commands import RUNNING, WAITING, cancel, jobs_named
@@ -47,6 +47,7 @@ class Submission:
     name: str  # of all jobs that were submitted together
     index: int | None  # in their array; None: the only one
     number: str | None = None  # as squeue shows it; None: the submission has not returned yet
+    found: str | None = None  # the checksum of the run.json that was there; None: there was none
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,12 @@ def submit(
 
     name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:60]}.{secrets.token_hex(4)}"
     indexes = [None] if len(jobs) == 1 else list(range(len(jobs)))
-    for job, index in zip(jobs, indexes, strict=True):
-        _record(job, Submission(name, index))
+    submissions = [
+        Submission(name, index, found=_checksum(job.run_dir))
+        for job, index in zip(jobs, indexes, strict=True)
+    ]
+    for job, submission in zip(jobs, submissions, strict=True):
+        _record(job, submission)
     try:
         with _undisturbed():
             executor = SlurmExecutor(folder / LOGS)
@@ -117,8 +122,8 @@ def submit(
         raise UserError(
             f"Slurm rejects the jobs ({one_line(error)}); change hydra.launcher's keys"
         ) from error
-    for job, index, one in zip(jobs, indexes, submitted, strict=True):
-        _record(job, Submission(name, index, str(one.job_id)))
+    for job, submission, one in zip(jobs, submissions, submitted, strict=True):
+        _record(job, replace(submission, number=str(one.job_id)))
     return [str(one.job_id) for one in submitted]
 
 
@@ -145,22 +150,41 @@ def _record(job: Job, submission: Submission) -> None:
     replace_file(job.run_dir / RECORD, json.dumps(asdict(submission)))
 
 
+def _checksum(run_dir: Path | None) -> str | None:
+    """Return the checksum of a run's run.json; None if it has none that can be read."""
+    assert run_dir is not None
+    with suppress(OSError):
+        return file_sha256(RunDir(run_dir).record)
+    return None
+
+
+def _submission(run_dir: Path) -> Submission | None:
+    """Return the last submission of a run; None: it was not submitted.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    path = run_dir / RECORD
+    if not path.exists():
+        return None
+    try:
+        return Submission(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({one_line(error)}); delete it once squeue shows no job for "
+            f"{run_dir.name}"
+        ) from error
+
+
 def submitted_number(run_dir: Path, *, folder: Path) -> str | None:
     """Return the number of the job that a run was last submitted as; None: it was not.
 
     Raises:
         UserError: the record is damaged, or Slurm does not answer.
     """
-    path = run_dir / RECORD
-    if not path.exists():
+    submission = _submission(run_dir)
+    if submission is None:
         return None
-    try:
-        submission = Submission(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{path} is damaged ({one_line(error)}); delete it once squeue shows no job for "
-            f"{run_dir.name}"
-        ) from error
     if submission.number is not None:
         return submission.number
     # The launcher was killed while it submitted the job.
@@ -187,16 +211,22 @@ def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> 
     if word in RUNNING:
         return Standing(Status.RUNNING)
     try:
+        submission = _submission(run_dir)
+        found = submission.found if submission else None
+        is_earlier = found is not None and found == _checksum(run_dir)
         record = read_run_record(run_dir, missing_ok=True)
     except UserError as error:
         return Standing(Status.FAILED, "user", str(error))
     log = folder / LOGS / f"{number}_0_log.out"
-    if record.get("status") == Status.COMPLETED:
+    status = record.get("status")
+    if status == Status.COMPLETED:
         return Standing(Status.COMPLETED)
-    if record.get("status") == Status.FAILED:
+    if is_earlier:
+        status = None  # of an earlier job: this one has ended before its run began
+    if status == Status.FAILED:
         why = record.get("error") or {}
         return Standing(Status.FAILED, str(why.get("kind")), str(why.get("sentence")))
-    is_final = record.get("status") == Status.PREEMPTED
+    is_final = status == Status.PREEMPTED
     if word in STOPPED or is_final:
         end = STOPPED.get(word, "was stopped")
         sentence = f"Slurm's job {number} {end}; the same command goes on with it, see {log}"

@@ -144,6 +144,43 @@ def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: 
     assert found.sentence == f"data_root (x) is not a folder; see {log}"
 
 
+@pytest.mark.parametrize(
+    ("state", "before", "status", "part"),
+    [
+        ("FAILED", "preempted", "failed", "dataset.folder (x)"),
+        ("NODE_FAIL", "failed", "preempted", "lost a node"),
+        (None, "failed", "failed", "dataset.folder (x)"),
+        ("COMPLETED", "completed", "completed", None),
+    ],
+)
+def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
+    batch: Batch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str | None,
+    before: str,
+    status: str,
+    part: str | None,
+) -> None:
+    """Its run.json is that of an earlier job, until a rank writes it."""
+    program(tmp_path / "bin", "srun")
+    program(tmp_path / "bin", "sbatch", "echo Submitted batch job 7")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    sweep, run_dir = batch.ledger.folder, batch.ledger.folder / "a"
+    error = {"rank": 0, "kind": "crash", "sentence": "an old crash"}
+    write_run_record(run_dir, status=before, error=error)
+    options = {"cpus_per_task": 1}
+    (number,) = submit([batch.jobs["a"]], folder=sweep, options=options, settings=SETTINGS)
+    if part is not None and "folder" in part:
+        (sweep / "slurm" / f"{number}_0_log.out").write_text(f"error: {part}\n")
+    found = standing(run_dir, number=number, state=state, folder=sweep)
+    assert found.status == status
+    assert part is None or part in str(found.sentence)
+    write_run_record(run_dir, status="failed", error={**error, "sentence": "a new crash"})
+    found = standing(run_dir, number=number, state=state, folder=sweep)
+    assert (found.status, found.sentence) == ("failed", "a new crash")
+
+
 def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
     """The table then tells how they stand, and the same command writes what is left.
 
