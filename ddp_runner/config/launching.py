@@ -52,7 +52,7 @@ def meeting_place(launch: LaunchConfig) -> tuple[str, int]:
     Raises:
         UserError: it is neither HOST nor HOST:PORT.
     """
-    found = ENDPOINT.fullmatch(str(launch.rdzv_endpoint))
+    found = ENDPOINT.fullmatch(launch.rdzv_endpoint or "")
     port = int(found[3] or DEFAULT_PORT) if found else 0
     if found is None or not 1 <= port <= 65535:
         raise UserError(

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from ddp_runner.config.schema import BackendConfig
-from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
+from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.network import is_here, outer_interface
 from ddp_runner.host.patience import patiently
-from ddp_runner.host.streams import notice_if_slow
+from ddp_runner.host.streams import notice_if_slow, print_line
 
 HOST = "127.0.0.1"
 POLL_S = 0.02
@@ -112,11 +112,14 @@ def _validate_place(env: DistEnv, init_method: str | None) -> None:
     with suppress(OSError):  # a name that is not known here
         if is_here(host):
             return
-    raise UserError(
+    error = UserError(
         f"RANK and WORLD_SIZE describe {env.world_size} ranks on one machine, and {host}, where "
         "they meet, is another; on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE too, on "
         "one let the ranks meet at 127.0.0.1"
     )
+    if not prints_errors():  # rank 0 is on another machine, and has no error to print
+        print_line(f"error: {error}", stream=sys.stderr)
+    raise error
 
 
 def _uses_loopback() -> bool:

@@ -9,8 +9,9 @@ import pytest
 from configs import config_error, resolved
 
 from ddp_runner.config.allowed_targets import OWN, TORCH
-from ddp_runner.config.launching import meeting_place
+from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import losses
@@ -41,6 +42,8 @@ NOT_NEGATIVE = (
 def test_machines_meet_at_a_host_and_a_port(place: str) -> None:
     """Another address is rejected before torch is imported."""
     rule = "must be HOST:PORT, with a port from 1 to 65535 and an IPv6 address in brackets; write"
+    with pytest.raises(UserError, match=r"rdzv_endpoint \(None\) must be HOST:PORT"):
+        meeting_place(LaunchConfig(nnodes=2))
     assert f"launch.rdzv_endpoint ({place}) {rule}" in config_error(
         f"launch.rdzv_endpoint='{place}'"
     )

@@ -1,5 +1,7 @@
 """Where the ranks meet, before any of them waits for another."""
 
+import re
+
 import pytest
 
 from ddp_runner.config.schema import BackendConfig
@@ -21,9 +23,11 @@ def env_of(environ: dict[str, str]) -> DistEnv:
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 @pytest.mark.parametrize("scheme", ["env", "tcp"])
 def test_ranks_set_by_hand_on_several_machines_say_how_many_are_on_each(
-    monkeypatch: pytest.MonkeyPatch, host: str, scheme: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str, scheme: str
 ) -> None:
-    """Else they would meet on this machine alone, and wait in vain."""
+    """Else they would meet on this machine alone, and wait in vain; rank 0 has no such error."""
+    for name, value in BY_HAND.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1" if scheme == "tcp" else host)
     place = f"tcp://{host}:1" if scheme == "tcp" else "env://"
     rule = f"{host}, where they meet, is another; .*set LOCAL_RANK and LOCAL_WORLD_SIZE too"
@@ -33,6 +37,7 @@ def test_ranks_set_by_hand_on_several_machines_say_how_many_are_on_each(
         process_group(env, backend=backend, init_method=place),
     ):
         pass
+    assert re.search(f"^error: .*{rule}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.launch import meeting
 from ddp_runner.launch.meeting import Meeting
 from ddp_runner.sweep import machines
-from ddp_runner.sweep.machines import ENDED, FOLLOWERS, SweepMeeting, follow, lead, meet
+from ddp_runner.sweep.machines import ENDED, FOLLOWERS, Leader, SweepMeeting, follow, lead, meet
 
 STORES: Any = dist
 
@@ -76,6 +76,19 @@ def test_a_job_for_fewer_machines_takes_those_that_ask_first(met: SweepMeeting) 
     assert [met.takes_part(two, every) for _ in range(3)] == [True, False, False]
     assert [met.takes_part({"job": 1, "nnodes": 3}, every) for _ in range(5)] == [True] * 5
     assert [met.takes_part({"job": 2, "nnodes": num}, number) for num in (2, 3)] == [False, True]
+
+
+def test_while_the_leader_runs_a_job_alone_there_is_none_to_join(
+    met: SweepMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that comes then would find the last one closed."""
+    monkeypatch.setattr(machines, "launch", lambda *_, **__: Outcome(Status.COMPLETED, 0, None))
+    leader, told = Leader(met), []
+    for nnodes in (2, 1):
+        config, _ = resolved("model=toy", f"launch.nnodes={nnodes}", "launch.rdzv_endpoint=n1:1")
+        leader._launch(Job(config, started_at=0.0, code={}, title="job"))
+        told.append(met.told())
+    assert told == [{"job": 0, "nnodes": 2, "title": "job"}, None]
 
 
 def test_the_other_machines_learn_how_the_sweep_ended(met: SweepMeeting) -> None:
