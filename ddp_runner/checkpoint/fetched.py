@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,25 +26,26 @@ def on_every_machine(path: Path) -> Iterator[Path]:
         path: of a checkpoint that rank 0 has.
     """
     manifest = from_rank_zero((path / MANIFEST).read_bytes)
-    places = gather_objects((socket.gethostname(), _is_here(path, manifest)))
-    if all(is_here for _, is_here in places):
+    is_here = _is_here(path, manifest)
+    if all(gather_objects(is_here)):
         yield path
         return
-    host, is_here = places[dist.get_rank()]
-    copy = None
-    if not is_here and places.index((host, False)) == dist.get_rank():  # the first of its machine
-        copy = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+    own = None if is_here else Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
     try:
-        _send(path / STATE, copy / STATE if copy else None)
-        if copy is not None:
-            (copy / MANIFEST).write_bytes(manifest)
-        # Also a barrier: the copies are complete.
-        copies = zip(places, gather_objects(copy), strict=True)
-        yield path if is_here else next(one for (at, _), one in copies if one and at == host)
+        # Ranks of one machine see each other's folders: they use the first. Host names would not
+        # tell, for containers may have one.
+        folders = [one for one in gather_objects(own) if one is not None]
+        found = path if own is None else next(one for one in folders if one.is_dir())
+        receives = found == own
+        _send(path / STATE, found / STATE if receives else None)
+        if receives:
+            (found / MANIFEST).write_bytes(manifest)
+        gather_objects(None)  # the copies are complete
+        yield found
         gather_objects(None)  # all have loaded it
     finally:
-        if copy is not None:
-            shutil.rmtree(copy)
+        if own is not None:
+            shutil.rmtree(own)
 
 
 def _is_here(path: Path, manifest: bytes) -> bool:

@@ -39,7 +39,7 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.executor import Executor
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.machines import Leader, follow, meet
+from ddp_runner.sweep.machines import Leader, follow, lead, meet
 from ddp_runner.sweep.multirun import Sweep
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import slurm_settings
@@ -149,25 +149,32 @@ def _quiet_connections() -> None:
 
 def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     """Let Hydra's sweeper compose the jobs, and run them batch by batch."""
-    command = invocation.command
     if invocation.env is not None:
         raise UserError("-m starts its own workers; run a sweep without torchrun or srun")
 
+    several = launch_of_several(composed)
+    if several is None:
+        return _lead_sweep(composed, invocation)
+    if composed.sweep.dry_run:
+        return _lead_sweep(composed, invocation, Leader(None))
+    _quiet_connections()
+    start_fork_server()
+    machines = meet(several)
+    if not machines.leads:
+        return follow(machines, follower(composed, invocation))
+    return lead(machines, partial(_lead_sweep, composed, invocation, Leader(machines)))
+
+
+def _lead_sweep(composed: DictConfig, invocation: Invocation, leader: Leader | None = None) -> int:
+    """Run a sweep from its folder, on this machine and those that it may lead."""
+    command = invocation.command
     asked = None if composed.hydra.sweep.dir == UNNAMED else Path(composed.hydra.sweep.dir)
     is_search = not is_grid(composed.hydra.sweeper)
-    several, machines = launch_of_several(composed), None
-    if several is not None and not composed.sweep.dry_run:
-        _quiet_connections()
-        start_fork_server()
-        machines = meet(several)
-        if machines.place > 0:
-            return follow(machines, follower(composed, invocation))
     with sweep_dir(composed, asked, command.written, is_search=is_search) as (folder, for_hydra):
-        alone = several is None
         sweep = Sweep(
             folder,
             command.written,
-            executor=_executor(composed.hydra.launcher, folder) if alone else Leader(machines),
+            executor=leader or _executor(composed.hydra.launcher, folder),
             is_search=is_search,
             plan=partial(plan_at, invocation=invocation),
             name_of=partial(job_folder, command=command),

@@ -5,19 +5,28 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from ddp_runner.cli.compose import Invocation, plan
-from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import AUTO
+from ddp_runner.config.values import validate_launch
 from ddp_runner.host.hardware import detect
 from ddp_runner.job import Job
 from ddp_runner.sweep.slurm.settings import slurm_settings
 
 
 def launch_of_several(composed: DictConfig) -> LaunchConfig | None:
-    """Return how the machines of a sweep meet; None: they do not, since there is one, or Slurm."""
+    """Return how the machines of a sweep meet; None: they do not, since there is one, or Slurm.
+
+    Raises:
+        UserError: nothing says where they meet.
+    """
     launch = to_config(OmegaConf.masked_copy(composed, ["launch"])).launch
+    validate_launch(launch)
     is_several = launch.most_nodes > 1 and slurm_settings(composed.hydra.launcher) is None
-    return launch if is_several else None
+    if not is_several:
+        return None
+    meeting_place(launch)
+    return launch
 
 
 def follower(composed: DictConfig, invocation: Invocation) -> Job:

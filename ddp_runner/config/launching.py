@@ -1,7 +1,13 @@
 """The keys of how ranks start and meet. Torch-free."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
+
+from ddp_runner.errors import UserError
+
+ENDPOINT = re.compile(r"(?:\[([\da-fA-F:.]+(?:%\w+)?)\]|([^\s\[\]:/@]+))(?::(\d{1,5}))?")
+DEFAULT_PORT = 29400  # torchrun's
 
 
 @dataclass
@@ -38,3 +44,19 @@ class LaunchConfig:
     def is_elastic(self) -> bool:
         """Whether machines may join and leave during the run."""
         return self.fewest_nodes < self.most_nodes
+
+
+def meeting_place(launch: LaunchConfig) -> tuple[str, int]:
+    """Return the host and the port of launch.rdzv_endpoint.
+
+    Raises:
+        UserError: it is neither HOST nor HOST:PORT.
+    """
+    found = ENDPOINT.fullmatch(launch.rdzv_endpoint or "")
+    port = int(found[3] or DEFAULT_PORT) if found else 0
+    if found is None or not 1 <= port <= 65535:
+        raise UserError(
+            f"launch.rdzv_endpoint ({launch.rdzv_endpoint}) must be HOST:PORT, with a port from 1 "
+            "to 65535 and an IPv6 address in brackets; write n1:29400, or [fd00::1]:29400"
+        )
+    return found[1] or found[2], port

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.own_loop import TASKS, has_own_loop
 from ddp_runner.config.schema import (
@@ -102,7 +103,7 @@ def validate_values(config: Config) -> None:
         del values["batch.per_rank"]
     elif per_rank is not None and type(per_rank) is not int:
         raise UserError(f"batch.per_rank ({per_rank}) must be a whole number, or auto")
-    _validate_nnodes(config.launch.nnodes)
+    validate_launch(config.launch)
     _validate_numbers(values)
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
@@ -117,8 +118,13 @@ def validate_values(config: Config) -> None:
         _validate_list(f"collectives.{name}", getattr(config.collectives, name), known)
 
 
-def _validate_nnodes(nnodes: Any) -> None:
-    """Reject what is neither a number of machines nor MIN:MAX."""
+def validate_launch(launch: LaunchConfig) -> None:
+    """Reject what is no number of machines, or no place where they can meet.
+
+    Raises:
+        UserError: naming launch.nnodes or launch.rdzv_endpoint.
+    """
+    nnodes = launch.nnodes
     parts = str(nnodes).split(":") if isinstance(nnodes, int | str) else []
     counts = [int(part) for part in parts if re.fullmatch(r"\d{1,5}", part)]
     if len(counts) != len(parts) or len(counts) not in (1, 2) or not 1 <= counts[0] <= counts[-1]:
@@ -126,6 +132,8 @@ def _validate_nnodes(nnodes: Any) -> None:
             f"launch.nnodes ({nnodes}) must be a whole number of machines from 1 to 99999, or "
             "MIN:MAX; write launch.nnodes=2, or launch.nnodes=1:4"
         )
+    if launch.rdzv_endpoint is not None:
+        meeting_place(launch)
 
 
 def _validate_numbers(values: Mapping[str, Any]) -> None:

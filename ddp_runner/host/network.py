@@ -53,6 +53,19 @@ def host_address(name: str) -> str | None:
     return None
 
 
+def is_here(host: str) -> bool:
+    """Return whether a name or an address is this machine's.
+
+    Raises:
+        OSError: it is not known.
+    """
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
 def outer_interface(other: str) -> str | None:
     """Return the interface for gloo if it would take one that other machines cannot reach.
 

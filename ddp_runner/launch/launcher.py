@@ -87,7 +87,8 @@ def run_worker_group(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
         stop_signals = StopSignals(
             scratch,
             timeout_s=job.config.launch.shutdown_timeout_s,
-            running=lambda: [job.run_dir] if job.run_dir else [],
+            # On several machines rank 0 claims the folder.
+            running=lambda: list(filter(None, [job.run_dir or scratch.run_folder()])),
         )
         # The parent of a slot handles its signals.
         with stop_signals if job.slot is None else nullcontext():

@@ -18,6 +18,7 @@ class Machine:
     number: int | None  # its launch.node_rank
     serves: bool  # it holds the store
     sees_run: bool  # it has the folder of the run that goes on
+    version: str  # of this package
 
 
 def rank_order(machines: Sequence[Machine]) -> list[int]:

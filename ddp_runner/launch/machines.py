@@ -11,6 +11,7 @@ rendezvous, this node in it, and what a node needs to leave.
 import json
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from ddp_runner import __version__
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError, counted
 from ddp_runner.host.patience import patiently
@@ -85,6 +87,11 @@ class Machines(rdzv.RendezvousHandler):
                 f"waited {launch.join_timeout_s:g} s (launch.join_timeout_s) for "
                 f"{self._awaited()}, in vain; {again}"
             )
+        if isinstance(error, rdzv.RendezvousGracefulExitError):
+            return (
+                f"the run that meets at {launch.rdzv_endpoint} was over on its other machines "
+                f"before it needed this one; {again}"
+            )
         if isinstance(error, rdzv.RendezvousClosedError):
             return f"the run that meets at {launch.rdzv_endpoint} has ended; {again}"
         return store_is_lost(launch)
@@ -124,7 +131,8 @@ class Machines(rdzv.RendezvousHandler):
             run_id=launch.rdzv_id,
             min_nodes=launch.fewest_nodes,
             max_nodes=launch.most_nodes,
-            local_addr=socket.gethostname(),
+            # Torch knows a node by this, and containers may have one host name and process id 1.
+            local_addr=f"{socket.gethostname()}/{uuid.uuid4().hex}",
             join_timeout=int(launch.join_timeout_s),
             last_call_timeout=LAST_CALL_S,
         )
@@ -151,6 +159,7 @@ class Machines(rdzv.RendezvousHandler):
             number=self._launch.node_rank,
             serves=self._meeting.is_served_here,
             sees_run=self._sees_run(),
+            version=__version__,
         )
         keys = [f"machine/{place}" for place in range(info.world_size)]
         info.store.set(keys[info.rank], json.dumps(asdict(own)))
@@ -158,7 +167,14 @@ class Machines(rdzv.RendezvousHandler):
             info.store.wait(keys, timedelta(seconds=INTRODUCTION_S))
         except STORES.DistStoreError:
             return None
-        machines = [Machine(**json.loads(info.store.get(key))) for key in keys]
+        facts = [json.loads(info.store.get(key)) for key in keys]
+        for one in facts:
+            if one.get("version") != own.version:
+                raise UserError(
+                    f"{own.host} runs ddp_runner {own.version} and {one['host']} "
+                    f"{one.get('version', 'another')}; install the same version on each machine"
+                )
+        machines = [Machine(**one) for one in facts]
         order = rank_order(machines)
         self.num_ranks = machines[order[0]].num_ranks or 1  # if it is unknown, no rank will go on
         machines = [replace(one, num_ranks=one.num_ranks or self.num_ranks) for one in machines]

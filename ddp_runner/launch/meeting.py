@@ -5,24 +5,28 @@ does.
 """
 
 import errno
+import select
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.errors import UserError
+from ddp_runner.host.network import is_here
+from ddp_runner.host.patience import patiently
 
 STORES: Any = dist  # torch documents its stores, but its stubs lack them
-DEFAULT_PORT = 29400  # torchrun's
 PROBE_S, PAUSE_S = 2.0, 0.5  # of a try to reach the port, and between two
 READ_S = 60.0  # of a read from the store, torchrun's
+# For a greeting, which another server may send unasked; for the store's own answer.
+GREETING_S, ANSWER_S = 0.2, 10.0
+OTHER_SERVER = "something else listens there, or it is suspended"
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,12 @@ def open_meeting(launch: LaunchConfig, *, deadline: float, note: Callable[[str],
         UserError: this machine is to serve the store, and cannot.
         TimeoutError: the deadline has passed.
     """
-    host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint, DEFAULT_PORT)
+    host, port = meeting_place(launch)
     number = launch.node_rank
     serves = number == 0
     while True:
         try:
-            if serves or (number is None and _is_here(host)):
+            if serves or (number is None and is_here(host)):
                 listener = _listener(host, port)
                 if listener is not None:
                     return Meeting(_store(host, port, listener), host, is_served_here=True)
@@ -64,7 +68,9 @@ def open_meeting(launch: LaunchConfig, *, deadline: float, note: Callable[[str],
                     )
             with socket.create_connection((host, port), timeout=PROBE_S) as probe:
                 address = probe.getsockname()[0]
-            return Meeting(_store(host, port), address, is_served_here=False)
+                if select.select([probe], [], [], GREETING_S)[0]:
+                    raise OSError(OTHER_SERVER)
+            return Meeting(_joined(host, port), address, is_served_here=False)
         except OSError as error:
             note(error.strerror or str(error))
         if time.monotonic() > deadline:
@@ -72,24 +78,25 @@ def open_meeting(launch: LaunchConfig, *, deadline: float, note: Callable[[str],
         time.sleep(PAUSE_S)
 
 
+def _joined(host: str, port: int) -> Any:
+    """Return the store that another machine serves.
+
+    Torch's client waits for ever for the answer of another server.
+
+    Raises:
+        OSError: no store answers there.
+    """
+    try:
+        return patiently(partial(_store, host, port), limit_s=ANSWER_S)
+    except (RuntimeError, TimeoutError) as error:
+        raise OSError(OTHER_SERVER) from error
+
+
 def _store(host: str, port: int, listener: socket.socket | None = None) -> Any:
     options: dict[str, Any] = {"is_master": listener is not None, "multi_tenant": True}
     if listener is not None:
         options["master_listen_fd"] = listener.detach()
     return STORES.TCPStore(host, port, timeout=timedelta(seconds=READ_S), **options)
-
-
-def _is_here(host: str) -> bool:
-    """Return whether a name or an address is this machine's.
-
-    Raises:
-        OSError: it is not known.
-    """
-    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(address)
-            return True
-    return False
 
 
 def _listener(host: str, port: int) -> socket.socket | None:

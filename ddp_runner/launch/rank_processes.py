@@ -43,7 +43,7 @@ class RankProcesses:
         self._patience_s = SAVING_FACTOR * job.config.launch.shutdown_timeout_s
         self._ranks: list[RankProcess] = []
         self._results: dict[int, Any] = {}
-        self._own_children = set[int]()
+        self._own_children = children()  # such as the fork server, also if no rank ever starts
 
     def start(self, job: Job, environs: Sequence[dict[str, str]]) -> dict[int, Any]:
         """Start a rank with each set of torchrun's variables; return process ids by local rank."""

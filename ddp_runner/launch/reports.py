@@ -6,7 +6,7 @@ look at it is in a thread.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from threading import Event, Thread
@@ -16,14 +16,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import listed
-from ddp_runner.host.patience import patiently
+from ddp_runner.host.patience import StoppedError, patiently
 from ddp_runner.launch.machine import Machine
-from ddp_runner.scratch import Failure
+from ddp_runner.scratch import SAVING_FACTOR, Failure
 
 WATCH_S = 1.0  # between two looks at the store
 PAUSE_S = 0.1
-# How long the report of another machine may take: one that gives no sign of life, and one that did
-# and now ends its ranks.
+# How long the others wait for the report of a machine that gives no sign of life, and for the next
+# sign of one that did and now ends its ranks.
 SILENT_S, REPORT_S = 5.0, 15.0
 READ_S = 3.0  # for the other machines to read the reports
 OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly there
@@ -78,7 +78,7 @@ class Reports:
     @property
     def are_of_late_peers(self) -> bool:
         """Whether a rank of another machine has waited in vain, perhaps for one of this machine."""
-        return any(one.is_timeout for one in self._known.values())
+        return any(one.is_timeout for one in list(self._known.values()))
 
     @property
     def ranks_have_ended(self) -> bool:
@@ -114,9 +114,15 @@ class Reports:
             own = replace(own, sentence=self._with_host(own.sentence, own.rank))
         own = replace(own, traceback=own.traceback[-MOST_TRACEBACK:])
         try:
-            limit_s = REPORT_S + SILENT_S if self._is_seen else SILENT_S
-            found = patiently(partial(self._exchange, own), limit_s=limit_s)
-        except LOST:
+            begun_at = time.monotonic()
+            store_s = REPORT_S + SILENT_S if self._is_seen else SILENT_S
+            found = patiently(
+                partial(self._exchange, own),
+                limit_s=self._longest_s + store_s,
+                # The machine of the store is gone, too.
+                stop_requested=lambda: time.monotonic() > max(begun_at, self._seen_at) + store_s,
+            )
+        except (*LOST, StoppedError):
             if own.kind != "peer":
                 return own
             return Failure(rank=-1, kind="machine", sentence=store_is_lost(self._launch))
@@ -142,6 +148,11 @@ class Reports:
         return f"{self._machines[place].host} (rank{'s' * (len(ranks) > 1)} {numbers})"
 
     @property
+    def _longest_s(self) -> float:
+        """How long a machine may take to end its ranks: one of them may be saving."""
+        return REPORT_S + SAVING_FACTOR * self._launch.shutdown_timeout_s
+
+    @property
     def _is_seen(self) -> bool:
         return time.monotonic() - self._seen_at < OUT_OF_SIGHT_S
 
@@ -151,7 +162,10 @@ class Reports:
 
     def _with_host(self, sentence: str, rank: int) -> str:
         place = next((i for i in range(len(self._machines)) if rank in self._ranks(i)), self._own)
-        return sentence.replace(f"rank {rank}", f"rank {rank} on {self._machines[place].host}", 1)
+        host, name = self._machines[place].host, f"rank {rank}"
+        if name not in sentence:
+            return f"on {host}: {sentence}"
+        return sentence.replace(name, f"{name} on {host}", 1)
 
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_S if self._ended_at is None else PAUSE_S):
@@ -166,7 +180,7 @@ class Reports:
         self.is_wanted = self._num_waiting() > 0
         self._seen_at = time.monotonic()
         if self._reported() and not self._closed.is_set():
-            self._store.set(f"alive/{self._own}", "")
+            self._store.add(f"alive/{self._own}", 1)
         if self._ended_at is not None:
             self._store.set(f"ended/{self._own}", "")
             self._ended.add(self._own)  # only now: this machine may leave, and the others must know
@@ -180,17 +194,19 @@ class Reports:
             if self._store.check([f"failure/{place}"]):
                 fields = json.loads(self._store.get(f"failure/{place}"))
                 self._known[place] = Failure(**fields)
-        return self._known
+        return dict(self._known)  # the watch adds to it while another thread reads
 
     def _exchange(self, own: Failure) -> dict[int, Failure]:
         """Report, and return the reports of all machines that are alive; may block."""
-        begun_at = time.monotonic()
+        begun_at, alive_at, signs = time.monotonic(), None, dict[int, bytes]()
         self._store.set(f"failure/{self._own}", json.dumps(asdict(own)))
         while len(found := self._reported()) < len(self._machines):
-            elapsed_s = time.monotonic() - begun_at
-            silent = [place for place in range(len(self._machines)) if place not in found]
-            is_alive = any(self._store.check([f"alive/{place}"]) for place in silent)
-            if elapsed_s > (REPORT_S if is_alive else SILENT_S):
+            self._seen_at = now = time.monotonic()
+            before, signs = signs, self._signs(set(range(len(self._machines))) - found.keys())
+            if signs.items() - before.items():
+                alive_at = now
+            deadline = begun_at + SILENT_S if alive_at is None else alive_at + REPORT_S
+            if now > min(deadline, begun_at + self._longest_s):
                 break
             time.sleep(PAUSE_S)
         self._store.set(f"read/{self._own}", "")
@@ -200,4 +216,9 @@ class Reports:
             if self._store.check(readers):
                 break
             time.sleep(PAUSE_S)
-        return dict(found)
+        return found
+
+    def _signs(self, places: Collection[int]) -> dict[int, bytes]:
+        """Return how many signs of life each machine has given so far; may block."""
+        known = [place for place in places if self._store.check([f"alive/{place}"])]
+        return {place: self._store.get(f"alive/{place}") for place in known}

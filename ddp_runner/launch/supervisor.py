@@ -71,8 +71,7 @@ def supervise(job: Job, *, meeting: Meeting | None = None) -> dict[str, Any] | F
         supervisor.get_worker_group().spec.rdzv_handler.shutdown()
     if supervisor.failure is not None:
         return supervisor.failure
-    if result is None:
-        raise UserError("the run was over on its other machines; start the command on all at once")
+    assert result is not None  # ``_rendezvous`` says why if the machines have not met
     first: dict[str, Any] = result.return_values[min(result.return_values)]
     return first
 
@@ -184,7 +183,8 @@ class Supervisor(SimpleElasticAgent):
         reports = self._reports
         if lost or (reports is not None and reports.have_come):
             return self._failed(lost)
-        if reports is not None and reports.is_wanted:
+        is_elastic = self._job.config.launch.is_elastic
+        if is_elastic and reports is not None and reports.is_wanted:
             self._scratch.regroup.touch()  # all ranks save and end; then the machines meet anew
         needed = [0] if self._outlives_trainers else list(exit_codes)
         if self._ending_since is None and (results or (reports and reports.ranks_have_ended)):
@@ -199,7 +199,7 @@ class Supervisor(SimpleElasticAgent):
         results = self._ranks.results(wait_s=SERVING_GRACE_S)
         values = {rank: results.get(rank) for rank in exit_codes}
         is_preempted = any(one["status"] == Status.PREEMPTED for one in results.values())
-        if self._job.config.launch.is_elastic and is_preempted:
+        if is_elastic and is_preempted:
             # The machines that were not asked to stop go on without the others.
             self._is_leaving = self._scratch.stop.exists()
             if not self._is_leaving:

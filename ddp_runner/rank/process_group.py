@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from ddp_runner.config.schema import BackendConfig
-from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, validate_rendezvous
+from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.host.network import outer_interface
+from ddp_runner.host.network import is_here, outer_interface
 from ddp_runner.host.patience import patiently
-from ddp_runner.host.streams import notice_if_slow
+from ddp_runner.host.streams import notice_if_slow, print_line
 
 HOST = "127.0.0.1"
 POLL_S = 0.02
@@ -50,6 +50,8 @@ def process_group(
             "are); write backend=gloo, or build torch from source beside an MPI library"
         )
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
+    if backend.name != "mpi":
+        _validate_place(env, init_method)
     is_local = env.num_nodes == 1 and _uses_loopback()
     if env.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         _leave_loopback(init_method)
@@ -88,6 +90,38 @@ def process_group(
     dist.destroy_process_group()
 
 
+def _rendezvous_host(init_method: str | None) -> str | None:
+    """Return the host where the ranks meet, of tcp:// or else of MASTER_ADDR; None: unknown."""
+    if init_method is not None and init_method.startswith("tcp://"):
+        return urlsplit(init_method).hostname
+    return os.environ.get("MASTER_ADDR")
+
+
+def _validate_place(env: DistEnv, init_method: str | None) -> None:
+    """Reject ranks whose variables, set by hand, say nothing of the machines that they are on.
+
+    They would meet on this machine alone, and wait in vain.
+
+    Raises:
+        UserError: naming the variables.
+    """
+    host = _rendezvous_host(init_method)
+    is_said = env.launcher != "environment" or env.num_nodes > 1 or env.world_size == 1
+    if host is None or is_said or (init_method or "").startswith("file://"):
+        return
+    with suppress(OSError):  # a name that is not known here
+        if is_here(host):
+            return
+    error = UserError(
+        f"RANK and WORLD_SIZE describe {env.world_size} ranks on one machine, and {host}, where "
+        "they meet, is another; on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE too, on "
+        "one let the ranks meet at 127.0.0.1"
+    )
+    if not prints_errors():  # rank 0 is on another machine, and has no error to print
+        print_line(f"error: {error}", stream=sys.stderr)
+    raise error
+
+
 def _uses_loopback() -> bool:
     """Let ranks of one machine use the loopback interface only, unless the user set another."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -98,9 +132,8 @@ def _uses_loopback() -> bool:
 
 def _leave_loopback(init_method: str | None) -> None:
     """Let gloo use an interface that the other machines reach, where it would take loopback."""
-    is_address = init_method is not None and init_method.startswith("tcp://")
-    host = urlsplit(init_method).hostname if is_address else os.environ.get("MASTER_ADDR")
-    name = outer_interface(str(host)) if host else None
+    host = _rendezvous_host(init_method)
+    name = outer_interface(host) if host else None
     if name is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 

@@ -8,7 +8,8 @@ config of each job from rank 0.
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,8 @@ from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.patience import patiently
 from ddp_runner.host.streams import print_line
-from ddp_runner.job import Job, Outcome, Status
-from ddp_runner.launch.launcher import launch
+from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Status
+from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.executor import Place, Shape
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.validate import validate_sweep
@@ -27,26 +28,52 @@ from ddp_runner.sweep.validate import validate_sweep
 if TYPE_CHECKING:
     from ddp_runner.launch.meeting import Meeting
 
+# What the leader tells; how many machines follow, and how many of those have left.
+NOW, FOLLOWERS, ENDED = "sweep/now", "sweep/followers", "sweep/ended"
 POLL_S = 0.2  # between two looks for the next job
 CALL_S, GOODBYE_S = 15.0, 5.0  # for an answer of the store; for the others to see the end
 
 
 @dataclass(frozen=True)
 class SweepMeeting:
-    """Where the machines of a sweep have met, and this one's place among them."""
+    """Where the machines of a sweep have met: one leads, the others follow."""
 
     meeting: "Meeting"
-    place: int  # 0 leads
 
-    def tell(self, key: str, value: Any) -> None:
-        """Write a value for the others."""
-        self.meeting.store.set(f"sweep/{key}", json.dumps(value))
+    @property
+    def leads(self) -> bool:
+        """Whether this machine leads: it serves the store."""
+        return self.meeting.is_served_here
 
-    def told(self, key: str) -> Any:
-        """Return a value that another machine has written; None: not yet."""
-        name = f"sweep/{key}"
+    def tell(self, value: Any) -> None:
+        """Write which job is now, for the others; a machine that comes late begins with it."""
+        self.meeting.store.set(NOW, json.dumps(value))
+
+    def told(self) -> Any:
+        """Return what the leader has written last; None: nothing yet."""
         store = self.meeting.store
-        return json.loads(store.get(name)) if store.check([name]) else None
+        return json.loads(store.get(NOW)) if store.check([NOW]) else None
+
+    def takes_part(self, told: Mapping[str, Any], launch: LaunchConfig) -> bool:
+        """Return whether this machine joins a job: one for fewer machines takes those that ask.
+
+        Nothing counts the machines that live, since one may be killed, and started again.
+        """
+        needed = int(told["nnodes"])
+        if needed == launch.most_nodes:
+            return True
+        if launch.node_rank is not None:
+            return launch.node_rank < needed
+        return int(self.meeting.store.add(f"sweep/asked/{told['job']}", 1)) < needed
+
+    def dismiss(self, exit_code: int) -> None:
+        """Let the others end, with the exit code of the sweep."""
+        self.tell({"end": exit_code})
+        deadline, count = time.monotonic() + GOODBYE_S, self.meeting.store.add
+        num_followers = int(count(FOLLOWERS, 0))
+        # The store ends with this process.
+        while int(count(ENDED, 0)) < num_followers and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def meet(config: LaunchConfig) -> SweepMeeting:
@@ -56,27 +83,41 @@ def meet(config: LaunchConfig) -> SweepMeeting:
         UserError: it is not reached within launch.join_timeout_s.
     """
     from ddp_runner.launch.meeting import open_meeting
+    from ddp_runner.launch.reports import LOST
 
-    reasons = [""]
-    limit_s = config.join_timeout_s
+    reasons = [""]  # of the last try, in parentheses
+    limit_s, first = (
+        config.join_timeout_s,
+        f"the first machine of the sweep at {config.rdzv_endpoint}",
+    )
+
+    def note(reason: str) -> None:
+        reasons.append(f" ({reason})")
+
     try:
         meeting = patiently(
-            lambda: open_meeting(config, deadline=time.monotonic() + limit_s, note=reasons.append),
+            lambda: open_meeting(config, deadline=time.monotonic() + limit_s, note=note),
             limit_s=limit_s + CALL_S,
-            notice=lambda: (
-                f"waiting for the first machine of the sweep at {config.rdzv_endpoint} "
-                f"({reasons[-1]}), up to {limit_s:g} s"
-            ),
+            notice=lambda: f"waiting for {first}{reasons[-1]}, up to {limit_s:g} s",
         )
-    except TimeoutError as error:
+        if not meeting.is_served_here:
+            patiently(lambda: meeting.store.add(FOLLOWERS, 1), limit_s=CALL_S)
+    except LOST as error:
         raise UserError(
-            f"waited {limit_s:g} s (launch.join_timeout_s) for the first machine of the sweep at "
-            f"{config.rdzv_endpoint} ({reasons[-1]}); start the same command on each machine"
+            f"waited {limit_s:g} s (launch.join_timeout_s) for {first}{reasons[-1]}; start the "
+            "same command on each machine"
         ) from error
-    if meeting.is_served_here:
-        return SweepMeeting(meeting, 0)
-    place = int(patiently(lambda: meeting.store.add("sweep/followers", 1), limit_s=CALL_S))
-    return SweepMeeting(meeting, config.node_rank or place)
+    return SweepMeeting(meeting)
+
+
+def lead(machines: SweepMeeting, run: Callable[[], int]) -> int:
+    """Run a sweep, and return its exit code, with which the other machines end as well."""
+    exit_code = EXIT_USER_ERROR  # if it raises
+    try:
+        exit_code = run()
+    finally:
+        machines.dismiss(exit_code)
+    return exit_code
 
 
 class Leader(Local):
@@ -85,7 +126,6 @@ class Leader(Local):
     def __init__(self, machines: SweepMeeting | None) -> None:
         super().__init__()
         self._machines, self._num_told = machines, 0
-        self._worst = 0
 
     def validate(self, config: Config, *, searches: bool) -> None:
         """Reject what several machines cannot do together; see ``Executor``."""
@@ -113,29 +153,17 @@ class Leader(Local):
         num_nodes = config.launch.most_nodes
         return Shape(num_nodes, config.world_size // num_nodes)
 
-    def close(self) -> None:
-        """Let the others end, with the exit code of the worst job."""
-        super().close()
-        if self._machines is None:
-            return
-        self._machines.tell(f"job/{self._num_told}", {"end": self._worst})
-        deadline, count = time.monotonic() + GOODBYE_S, self._machines.meeting.store.add
-        num_followers = int(count("sweep/followers", 0))
-        # The store ends with this process.
-        while int(count("sweep/ended", 0)) < num_followers and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-
     def _launch(self, job: Job) -> Outcome:
         num_nodes = job.config.launch.most_nodes
         assert self._machines is not None
-        if num_nodes > 1:
+        if num_nodes == 1:
+            self._machines.tell(None)  # a machine that comes now has no job to join
+        else:
             number, self._num_told = self._num_told, self._num_told + 1
             config = replace(job.config.launch, rdzv_id=f"{job.config.launch.rdzv_id}-{number}")
             job = replace(job, config=replace(job.config, launch=config))
-            self._machines.tell(f"job/{number}", {"nnodes": num_nodes, "title": job.title})
-        outcome = launch(job, meeting=self._machines.meeting)
-        self._worst = max(self._worst, outcome.exit_code)
-        return outcome
+            self._machines.tell({"job": number, "nnodes": num_nodes, "title": job.title})
+        return launch(job, meeting=self._machines.meeting)
 
 
 def follow(machines: SweepMeeting, job: Job) -> int:
@@ -150,7 +178,7 @@ def follow(machines: SweepMeeting, job: Job) -> int:
     """
     from ddp_runner.launch.reports import LOST, store_is_lost
 
-    own, number = job.config.launch, 0
+    own, following = job.config.launch, 0
     print_line(f"following the sweep of {own.rdzv_endpoint}", stream=sys.stdout)
 
     def call(of_store: Callable[[], Any]) -> Any:
@@ -159,19 +187,28 @@ def follow(machines: SweepMeeting, job: Job) -> int:
         except LOST as error:
             raise UserError(f"{store_is_lost(own)}; start the same command again") from error
 
+    def leave(exit_code: int) -> int:
+        with suppress(*LOST):  # the leader waits for this machine, unless it is gone
+            patiently(lambda: machines.meeting.store.add(ENDED, 1), limit_s=CALL_S)
+        return exit_code
+
     while True:
-        told = call(partial(machines.told, f"job/{number}"))
-        if told is None:
+        told = call(machines.told) or {"job": -1}
+        if "end" in told:
+            return leave(int(told["end"]))
+        if (number := int(told["job"])) < following:
             time.sleep(POLL_S)
             continue
-        if "end" in told:
-            call(lambda: machines.meeting.store.add("sweep/ended", 1))
-            return int(told["end"])
-        if machines.place < told["nnodes"]:
-            config = replace(own, nnodes=told["nnodes"], rdzv_id=f"{own.rdzv_id}-{number}")
-            print(f"\n{told['title']}", flush=True)
-            one = replace(job, config=replace(job.config, launch=config))
+        following = number + 1
+        if not call(partial(machines.takes_part, told, own)):
+            continue
+        config = replace(own, nnodes=told["nnodes"], rdzv_id=f"{own.rdzv_id}-{number}")
+        print(f"\n{told['title']}", flush=True)
+        one = replace(job, config=replace(job.config, launch=config))
+        try:
             outcome = launch(one, meeting=machines.meeting)
-            if outcome.status == Status.PREEMPTED:
-                return outcome.exit_code
-        number += 1
+        except UserError as error:  # the machines have not met for this job; the next one is due
+            print_error(str(error))
+            continue
+        if outcome.status == Status.PREEMPTED:
+            return leave(outcome.exit_code)

@@ -9,7 +9,9 @@ import pytest
 from configs import config_error, resolved
 
 from ddp_runner.config.allowed_targets import OWN, TORCH
+from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import losses
@@ -32,6 +34,28 @@ NOT_NEGATIVE = (
     *("seed", "train.eval_every_epochs", "launch.max_restarts"),
     *("optimizer.weight_decay", "optimizer.momentum"),
 )
+
+
+@pytest.mark.parametrize(
+    "place", ["n1:99999", "n_1:", "fd00::1", "n1:0", "n1:29400:1", "a b", "[n1]"]
+)
+def test_machines_meet_at_a_host_and_a_port(place: str) -> None:
+    """Another address is rejected before torch is imported."""
+    rule = "must be HOST:PORT, with a port from 1 to 65535 and an IPv6 address in brackets; write"
+    with pytest.raises(UserError, match=r"rdzv_endpoint \(None\) must be HOST:PORT"):
+        meeting_place(LaunchConfig(nnodes=2))
+    assert f"launch.rdzv_endpoint ({place}) {rule}" in config_error(
+        f"launch.rdzv_endpoint='{place}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [("n_1", ("n_1", 29400)), ("10.0.0.1:1", ("10.0.0.1", 1)), ("[fd00::1]:5", ("fd00::1", 5))],
+)
+def test_the_port_may_be_left_out(place: str, expected: tuple[str, int]) -> None:
+    """It is then torchrun's."""
+    assert meeting_place(resolved(f"launch.rdzv_endpoint='{place}'")[0].launch) == expected
 
 
 @pytest.mark.parametrize("nnodes", ["0", "2:1", "1:2:3", "a:b", "1.5", "0:2", "-1", "true", "null"])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from commands import wait_for
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from ddp_runner import __version__
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch import reports
@@ -25,6 +26,7 @@ STORES: Any = dist
 def machine(host: str, **facts: Any) -> Machine:
     """Return a machine with two ranks."""
     known = {"address": host, "num_ranks": 2, "number": None, "serves": False, "sees_run": False}
+    known["version"] = __version__
     return Machine(host=host, **(known | facts))
 
 
@@ -38,7 +40,7 @@ class Store:
 
     def __init__(self) -> None:
         store = STORES.HashStore()
-        self.set, self.get, self.check = store.set, store.get, store.check
+        self.set, self.get, self.check, self.add = store.set, store.get, store.check, store.add
 
 
 @contextmanager
@@ -98,6 +100,14 @@ def test_the_failure_that_came_first_is_named_with_its_machine() -> None:
         assert told["sentence"] == "rank 0 on a raised RuntimeError"
 
 
+def test_a_failure_of_no_rank_is_named_with_its_machine() -> None:
+    """As where the process was killed from which the ranks are forked."""
+    with round_of("a", "b", own=1) as (seen, store):
+        own = failure("signal", rank=2, at=1, sentence="the process was killed")
+        store.set("failure/0", json.dumps(asdict(failure("peer", rank=0, at=2))))
+        assert seen.first_failure(own).sentence == "on b: the process was killed"
+
+
 def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
     """Where every rank says the same, no machine is named."""
     own = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
@@ -138,14 +148,17 @@ def test_a_machine_that_still_ends_its_ranks_is_waited_for(
 ) -> None:
     """Its report says which rank was late; it takes seconds."""
     monkeypatch.setattr(reports, "SILENT_S", 0.0)
+    monkeypatch.setattr(reports, "REPORT_S", 2.0)
+    monkeypatch.setattr(reports, "PAUSE_S", 0.5)
     late = failure("late", rank=2, at=9)
     with round_of("a", "b") as (seen, store):
-        store.set("alive/1", "")
+        store.add("alive/1", 1)
         check, asked = store.check, []
 
         def check_later(keys: list[str]) -> bool:
             asked.extend(keys)
-            if asked.count("failure/1") == 3:
+            store.add("alive/1", 1)  # again and again, for a long save takes minutes
+            if asked.count("failure/1") == 10:
                 store.set("failure/1", json.dumps(asdict(late)))
             return bool(check(keys))
 

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -10,6 +11,7 @@ from commands import free_port
 
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
+from ddp_runner.launch import meeting
 from ddp_runner.launch.meeting import Meeting, open_meeting
 
 
@@ -33,11 +35,11 @@ def test_the_first_on_the_machine_serves_and_the_second_joins() -> None:
 def test_an_address_of_loopback_is_not_opened_to_the_network() -> None:
     """Nor would any other address be opened than the one that the user names."""
     port = free_port()
-    meeting = opened("127.0.0.1", port)
+    met = opened("127.0.0.1", port)
     links = psutil.Process().net_connections("inet")
     listening = {link.laddr.ip for link in links if link.laddr.port == port and not link.raddr}
     assert listening == {"127.0.0.1"}
-    assert meeting.is_served_here
+    assert met.is_served_here
 
 
 def test_the_machine_with_the_number_0_must_have_the_port() -> None:
@@ -65,3 +67,18 @@ def test_a_machine_that_cannot_reach_the_store_says_why_and_gives_up_in_time(
         open_meeting(launch, deadline=time.monotonic() + 0.6, note=reasons.append)
     assert len(reasons) >= 2
     assert any(word in reasons[0] for word in reason.split("|"))
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", b""], ids=["ssh", "silent"])
+def test_another_server_at_the_port_is_named(
+    monkeypatch: pytest.MonkeyPatch, greeting: bytes
+) -> None:
+    """Torch's client would wait for ever, or print its stack."""
+    monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
+    reasons: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        pool.submit(lambda: server.accept()[0].send(greeting))
+        launch = LaunchConfig(rdzv_endpoint=f"127.0.0.1:{server.getsockname()[1]}", node_rank=1)
+        with pytest.raises(TimeoutError):
+            open_meeting(launch, deadline=time.monotonic(), note=reasons.append)
+    assert reasons == ["something else listens there, or it is suspended"]

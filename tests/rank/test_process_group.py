@@ -1,0 +1,57 @@
+"""Where the ranks meet, before any of them waits for another."""
+
+import re
+
+import pytest
+
+from ddp_runner.config.schema import BackendConfig
+from ddp_runner.dist_env import DistEnv, dist_env
+from ddp_runner.errors import UserError
+from ddp_runner.rank import process_group as module
+from ddp_runner.rank.process_group import process_group
+
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+
+
+def env_of(environ: dict[str, str]) -> DistEnv:
+    """Return the facts of a rank."""
+    env = dist_env(environ)
+    assert env is not None
+    return env
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("scheme", ["env", "tcp"])
+def test_ranks_set_by_hand_on_several_machines_say_how_many_are_on_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str, scheme: str
+) -> None:
+    """Else they would meet on this machine alone, and wait in vain; rank 0 has no such error."""
+    for name, value in BY_HAND.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1" if scheme == "tcp" else host)
+    place = f"tcp://{host}:1" if scheme == "tcp" else "env://"
+    rule = f"{host}, where they meet, is another; .*set LOCAL_RANK and LOCAL_WORLD_SIZE too"
+    env, backend = env_of({**BY_HAND, "MASTER_ADDR": host}), BackendConfig(name="gloo")
+    with (
+        pytest.raises(UserError, match=rule),
+        process_group(env, backend=backend, init_method=place),
+    ):
+        pass
+    assert re.search(f"^error: .*{rule}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "env://"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "env://"),
+        ({}, "tcp://localhost:1"),
+        ({}, "file:///shared/place"),
+    ],
+)
+def test_ranks_that_know_their_machines_meet_anywhere(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, str], place: str
+) -> None:
+    """A launcher says it, or the variables do, or they need no other machine."""
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    module._validate_place(env_of({**BY_HAND, **more, "MASTER_ADDR": "192.0.2.1"}), place)
