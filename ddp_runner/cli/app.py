@@ -162,7 +162,8 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     machines = meet(several)
     if not machines.leads:
         return follow(machines, follower(composed, invocation))
-    return lead(machines, partial(_lead_sweep, composed, invocation, Leader(machines)))
+    run = partial(_lead_sweep, composed, invocation, Leader(machines))
+    return lead(machines, several.most_nodes, run)
 
 
 def _lead_sweep(composed: DictConfig, invocation: Invocation, leader: Leader | None = None) -> int:

@@ -18,7 +18,7 @@ from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.patience import patiently
-from ddp_runner.host.streams import print_line
+from ddp_runner.host.streams import notice_if_slow, print_line
 from ddp_runner.job import EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.executor import Place, Shape
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NOW, FOLLOWERS, ENDED = "sweep/now", "sweep/followers", "sweep/ended"
 POLL_S = 0.2  # between two looks for the next job
 CALL_S, GOODBYE_S = 15.0, 5.0  # for an answer of the store; for the others to see the end
+ARRIVAL_S = 30.0  # for those that come after it: a sweep with nothing left to do ends at once
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,22 @@ class SweepMeeting:
             return launch.node_rank < needed
         return int(self.meeting.store.add(f"sweep/asked/{told['job']}", 1)) < needed
 
-    def dismiss(self, exit_code: int) -> None:
-        """Let the others end, with the exit code of the sweep."""
+    def dismiss(self, exit_code: int, *, num_expected: int = 0) -> None:
+        """Let the others end, with the exit code of the sweep.
+
+        Args:
+            exit_code: of the sweep.
+            num_expected: machines that are waited for, even if they have not come yet.
+        """
         self.tell({"end": exit_code})
-        deadline, count = time.monotonic() + GOODBYE_S, self.meeting.store.add
-        num_followers = int(count(FOLLOWERS, 0))
+        count, num_followers, deadline = self.meeting.store.add, -1, 0.0
         # The store ends with this process.
-        while int(count(ENDED, 0)) < num_followers and time.monotonic() < deadline:
+        while (num := int(count(FOLLOWERS, 0))) > num_followers or time.monotonic() < deadline:
+            if num > num_followers:
+                limit_s = GOODBYE_S if num >= num_expected else ARRIVAL_S
+                num_followers, deadline = num, time.monotonic() + limit_s
+            if int(count(ENDED, 0)) >= max(num, num_expected):
+                return
             time.sleep(POLL_S)
 
 
@@ -110,13 +120,17 @@ def meet(config: LaunchConfig) -> SweepMeeting:
     return SweepMeeting(meeting)
 
 
-def lead(machines: SweepMeeting, run: Callable[[], int]) -> int:
+def lead(machines: SweepMeeting, num_nodes: int, run: Callable[[], int]) -> int:
     """Run a sweep, and return its exit code, with which the other machines end as well."""
-    exit_code = EXIT_USER_ERROR  # if it raises
     try:
         exit_code = run()
-    finally:
-        machines.dismiss(exit_code)
+    except BaseException:
+        machines.dismiss(EXIT_USER_ERROR)
+        raise
+    is_stopped = exit_code > EXIT_USER_ERROR  # 128 + a signal
+    awaited = f"waiting up to {ARRIVAL_S:g} s for the other machines, which end with this one"
+    with notice_if_slow(lambda: awaited):
+        machines.dismiss(exit_code, num_expected=0 if is_stopped else num_nodes - 1)
     return exit_code
 
 

@@ -97,11 +97,29 @@ def test_the_other_machines_learn_how_the_sweep_ended(met: SweepMeeting) -> None
     def fail() -> NoReturn:
         raise UserError("the sweep has no job")
 
-    assert lead(met, lambda: 1) == 1
+    assert lead(met, 1, lambda: 1) == 1
     assert met.told() == {"end": 1}
     with pytest.raises(UserError, match="no job"):
-        lead(met, fail)
+        lead(met, 2, fail)
     assert met.told() == {"end": 2}
+
+
+def test_a_machine_that_comes_after_the_last_job_is_waited_for(
+    met: SweepMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep with nothing left to do ends at once; but nobody is waited for after Ctrl-C."""
+    monkeypatch.setattr(machines, "ARRIVAL_S", 600.0)
+    pauses = list[float]()
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        met.meeting.store.add(FOLLOWERS if len(pauses) == 1 else ENDED, 1)
+
+    monkeypatch.setattr(machines.time, "sleep", pause)
+    assert lead(met, 2, lambda: 130) == 130
+    assert pauses == []
+    assert lead(met, 2, lambda: 0) == 0
+    assert len(pauses) == 2
 
 
 def test_an_error_of_the_store_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
