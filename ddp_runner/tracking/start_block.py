@@ -21,7 +21,8 @@ def starting_lines(job: Job) -> str:
     """Return what is printed before torch is imported, which takes seconds."""
     config = job.config
     launch = config.launch
-    nodes = f" on {launch.nnodes} nodes" if launch.most_nodes > 1 else ""
+    num_nodes = str(launch.nnodes).replace(":", " to ")
+    nodes = f" on {num_nodes} nodes" if launch.most_nodes > 1 else ""
     device = "GPU" if config.backend.device == "cuda" else "CPU"
     run = ""
     if job.run_dir and not job.title:  # a sweep has named the folder of all its jobs
