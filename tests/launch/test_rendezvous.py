@@ -45,5 +45,6 @@ def test_machines_run_one_version(facts: dict[str, Any]) -> None:
     """What another one tells is not read: it may have other fields."""
     store, machines = STORES.HashStore(), rendezvous(STORES.HashStore())
     store.set("machine/1", json.dumps({"host": "n2", **facts}))
+    info: Any = SimpleNamespace(rank=0, world_size=2, store=store)  # of torch
     with pytest.raises(UserError, match=r"and n2 (0\.0\.9|another); install the same version"):
-        machines._introduced(SimpleNamespace(rank=0, world_size=2, store=store))  # type: ignore[arg-type]
+        machines._introduced(info)
