@@ -96,10 +96,8 @@ def meet(config: LaunchConfig) -> SweepMeeting:
     from ddp_runner.launch.reports import LOST
 
     reasons = [""]  # of the last try, in parentheses
-    limit_s, first = (
-        config.join_timeout_s,
-        f"the first machine of the sweep at {config.rdzv_endpoint}",
-    )
+    limit_s = config.join_timeout_s
+    first = f"the first machine of the sweep at {config.rdzv_endpoint}"
 
     def note(reason: str) -> None:
         reasons.append(f" ({reason})")
