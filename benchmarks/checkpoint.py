@@ -20,7 +20,7 @@ from torch import nn
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.checkpoint.writer import CheckpointWriter
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 
 WIDTH, DEPTH = 2500, 16  # 16 layers of 2500 x 2500: 100 million parameters
 STEPS = 40

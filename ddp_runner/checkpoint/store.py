@@ -17,7 +17,7 @@ import torch
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest, verify
 from ddp_runner.checkpoint.plain_data import load_plain_data, reject_sharded
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import replace_file
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.checkpoint.store import retain, save_checkpoint
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.scratch import Scratch
 

@@ -7,7 +7,8 @@ what the user's metrics and training step return, and whether the dataset has cl
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ddp_runner.config.schema import Config, TrainConfig
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import TrainConfig
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ddp_runner.config.schema import RUNNER_KEYS, Config, TrainConfig, leaves, mode_needs
+from ddp_runner.config.schema import RUNNER_KEYS, Config, leaves, mode_needs
+from ddp_runner.config.training import TrainConfig
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import is_lower_better
 

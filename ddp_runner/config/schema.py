@@ -14,6 +14,7 @@ from typing import Any
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.measuring import CollectivesConfig
 from ddp_runner.config.optimizing import EarlyStopConfig, EmaConfig, ParamsConfig
+from ddp_runner.config.training import CheckpointConfig, TrainConfig
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
@@ -82,42 +83,6 @@ class Batch(BatchConfig):
     def eval_size(self) -> int:
         """Samples of one evaluation step of one rank."""
         return int(self.eval_per_rank or self.per_rank)
-
-
-@dataclass
-class TrainConfig:
-    """The training loop."""
-
-    # The training step, (model, batch) -> Step: a dotted name, or a mapping with _target_ and keys.
-    # The default takes batches of inputs and targets, and model.loss.
-    step: Any = "ddp_runner.train.step.supervised"
-    epochs: int = 10  # passes over the training set
-    max_steps: int | None = None  # optimizer steps of the whole run; null: train.epochs decides
-    log_every_steps: int = 10  # optimizer steps between two lines of metrics
-    eval_every_epochs: int = 1  # epochs between two evaluations, and one at the end; 0: never
-    eval_every_steps: int | None = None  # optimizer steps between two more evaluations
-    # fp32, bf16 (autocast) or fp16 (autocast with a scaled loss, CUDA only)
-    precision: str = "fp32"
-    grad_accum_steps: int = 1  # micro-steps of one optimizer step
-    clip_norm: float | None = None  # largest L2 norm of the whole gradient; null: no clipping
-    clip_value: float | None = None  # largest absolute value of a gradient; null: no clipping
-    compile: bool = False  # torch.compile the model, inside its parallel wrapper
-    deterministic: bool = False  # fail on operations that have no deterministic form
-    num_threads: int | None = None  # intra-op CPU threads of a rank; null: cores // local ranks
-
-
-@dataclass
-class CheckpointConfig:
-    """When checkpoints are written and which are kept."""
-
-    every_epochs: int | None = 1  # null: not by epochs
-    every_steps: int | None = None  # optimizer steps; null: not by steps
-    keep: int = 3  # how many of the newest checkpoints stay on disk
-    # a metric, such as eval/accuracy, whose best checkpoint stays as well
-    monitor: str | None = None
-    mode: str = "max"  # which value of the monitored metric is best: max or min
-    # after the last step load the best checkpoint and evaluate it once more
-    load_best: bool = False
 
 
 @dataclass

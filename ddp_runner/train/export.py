@@ -10,7 +10,7 @@ from torch import Tensor
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
 from ddp_runner.checkpoint.weights import export_weights
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.config.optimizing import EarlyStopConfig
-from ddp_runner.config.schema import TrainConfig
+from ddp_runner.config.training import TrainConfig
 from ddp_runner.data.batches import MicroBatch, StepBatch, eval_batches
 from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
 from ddp_runner.job import Status

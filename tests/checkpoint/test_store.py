@@ -23,7 +23,7 @@ from ddp_runner.checkpoint.store import (
     load_checkpoint,
     save_checkpoint,
 )
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
 
 ALL, ONE = CheckpointConfig(keep=9), CheckpointConfig(keep=1)

@@ -19,7 +19,8 @@ from train_states import SMALL, TOY, compose_config, flat_weights
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.checkpoint.weights import export_weights, load_weights, starting_weights
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import CheckpointConfig, Config
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

@@ -15,7 +15,7 @@ from torch import nn
 from ddp_runner.checkpoint import writer as checkpoint_writer
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.checkpoint.writer import CheckpointWriter, Stager
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.scratch import Scratch
 

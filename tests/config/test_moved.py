@@ -15,7 +15,8 @@ from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import to_config
 from ddp_runner.config.moved import present_name, with_moved_names
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import CheckpointConfig, Config
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.tracking.run_dir import RunDir
 
 # For each command line what version 0.1.0 froze in place of what is frozen now.

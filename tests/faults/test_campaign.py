@@ -12,7 +12,7 @@ from undisturbed import WrongError, assert_equal, assert_whole
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from kill_campaign import MODES, NUM_STEPS, campaign, uninterrupted

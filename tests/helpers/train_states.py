@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import CheckpointConfig, Config, mode_needs
+from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import TensorSplit

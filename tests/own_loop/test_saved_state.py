@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.config.schema import CheckpointConfig
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects

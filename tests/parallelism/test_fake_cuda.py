@@ -17,7 +17,8 @@ from train_states import Trace, at
 
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import CheckpointConfig, Config, mode_needs
+from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv

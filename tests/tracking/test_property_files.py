@@ -31,7 +31,8 @@ from ddp_runner.compare.render.tables import FORMATS
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import CheckpointConfig, Config
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.cache import NOTE, load_dataset
 from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx

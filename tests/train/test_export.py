@@ -13,7 +13,8 @@ from train_states import TOY, Trace, at, build, compose_config, flat_weights
 
 from ddp_runner.checkpoint.manifest import STATE
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.config.schema import CheckpointConfig, Config
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.export import export_best

@@ -11,7 +11,8 @@ from torch import nn
 from train_states import TOY, Trace, at, build, compose_config, flat_weights, run_loop, take_steps
 
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.config.schema import CheckpointConfig, Config
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.build import build_schedule

@@ -30,7 +30,8 @@ from train_states import (
 )
 
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
-from ddp_runner.config.schema import CheckpointConfig, Config
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
