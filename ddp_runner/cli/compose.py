@@ -21,7 +21,8 @@ from ddp_runner.config.keys import help_text
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import LIST_GROUPS, Config
+from ddp_runner.config.tracking import validate_installed
 from ddp_runner.data.tokenizer import NEEDS_TEXT_EXTRA, tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -153,13 +154,14 @@ def plan_at(
 
 
 def _choices(node: HydraConf, config: Config) -> dict[str, str]:
-    """Return the option of each group; of ``metrics``, which Hydra leaves out, a list."""
+    """Return the option of each group; a list for those of several, which Hydra leaves out."""
     choices = {
         str(group): str(option)
         for group, option in node.runtime.choices.items()
         if option is not None and "/" not in str(group)
     }
-    return choices | {"metrics": f"[{','.join(config.metrics)}]"} if config.metrics else choices
+    several = {group: getattr(config, group) for group in LIST_GROUPS}
+    return choices | {group: f"[{','.join(names)}]" for group, names in several.items() if names}
 
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:
@@ -196,6 +198,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
                 f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
                 "installed; pip install 'ddp-runner[metrics]'"
             )
+    validate_installed(config)
     if dataset.get("_target_") == HF_DATASET:
         _validate_hf(dataset)
     elif (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():

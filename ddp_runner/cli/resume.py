@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.moved import with_moved_names
-from ddp_runner.config.schema import AUTO, RUNNER_KEYS, Config
+from ddp_runner.config.schema import AUTO, LIST_GROUPS, RUNNER_KEYS, Config
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.job import Job
 from ddp_runner.tracking.outputs import newest_run
@@ -158,6 +158,8 @@ def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]
         return []  # of an older version, or not a run: with_resumed reports what is wrong
     groups = (*RUNNER_KEYS, "backend")
     found = [pair for pair in pairs if pair[0] in groups and exists(*pair)]
-    listed = dict(pairs).get("metrics", "").strip("[]").split(",")
-    metrics = [name for name in listed if exists("metrics", name)]
-    return [*found, ("metrics", f"[{','.join(metrics)}]")] if metrics else found
+    for group in LIST_GROUPS:
+        listed = dict(pairs).get(group, "").strip("[]").split(",")
+        if names := [name for name in listed if exists(group, name)]:
+            found.append((group, f"[{','.join(names)}]"))
+    return found

@@ -44,6 +44,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     if session.env.is_rank_zero:
         logger = RunLogger(
             session.run_dir,
+            job=job,
             started_at=job.started_at,
             title=job.title,
             heartbeat=session.heartbeat,

@@ -24,6 +24,8 @@ OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.train.losses": (ast.FunctionDef,),
     "ddp_runner.train.step": (ast.FunctionDef,),
     "ddp_runner.metrics": (ast.ClassDef,),
+    "ddp_runner.tracking.trackers.mlflow": (ast.ClassDef,),
+    "ddp_runner.tracking.trackers.wandb": (ast.ClassDef,),
 }
 # Of torch and torchvision only these modules, and in each only the subclasses of one class of it:
 # none takes a command, a file to read, or the name of a thing to import. Other modules load files

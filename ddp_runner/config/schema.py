@@ -29,6 +29,7 @@ RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("name",),
     "scheduler": ("name",),
 }
+LIST_GROUPS = ("metrics", "trackers")  # of which a run takes as many options as it likes
 AUTO = "auto"  # of resume: this config's newest unfinished run; of a number: the runner finds it
 OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # they follow from the ranks
 
@@ -120,6 +121,8 @@ class Config:
     seed: int = 0  # of the weights, the order of the samples, dropout and augmentation
     # first part of the run folder's name; null: model-dataset-parallelism-wsN
     name: str | None = None
+    tags: list[str] = field(default_factory=list)  # words to find the run by; they change nothing
+    notes: str | None = None  # why the run was made, in words of your own
     verbose: bool = False  # at the start, explain rank, local rank and node rank; also -v
     data_root: str = "data"  # folder of the datasets; also by the variable DDP_RUNNER_DATA_ROOT
     # A run folder: go on exactly where it stopped. last: the newest run. auto: the newest
@@ -143,6 +146,7 @@ class Config:
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)  # of evaluations: NAME -> its _target_
+    trackers: dict[str, Any] = field(default_factory=dict)  # show the run: NAME -> its _target_
 
 
 @dataclass(kw_only=True)
@@ -167,12 +171,15 @@ def digest(values: Any) -> str:
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
-    """Return dotted keys and values, without the keys that only say where and how ranks start."""
+    """Return dotted keys and values, without those that do not change what is computed.
+
+    They only say where and how ranks start, and how the run is found and shown.
+    """
     return {
         key: value
         for key, value in leaves(asdict(config))
-        if key not in ("resume", "data_root", "verbose")
-        and not key.startswith(("launch.", "sweep."))
+        if key not in ("resume", "data_root", "verbose", "tags", "notes")
+        and not key.startswith(("launch.", "sweep.", "trackers."))
     }
 
 

@@ -24,6 +24,7 @@ from ddp_runner.config.schema import (
     ModeNeeds,
     leaves,
 )
+from ddp_runner.config.tracking import validate_tracking
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.host.hardware import memory_bytes
 from ddp_runner.metric_names import LISTED
@@ -97,6 +98,7 @@ def validate_values(config: Config) -> None:
             "train.step=my_package.step"
         )
     _validate_metrics(config.metrics)
+    validate_tracking(config)
     values = dict(leaves(asdict(config)))
     per_rank = config.batch.per_rank
     if per_rank == AUTO:

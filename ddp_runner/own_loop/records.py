@@ -52,6 +52,7 @@ class Records:
             write_run_record(session.run_dir, uses=sorted(uses))
             self._logger = RunLogger(
                 session.run_dir,
+                job=session.job,
                 started_at=session.job.started_at,
                 resume_step=resume_step,
                 max_steps=None,

@@ -200,12 +200,15 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
 
 def _record_start(session: Session, *, hosts: Sequence[str]) -> None:
     config, env, job = session.config, session.env, session.job
+    written = job.secrets.written(config)
     begin_session(
         session.run_dir,
         started_at=job.started_at,
         status=Status.RUNNING,
         error=None,
         task=config.task,
+        tags=written.tags,
+        notes=written.notes,
         config_hash=config_hash(config),
         work_hash=work_hash(config),
         **job.code,

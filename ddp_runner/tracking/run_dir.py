@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
-SUBFOLDERS = (".hydra", "checkpoints", "images", "logs")
+SUBFOLDERS = (".hydra", "checkpoints", "images", "logs", "trackers")
 MIN_FREE_MIB = 100
 
 
@@ -44,6 +44,7 @@ class RunDir:
     checkpoints = FileIn("checkpoints")
     export = FileIn("model.safetensors")  # the weights of the best, or last, model
     images = FileIn("images")  # what a loop of the user's own has drawn: NAME/step-XXXXXXXX.png
+    trackers = FileIn("trackers")  # what each tracker has of the run: NAME.json
     logs = FileIn("logs")
     heartbeat = FileIn(".heartbeat")  # while it runs; see ``heartbeat``
     failure = FileIn("logs/failure.txt")  # the traceback that ended the run

@@ -11,9 +11,10 @@ import yaml
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.host.load import load_record, measure_load
-from ddp_runner.job import Status
+from ddp_runner.job import Job, Status
 from ddp_runner.tracking.console import end_summary, progress
 from ddp_runner.tracking.heartbeat import EVALUATING, Heartbeat
+from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
@@ -23,7 +24,7 @@ from ddp_runner.tracking.run_record import (
     read_run_record,
     write_run_record,
 )
-from ddp_runner.tracking.tracker import Tracker
+from ddp_runner.tracking.trackers.sender import end_trackers, start_trackers
 
 DIVERGED_FACTOR = 10.0  # noise does not raise a loss this many times above the first one
 
@@ -45,6 +46,7 @@ class RunLogger:
 
     Args:
         run_dir: the run's folder, with its frozen config.
+        job: whose trackers follow the run; None: there are none.
         started_at: time.time() when the command, or the sweep's job, began.
         resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
         max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
@@ -57,6 +59,7 @@ class RunLogger:
         self,
         run_dir: RunDir,
         *,
+        job: Job | None = None,
         started_at: float,
         resume_step: int | None = None,
         max_steps: int | None = 0,
@@ -73,7 +76,7 @@ class RunLogger:
         self._last = RunFields()  # of the last evaluation, for run.json
         config_text = run_dir.config.read_text(encoding="utf-8")
         self._config_text = config_text
-        self._tracker = Tracker(run_dir.path, config_text=config_text, resume_step=resume_step)
+        self._files = MetricFiles(run_dir.path, config_text=config_text, resume_step=resume_step)
         self._progress = progress(
             max_steps,
             total_epochs=total_epochs,
@@ -83,6 +86,11 @@ class RunLogger:
         )
         if resume_step is None:
             begin_anew(run_dir)
+        self._trackers = []
+        if job is not None:
+            self._trackers = start_trackers(
+                job, run_dir, resume_step=resume_step, clock=self._files.clock
+            )
         self._load = measure_load()
 
     def log(
@@ -97,15 +105,15 @@ class RunLogger:
 
         run.json keeps the last counts. The epoch counts from 1.
         """
-        self._tracker.log(metrics, step=step, epoch=epoch)
+        self._files.log(metrics, step=step, epoch=epoch)
         self._progress.update(step, epoch=epoch, metrics=metrics)
         if confusion is not None:
             self._last["confusion_matrix"] = confusion
-            self._tracker.log_confusion(confusion, step=step)
+            self._files.log_confusion(confusion, step=step)
 
     def log_image(self, name: str, png: bytes, *, step: int) -> None:
         """Keep a picture of a step in the run folder, and show it in TensorBoard."""
-        self._tracker.log_image(name, png, step=step)
+        self._files.log_image(name, png, step=step)
 
     def first_loss(self, loss: float) -> None:
         """Keep the mean loss over the first global batch, before any update, to warn at the end."""
@@ -130,16 +138,18 @@ class RunLogger:
         """After an error, complete the line on the terminal and mark the curves as failed."""
         if error[0] is not None:
             self._progress.close()
-            self._tracker.close(status=Status.FAILED)
+            self._files.close(status=Status.FAILED)
+            end_trackers(self._trackers, Status.FAILED)
 
     def finish(self, status: str, /, **fields: Unpack[RunFields]) -> None:
         """Close the files, write the status and further fields into run.json, and print the end."""
         self._progress.close()
-        self._tracker.close(status=status)
-        metrics = self._tracker.last_metrics
+        self._files.close(status=status)
+        metrics = self._files.last_metrics
         ended = RunFields(status=status, metrics=metrics)
         ended["load"] = load_record(self._load, measure_load())
         end_session(self._run_dir, **(ended | self._last | fields))
+        end_trackers(self._trackers, status)
         first, last = read_run_record(self._run_dir).get("first_loss"), metrics.get("train/loss")
         if (
             status == Status.COMPLETED

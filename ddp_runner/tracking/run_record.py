@@ -38,6 +38,8 @@ class RunFields(TypedDict, total=False):
     status: str  # a ``Status``
     error: RunError | None
     task: str
+    tags: Sequence[str]
+    notes: str | None
     config_hash: str
     work_hash: str  # of the keys that decide what is computed
     git_revision: str | None

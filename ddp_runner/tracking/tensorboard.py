@@ -88,9 +88,10 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
 
 
 def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
-    """Return the command of a run, its machine and its versions, as Markdown."""
+    """Return a run's notes, command, tags, machine and versions, as Markdown."""
     versions = record.get("versions") or {}
     rows = {
+        "tags": ", ".join(record.get("tags") or ()),
         "host": record.get("host"),
         "ranks": record.get("world_size"),
         "machines": record.get("num_nodes"),
@@ -101,7 +102,9 @@ def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
     }
     lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
     command = " \\\n        ".join(["python -m ddp_runner", *map(shlex.quote, overrides)])
-    return "\n".join([f"    {command}", "", "| fact | value |", "| --- | --- |", *lines])
+    notes = [f"    {line}" for line in (record.get("notes") or "").splitlines()]  # verbatim
+    own = [*notes, "", "Command:", ""] if notes else []
+    return "\n".join([*own, f"    {command}", "", "| fact | value |", "| --- | --- |", *lines])
 
 
 def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:

@@ -121,6 +121,7 @@ def _logger(
     (session.log if shows_header and config.verbose else log_to_file)(words)
     return RunLogger(
         run_dir,
+        job=session.job,
         started_at=session.job.started_at,
         max_steps=max_steps or 0,
         total_epochs=state.total_epochs or 0,

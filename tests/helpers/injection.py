@@ -41,7 +41,7 @@ COUNTED = {  # functions whose calls `At` counts
     "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.gradients.backward_by_number"),
     "own step": ("ddp_runner.own_loop.run.Run.should_stop",),
     "evaluation": ("ddp_runner.train.loop.evaluate",),
-    "log": ("ddp_runner.tracking.tracker.Tracker._add",),
+    "log": ("ddp_runner.tracking.metric_files.MetricFiles._add",),
     "end": ("ddp_runner.train.task.export_best",),  # once, on each rank, after the last step
 }
 DURING = {  # functions in which `Call` counts the file system calls

@@ -20,6 +20,7 @@ from tensorboard.plugins.hparams.metadata import (
 from tensorboard_server import get_json, serve_tensorboard
 
 from ddp_runner.metric_names import METRICS
+from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.run_record import begin_session, write_run_record
@@ -32,7 +33,6 @@ from ddp_runner.tracking.tensorboard import (
     hyperparameters,
     run_card,
 )
-from ddp_runner.tracking.tracker import Tracker
 
 STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
 CONFIG: dict[str, Any] = {
@@ -51,18 +51,18 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def track(run_dir: Path, *, resume_step: int | None = None, world_size: int = 2) -> Tracker:
-    """Return the tracker of a run with the config above."""
+def track(run_dir: Path, *, resume_step: int | None = None, world_size: int = 2) -> MetricFiles:
+    """Return the files of a run with the config above."""
     text = yaml.safe_dump({**CONFIG, "world_size": world_size})
-    return Tracker(run_dir, config_text=text, resume_step=resume_step)
+    return MetricFiles(run_dir, config_text=text, resume_step=resume_step)
 
 
-def log(tracker: Tracker, steps: Iterable[int], *, scale: float = 1.0) -> None:
+def log(files: MetricFiles, steps: Iterable[int], *, scale: float = 1.0) -> None:
     """Log a loss at each of some steps, and an evaluation at each fourth."""
     for step in steps:
-        tracker.log({"train/loss": scale / step}, step=step, epoch=1)
+        files.log({"train/loss": scale / step}, step=step, epoch=1)
         if step % 4 == 0:
-            tracker.log({"eval/loss": scale * step}, step=step, epoch=1)
+            files.log({"eval/loss": scale * step}, step=step, epoch=1)
 
 
 def curves(url: str, run: str, tag: str) -> list[tuple[int, float]]:
@@ -123,9 +123,9 @@ def test_hparams_has_a_row_with_values_for_each_run_however_it_ended(tmp_path: P
     """One row for a resumed run, with the keys and the status of its last attempt."""
     board = tmp_path / "board"
     for name, status in (("done", "completed"), ("failed", "failed"), ("stopped", "preempted")):
-        tracker = track(board / name)
-        log(tracker, range(1, 5))
-        tracker.close(status=status)
+        files = track(board / name)
+        log(files, range(1, 5))
+        files.close(status=status)
     resumed = track(board / "resumed")
     log(resumed, range(1, 5))
     resumed.close(status="failed")
@@ -150,9 +150,9 @@ def test_hparams_has_a_row_with_values_for_each_run_however_it_ended(tmp_path: P
 
 def test_hparams_has_values_where_the_logdir_is_the_run_itself(tmp_path: Path) -> None:
     """There TensorBoard finds no metric that is not named to it."""
-    tracker = track(tmp_path / "run")
-    log(tracker, range(1, 5))
-    tracker.close(status="completed")
+    files = track(tmp_path / "run")
+    log(files, range(1, 5))
+    files.close(status="completed")
     wanted = {".": {"train/loss", "eval/loss"}}
     with serve_tensorboard(tmp_path / "run", folder=tmp_path / "server", wanted=wanted) as url:
         (row,) = session_groups(url).values()
@@ -187,9 +187,9 @@ def test_a_sweeps_jobs_show_first_what_they_vary(tmp_path: Path) -> None:
     names = ("barrier", "reduce_float32_sum", "reduce_scatter_float32_sum")
     ops = {f"collectives/{name}/latency_us_median" for name in names}
     for name, task in (("model=toy,seed=0", "train"), ("bench", "collectives")):
-        tracker = Tracker(tmp_path / name, config_text=yaml.safe_dump(CONFIG | {"task": task}))
-        tracker.log(dict.fromkeys(ops, 5.0), step=8, epoch=0)
-        tracker.close()
+        files = MetricFiles(tmp_path / name, config_text=yaml.safe_dump(CONFIG | {"task": task}))
+        files.log(dict.fromkeys(ops, 5.0), step=8, epoch=0)
+        files.close()
     assert not plugin_data(tmp_path / "bench", "hparams")
     title = "collectives: median latency (us) by bytes"
     assert charts(tmp_path / "bench") == {title: ["reduce", "reduce_scatter", "barrier"]}
@@ -209,9 +209,9 @@ def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
         run_dir = tmp_path / f"loop.latent={latent}"
         write_run_record(run_dir, uses=["dataset"])
         loop = {"loop": {"latent": latent, "width": 4}}
-        tracker = Tracker(run_dir, config_text=yaml.safe_dump(CONFIG | own | loop))
-        tracker.log({"d/loss": 0.5}, step=1, epoch=1)
-        tracker.close(status="completed")
+        files = MetricFiles(run_dir, config_text=yaml.safe_dump(CONFIG | own | loop))
+        files.log({"d/loss": 0.5}, step=1, epoch=1)
+        files.close(status="completed")
         wanted[run_dir.name] = {"d/loss"}
     with serve_tensorboard(tmp_path, folder=tmp_path / ".server", wanted=wanted) as url:
         shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
@@ -298,9 +298,9 @@ def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
 def test_an_own_metric_has_a_chart_and_a_column(tmp_path: Path) -> None:
     """A chart of its own in the category of its tag; HParams lists what the config names."""
     config = CONFIG | {"metrics": {"mine": {"_target_": "my_package.Mine"}}}
-    tracker = Tracker(tmp_path, config_text=yaml.safe_dump(config))
-    tracker.log({"eval/mine": 1.0, "train/own_part": 2.0, "best/mine": 1.0}, step=1, epoch=1)
-    tracker.close()
+    files = MetricFiles(tmp_path, config_text=yaml.safe_dump(config))
+    files.log({"eval/mine": 1.0, "train/own_part": 2.0, "best/mine": 1.0}, step=1, epoch=1)
+    files.close()
     assert charts(tmp_path) == {"train": ["own_part"], "eval": ["mine"]}
     content = plugin_data(tmp_path, "hparams")["_hparams_/experiment"]
     tags = [info.name.tag for info in parse_experiment_plugin_data(content).metric_infos]

@@ -30,7 +30,7 @@ ENDED = (Status.COMPLETED, Status.FAILED)
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
 
 
-class Tracker:
+class MetricFiles:
     """Writes the same numbers to metrics.jsonl and to TensorBoard. Rank 0 only.
 
     A run that resumes goes on in both as if it had never stopped: what the killed run logged after
@@ -168,6 +168,11 @@ class Tracker:
 
         picture = image(CONFUSION_TAG, confusion_picture(counts), dataformats="HWC")
         self._events.add_summary(picture, step, self._clock(time_s))
+
+    @property
+    def clock(self) -> float:
+        """The time.time() of the run's second 0: that of a line is this plus its `time_s`."""
+        return self._clock(0.0)
 
     def _time_s(self) -> float:
         return round(time.monotonic() - self._began, 3)

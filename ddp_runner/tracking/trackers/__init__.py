@@ -1,0 +1,1 @@
+"""Trackers, which show runs elsewhere: their interface, their processes, MLflow and W&B."""

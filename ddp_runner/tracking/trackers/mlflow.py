@@ -1,0 +1,137 @@
+"""Shows runs in MLflow, by its client. Torch-free."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.job import Status
+from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
+
+# Limits of MLflow's servers: of a request, of a parameter and of a tag.
+METRICS, PARAMETERS, CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 1000, 100, 6000, 5000, 250
+STATUSES = {Status.COMPLETED: "FINISHED", Status.PREEMPTED: "KILLED"}
+# MLflow's own settings for a server that does not answer: four minutes for a single call.
+HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
+
+
+class MLflow:
+    """A run of MLflow for each run, with parameters, metrics, tags, notes and files.
+
+    Args:
+        tracking_uri: of the server; None: the variable MLFLOW_TRACKING_URI, else MLflow's default.
+        experiment_name: of the experiment that gets the run; made if it does not exist.
+        timeout_s: seconds, a whole number, within which the server must answer a call.
+    """
+
+    def __init__(
+        self,
+        *,
+        tracking_uri: str | None = None,
+        experiment_name: str = "ddp_runner",
+        timeout_s: int = 5,
+    ) -> None:
+        for name, value in {**HTTP, "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout_s)}.items():
+            os.environ.setdefault(name, value)
+        from mlflow.tracking import MlflowClient  # takes three seconds
+
+        self._client: Any = MlflowClient(tracking_uri)
+        self._experiment_name, self._id = experiment_name, ""
+
+    def begin(self, run: TrackedRun) -> str:
+        """Create the run, or go on with the earlier one, whose parameters cannot change."""
+        client, tags = self._client, self._tags(run)
+        self._id = self._id or run.earlier_id or ""
+        known = {}
+        if self._id:
+            client.update_run(self._id, status="RUNNING", name=run.name)
+            known = client.get_run(self._id).data.params
+        else:
+            created = client.create_run(
+                self._experiment(), start_time=_milliseconds(run.started_at), run_name=run.name
+            )
+            self._id = created.info.run_id
+        given = {_key(key): _text(value) for key, value in run.parameters.items()}
+        changed = [
+            f"{key}={given[key]}" for key in known if given.get(key, known[key]) != known[key]
+        ]
+        if changed:
+            tags["ddp_runner.changed"] = ", ".join(changed)[:TAG_CHARACTERS]
+        from mlflow.entities import Param, RunTag
+
+        new = [Param(key, value) for key, value in given.items() if key not in known]
+        shown = [RunTag(_key(key), value[:TAG_CHARACTERS]) for key, value in tags.items()]
+        for params in _parts(new, PARAMETERS):
+            client.log_batch(self._id, params=params)
+        for part in _parts(shown, PARAMETERS):
+            client.log_batch(self._id, tags=part)
+        return self._id
+
+    def log(self, lines: Sequence[MetricLine]) -> None:
+        """Send the metrics, a thousand in a call. MLflow keeps one of two equal points."""
+        from mlflow.entities import Metric
+
+        points = [
+            Metric(_key(name), value, _milliseconds(line.time), line.step)
+            for line in lines
+            for name, value in line.metrics.items()
+        ]
+        for part in _parts(points, METRICS):
+            self._client.log_batch(self._id, metrics=part)
+
+    def end(
+        self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
+    ) -> None:
+        """Upload the files, those of a subfolder into one, and end the run."""
+        for path in files:
+            folder = "images" if path.suffix == ".png" else None
+            self._client.log_artifact(self._id, str(path), folder)
+        self._client.set_terminated(self._id, STATUSES.get(Status(status), "FAILED"))
+
+    def _experiment(self) -> str:
+        """Return the id of the experiment, which a parallel job may create at the same time."""
+        from mlflow.exceptions import MlflowException
+
+        name = self._experiment_name
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException:
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _tags(self, run: TrackedRun) -> dict[str, str]:
+        tags = dict.fromkeys(run.tags, "true")
+        tags |= {f"version.{name}": version for name, version in run.versions.items()}
+        tags |= {"ddp_runner.folder": str(run.folder), "mlflow.source.name": "ddp_runner"}
+        if run.sweep is not None:
+            tags["ddp_runner.sweep"] = run.sweep
+        if run.notes is not None:
+            tags["mlflow.note.content"] = run.notes
+        if run.git_revision is not None:
+            tags["mlflow.source.git.commit"] = run.git_revision
+        return tags
+
+
+def _key(name: str) -> str:
+    """Return a name in the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. :/]", "_", name)[:KEY_CHARACTERS]
+
+
+def _text(value: Any) -> str:
+    """Return a value as in YAML, cut to MLflow's length."""
+    return (value if isinstance(value, str) else json.dumps(value))[:CHARACTERS]
+
+
+def _milliseconds(time_s: float) -> int:
+    return round(1000 * time_s)
+
+
+def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
