@@ -13,7 +13,7 @@ from pathlib import Path
 from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
 from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
 from ddp_runner.compare.run import Target
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError
 
 
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> None:
     """
     args = _parser().parse_args(arguments)
     comparison = compare(
-        read_runs(args.paths),
+        tagged(read_runs(args.paths), args.tag),
         target=_target(args.target) if args.target else None,
         best=args.best,
         mode=args.mode,
@@ -97,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("paths", nargs="+", type=Path, metavar="PATH", help="a run, a sweep, or outputs")
     add("--format", choices=FORMATS, default="table", help="format to print (default: table)")
+    tag = "only the runs with this tag; give it again for runs that have several"
+    add("--tag", action="append", default=[], metavar="NAME", help=tag)
     add("--out", type=Path, metavar="FOLDER", help="also write all formats and plots into a folder")
     add("--each", action="store_true", help="show a row for each run, not one for all its seeds")
     add("--target", metavar="METRIC=VALUE", help="show the time to, say, eval/accuracy=0.95")

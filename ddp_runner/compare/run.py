@@ -85,6 +85,12 @@ class Run:
         return {name: end for name, end in items if end in ("max", "min")}
 
     @property
+    def tags(self) -> list[str]:
+        """The words that its user gave it."""
+        tags = self.record.get("tags")
+        return [str(tag) for tag in tags] if isinstance(tags, list) else []
+
+    @property
     def seed(self) -> Any:
         """Seed of the weights, the order of the samples and their augmentation."""
         return self.config.get("seed")

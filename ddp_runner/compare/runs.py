@@ -19,7 +19,7 @@ from ddp_runner import __version__
 from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
-from ddp_runner.errors import UserError, one_line
+from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
@@ -59,6 +59,20 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             identity = (str(run.record["config_hash"]), started_at) if has_identity else resolved
             runs.setdefault(identity, run)
     return list(runs.values())
+
+
+def tagged(runs: Sequence[Run], tags: Sequence[str]) -> list[Run]:
+    """Return the runs that have all of these tags; all runs for no tags.
+
+    Raises:
+        UserError: no run has them.
+    """
+    chosen = [run for run in runs if set(tags) <= set(run.tags)]
+    if tags and not chosen:
+        known = sorted({tag for run in runs for tag in run.tags})
+        hint = f"the runs have {listed(known)}" if known else "the runs have no tags"
+        raise UserError(f"--tag ({', '.join(tags)}): no run has all of these tags; {hint}")
+    return chosen
 
 
 def read_run(folder: Path) -> Run:

@@ -50,6 +50,7 @@ class RunStatus:
     num_ranks: int | None = None
     num_nodes: int | None = None
     restarts: int = 0
+    tags: tuple[str, ...] = ()
     reason: str | None = None  # why it waits, or has ended: one line
 
     @property
@@ -128,6 +129,7 @@ def _of_running(
         num_ranks=_number(record.get("world_size")),
         num_nodes=_number(record.get("num_nodes")),
         restarts=_number(record.get("restarts")) or 0,
+        tags=_tags(record),
         reason=_reason(run_dir, status, holder=holder, idle_s=idle_s, pace=pace),
     )
 
@@ -154,6 +156,7 @@ def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
         num_ranks=_number(record.get("world_size")),
         num_nodes=_number(record.get("num_nodes")),
         restarts=_number(record.get("restarts")) or 0,
+        tags=_tags(record),
         reason=None if sentence is None else str(sentence),
     )
 
@@ -205,6 +208,11 @@ def _reason(
     if status == Status.RUNNING and idle_s is not None and idle_s > max(STALLED_S, usual_s):
         return f"no step for {idle_s:.0f} s: a rank may be late or stuck; backend.timeout_s ends it"
     return None
+
+
+def _tags(record: Mapping[str, Any]) -> tuple[str, ...]:
+    tags = record.get("tags")
+    return tuple(map(str, tags)) if isinstance(tags, list) else ()
 
 
 def _session_start(record: Mapping[str, Any]) -> Any:

@@ -97,5 +97,7 @@ def _place(run: RunStatus) -> Iterator[str]:
         yield " on ".join(filter(None, [ranks, hosts]))
     if run.restarts:
         yield counted(run.restarts, "restart")
+    if run.tags:
+        yield f"tags: {' '.join(run.tags)}"
     if run.seen_s is not None:
         yield f"last sign of life {duration(run.seen_s)} ago"

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.instantiate import make
-from ddp_runner.errors import typed
+from ddp_runner.errors import UserError, typed
 from ddp_runner.files import replace_file
 from ddp_runner.host.processes import ignore_stop_signals
 from ddp_runner.job import Status
@@ -31,7 +31,7 @@ from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun, Tracker
 
 POLL_S = 1.0  # between two looks at metrics.jsonl
 MOST_PAUSE_S = 60.0  # before a call that has failed is repeated; the first time after POLL_S
-MOST_METRICS = 1000  # of one call, about
+MOST_METRICS = 1000  # of one call, unless a single line has more: what MLflow takes in one request
 MOST_CHARACTERS = 300  # of an error: MLflow's quote whole requests
 LAST_S = 30.0  # for the end of a run whose rank 0 is gone
 NO_METRICS = {"step", "epoch", "time_s"}
@@ -58,6 +58,7 @@ class Progress:
     id: str | None = None
     config_hash: str | None = None  # of the last session
     sent: dict[str, int] | None = None  # the last step of each metric
+    clock: float | None = None  # of the last session
     is_complete: bool = False  # the run has ended, and all is there
 
 
@@ -78,6 +79,9 @@ class Follower:
         if self._progress.config_hash != record.get("config_hash"):
             kept = -1 if request.resume_step is None else request.resume_step
             self._earlier = {name: min(step, kept) for name, step in self._earlier.items()}
+        # A line that may have arrived unanswered goes out with its old time: MLflow keeps one.
+        self._earlier_clock = self._progress.clock or request.clock
+        self._progress.clock = request.clock
         self._progress.config_hash, self._progress.is_complete = record.get("config_hash"), False
         self._tracker: Tracker | None = None
         self._has_begun, self._offset = False, 0
@@ -124,21 +128,25 @@ class Follower:
         with self._run_dir.metrics.open("rb") as file:
             file.seek(offset)
             for text in file:
-                if not text.endswith(b"\n") or count >= MOST_METRICS:
+                if not text.endswith(b"\n"):
+                    break
+                line = self._read(json.loads(text))
+                count += len(line.metrics)
+                if lines and count > MOST_METRICS:
                     break
                 offset += len(text)
-                line = self._read(json.loads(text))
                 if line.metrics:
                     lines.append(line)
-                    count += len(line.metrics)
         return None if offset == self._offset else (lines, offset)
 
     def _read(self, line: Mapping[str, Any]) -> MetricLine:
-        step = line["step"]
+        step, resume_step = line["step"], self._request.resume_step
+        is_earlier = resume_step is not None and step <= resume_step
+        clock = self._earlier_clock if is_earlier else self._request.clock
         return MetricLine(
             step=step,
             epoch=line["epoch"],
-            time=self._request.clock + line["time_s"],
+            time=clock + line["time_s"],
             metrics={
                 name: math.nan if value is None else float(value)
                 for name, value in line.items()
@@ -202,7 +210,7 @@ def follow(
         except Exception as error:  # a tracker may raise what it likes
             if not has_failed:
                 has_failed = True
-                reason = typed(error)
+                reason = str(error) if isinstance(error, UserError) else typed(error)
                 if len(reason) > MOST_CHARACTERS:
                     reason = reason[:MOST_CHARACTERS] + " …"
                 report({"error": reason, "traceback": traceback.format_exc()})

@@ -52,7 +52,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, lines: Sequence[MetricLine]) -> None:
-        """Send lines, in their order: all since the last call, or about a thousand metrics."""
+        """Send lines, in their order: all since the last call, up to a thousand metrics."""
         ...
 
     def end(

@@ -63,7 +63,8 @@ class WandB:
     def log(self, lines: Sequence[MetricLine]) -> None:
         """Log each line as a row with its step."""
         for line in lines:
-            self._run.log({**line.metrics, STEP: line.step, "epoch": line.epoch})
+            facts = {STEP: line.step, "epoch": line.epoch, "_timestamp": line.time}
+            self._run.log({**line.metrics, **facts})
 
     def end(
         self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
