@@ -17,7 +17,7 @@ def test_the_tracker_of_the_page_gets_every_number_once(tmp_path: Path) -> None:
     assert files == ["my_package/csv_tracker.py", "conf/trackers/csv.yaml"]
     assert all(one.path or one.language == "bash" for one in blocks(PAGE))
     environ = {"PYTHONPATH": str(tmp_path)}
-    (command,) = (one for one in commands(PAGE) if "trackers=[csv]" in one)
+    (command,) = (one for one in commands(PAGE) if "trackers=csv" in one)
     first = run_command(
         *command, *SHORT, "trackers.csv.wait_s=120", folder=tmp_path, environ=environ
     )

@@ -37,7 +37,7 @@ def validate_tracking(config: Config) -> None:
         if not isinstance(keys, Mapping) or not isinstance(keys.get("_target_"), str):
             raise UserError(
                 f"trackers.{name} has no _target_, the class of the tracker; write "
-                f"trackers=[{name}] for one that has a YAML, or "
+                f"trackers={name} for one that has a YAML, or "
                 f"+trackers.{name}._target_=my_package.MyTracker"
             )
         wait_s = keys.get("wait_s", 1.0)

@@ -22,7 +22,9 @@ from PIL import Image
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.plots import figures
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.runs import read_runs, tagged
+from ddp_runner.errors import UserError
+from ddp_runner.tracking.run_record import write_run_record
 
 ROOT = Path(__file__).parents[2]
 COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
@@ -51,6 +53,20 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """Run the command in this process and return its output."""
     run([str(argument) for argument in arguments])
     return capsys.readouterr().out
+
+
+def test_tags_choose_the_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that have all of them; they do not divide the runs of one setting."""
+    for number, path in enumerate(sorted(outputs.iterdir())):
+        tags = ["all", "even" if number % 2 == 0 else "odd"]  # ddp-0 ddp-1 lost single-0 single-1
+        write_run_record(path, tags=tags)
+    for tags, folders in ((["all"], 5), (["all", "even"], 3), (["odd"], 2), ([], 5)):
+        runs = tagged(read_runs([outputs]), tags)
+        assert (len(runs), {set(tags) <= set(one.tags) for one in runs}) == (folders, {True})
+    rows = json.loads(printed(capsys, outputs, "--format", "json", "--tag", "all"))["rows"]
+    assert sorted(row["world_size"] for row in rows) == [1, 2]
+    with pytest.raises(UserError, match=r"--tag \(even, odd\): no run has all of these tags; the"):
+        run([str(outputs), "--tag", "even", "--tag", "odd"])
 
 
 def test_the_table_has_a_row_for_each_setting(

@@ -14,7 +14,7 @@ from real_data import require
 from texts import write_reviews
 
 from ddp_runner.config.instantiate import find, make
-from ddp_runner.config.schema import CONFIG_DIR, config_hash, mode_needs
+from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, config_hash, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -40,8 +40,9 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     config, _ = resolved(*overrides, hardware=Hardware(num_gpus=4, num_cores=4))
     for name, keys in config.metrics.items():
         assert isinstance(make(f"metrics.{name}", keys), Metric)
-    assert path.parent.name != "metrics" or list(config.metrics) == [path.stem]
-    if path.parent.name not in ("experiment", "scaling", "metrics"):
+    if path.parent.name in LIST_GROUPS:
+        assert list(getattr(config, path.parent.name)) == [path.stem]
+    if path.parent.name not in ("experiment", "scaling", *LIST_GROUPS):
         chosen = getattr(config, path.parent.name)
         assert (chosen if isinstance(chosen, dict) else vars(chosen))["name"] in (path.stem, "nccl")
 

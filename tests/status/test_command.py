@@ -71,6 +71,7 @@ def test_ended_runs_are_counted_and_shown_on_request(
     """Also those that failed, with the reason."""
     write_run(tmp_path / "good")
     failed = {"status": "failed", "error": {"sentence": "rank 1\x1b was killed"}, "restarts": 2}
+    failed["tags"] = ["baseline", "lr"]
     write_run(tmp_path / "bad", record=failed)
     assert run([str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -81,7 +82,7 @@ def test_ended_runs_are_counted_and_shown_on_request(
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path / 'bad'}",
         "    failed     step 0  epoch 2",
-        "    1 rank on here, 2 restarts",
+        "    1 rank on here, 2 restarts, tags: baseline lr",
         "    rank 1\\x1b was killed",
         f"{tmp_path / 'good'}",
         "    completed  step 0  epoch 2",

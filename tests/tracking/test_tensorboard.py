@@ -265,6 +265,9 @@ def test_the_card_of_a_run_has_its_command_and_its_versions(tmp_path: Path) -> N
     assert all(line.startswith("    ") for line in command), "else Markdown joins the lines"
     assert [host, ranks, torch] == ["| host | here |", "| ranks | 2 |", "| torch | 2.15.0 |"]
     assert len(header(tmp_path, yaml.safe_dump(CONFIG))) == 3  # also without run.json
+    noted = run_card(["model=toy"], fields | {"notes": "why *I*\nran it", "tags": ["a", "b"]})
+    assert noted.startswith("    why *I*\n    ran it\n\nCommand:\n\n    python -m ddp_runner")
+    assert "| tags | a, b |" in noted
 
 
 def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
-from ddp_runner.tracking.trackers.follow import Request, files_to_keep
+from ddp_runner.tracking.trackers.follower import Request, files_to_keep
 
 READY_S = 60.0  # at most, for its imports: a run may be shorter than they are
 WAIT_S = 10.0  # at the end, unless its YAML has another wait_s

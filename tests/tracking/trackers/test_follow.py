@@ -13,7 +13,8 @@ from own_trackers import calls, points
 
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.trackers import follow as follow_module
-from ddp_runner.tracking.trackers.follow import Follower, Request, follow
+from ddp_runner.tracking.trackers.follow import follow
+from ddp_runner.tracking.trackers.follower import Follower, Request
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun, Tracker
 
 CLOCK = 1000.0

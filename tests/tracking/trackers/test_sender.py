@@ -15,7 +15,7 @@ from run_folders import record
 
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.trackers import sender
-from ddp_runner.tracking.trackers.follow import Request
+from ddp_runner.tracking.trackers.follower import Request
 from ddp_runner.tracking.trackers.sender import TrackerProcess, end_trackers
 
 LINE = '{"step": 1, "epoch": 1, "time_s": 0.5, "train/loss": 0.25}\n'
