@@ -38,6 +38,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_dir
 
 
+def test_trackers_tags_and_notes_come_with_the_run_and_may_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that only the tracker's YAML has is known; a command may also leave trackers out."""
+    monkeypatch.chdir(tmp_path)
+    config, _ = resolved("trackers=[mlflow]", "tags=[first]", "notes=why")
+    write_run_record(tmp_path, status="preempted")
+    RunDir(tmp_path).freeze(config, overrides=(), choices={"trackers": "[mlflow]"})
+    again = resume(f"resume={tmp_path}", "trackers.mlflow.wait_s=3", "tags=[second,third]")
+    assert again.trackers == {"mlflow": config.trackers["mlflow"] | {"wait_s": 3}}
+    assert (again.tags, again.notes) == (["second", "third"], "why")
+    assert resume(f"resume={tmp_path}", "trackers=[]").trackers == {}
+    assert list(resume(f"resume={tmp_path}", "trackers=[wandb]").trackers) == ["wandb"]
+
+
 def resume(*arguments: str, env: DistEnv | None = None) -> Config:
     """Return what a command line that resumes a run resolves to, in this process."""
     command, _ = resumed_overrides(arguments, folders=[CONFIG_DIR])

@@ -13,7 +13,6 @@ from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 # Limits of MLflow's servers: of a request, of a parameter and of a tag.
 METRICS, PARAMETERS, CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 1000, 100, 6000, 5000, 250
 STATUSES = {Status.COMPLETED: "FINISHED", Status.PREEMPTED: "KILLED"}
-EXPERIMENT = {"mlflow.experimentKind": "custom_model_development"}  # else it opens for chats
 # MLflow's own settings for a server that does not answer: four minutes for a single call.
 HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
@@ -99,7 +98,7 @@ class MLflow:
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
-                return str(self._client.create_experiment(name, tags=EXPERIMENT))
+                return str(self._client.create_experiment(name))
             except MlflowException:
                 found = self._client.get_experiment_by_name(name)
                 if found is None:
