@@ -17,7 +17,7 @@ from ddp_runner.files import json_safe
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.ema import averaged_weights
-from ddp_runner.train.loop import evaluate
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.state import TrainState
 
 
