@@ -37,6 +37,10 @@ ALLOWED = {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "metrics"),
         *("job", "parallelism", "rank", "scratch", "tracking"),
     },
+    "inference": {
+        *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "job", "metrics"),
+        *("rank", "tracking", "train"),
+    },
     "own_loop": {
         *(*GROUND, "checkpoint", "config", "data", "distributed", "job", "parallelism", "rank"),
         "tracking",
@@ -45,7 +49,10 @@ ALLOWED = {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "rank", "tracking"),
         *("job", "train"),
     },
-    "worker": {*GROUND, "check", "collectives", "dist_env", "job", "own_loop", "rank", "train"},
+    "worker": {
+        *(*GROUND, "check", "collectives", "dist_env", "inference", "job", "own_loop", "rank"),
+        "train",
+    },
     "launch": {*GROUND, "config", "dist_env", "job", "rank", "scratch", "tracking", "worker"},
     "compare": {*GROUND, "config", "job", "tracking"},
     "status": {*GROUND, "job", "sweep", "tracking"},

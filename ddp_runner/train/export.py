@@ -92,7 +92,7 @@ def _best(
             if manifest.step == last.step:
                 return last
             content = load_checkpoint(path)
-            model = _weights(content, is_average=last.is_average)
+            model = model_state(content, is_average=last.is_average)
             if not isinstance(model, Mapping) or shapes != {
                 name: getattr(value, "shape", None) for name, value in model.items()
             }:
@@ -104,7 +104,10 @@ def _best(
     return last
 
 
-def _weights(content: Any, *, is_average: bool) -> object:
-    """Return the state_dict in a checkpoint's content; None or nothing in it if it is foreign."""
+def model_state(content: Any, *, is_average: bool) -> object:
+    """Return the model's state_dict in a checkpoint's content, averaged if so asked.
+
+    None, or nothing in it: the content is of another program.
+    """
     found = content.get("ema" if is_average else "model") if isinstance(content, Mapping) else None
     return averaged_weights(found) if is_average and isinstance(found, Mapping) else found
