@@ -14,7 +14,7 @@ from ddp_runner.checkpoint.store import (
     load_checkpoint,
 )
 from ddp_runner.checkpoint.weights import read_export
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.export import model_state
@@ -30,7 +30,7 @@ class Weights:
 
 
 def find_weights(
-    run_dir: RunDir, config: RunConfig, asked: str | int, *, log: Callable[[str], None]
+    run_dir: RunDir, config: Config, asked: str | int, *, log: Callable[[str], None]
 ) -> Weights:
     """Return the weights that a run's evaluations have used: averaged ones with ema.evaluate.
 
@@ -59,7 +59,7 @@ def find_weights(
 
 
 def _checkpoint(
-    run_dir: RunDir, config: RunConfig, asked: str | int, *, log: Callable[[str], None]
+    run_dir: RunDir, config: Config, asked: str | int, *, log: Callable[[str], None]
 ) -> Path:
     """Return the folder of a checkpoint that is asked for."""
     folder, settings = run_dir.checkpoints, config.checkpoint

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import find, keywords, make, make_function
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import MOST_GPU_DATA
@@ -100,7 +100,7 @@ def build_metrics(config: RunConfig) -> dict[str, Metric]:
     }
 
 
-def build_dataset(config: RunConfig, *, log: Callable[[str], None]) -> Dataset:
+def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:
     """Return the config's dataset; see ``load_dataset``."""
     source = make(
         "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
@@ -174,7 +174,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     )
 
 
-def model_factory(config: RunConfig, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
+def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
     """Return a function that builds the config's model; it takes the devices of its stages.
 
     Of the `arguments`, facts of the data, the model gets those that it takes.
