@@ -28,6 +28,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.build import build_dataset, build_metrics, build_step, model_factory
 from ddp_runner.train.evaluation import forward
+from ddp_runner.train.programs import NUM_SAMPLES
 from ddp_runner.train.step import StepFunction
 
 
@@ -63,6 +64,7 @@ class TrainedModel:
     epoch: int  # in which the step was taken; 0: the run has not logged it
     run_dir: RunDir  # of the run
     weights_name: str  # of the file or checkpoint, in the run's folder
+    arguments: Mapping[str, Any]  # facts of the data that it was built with
 
 
 def open_model(session: Session) -> TrainedModel | None:
@@ -111,7 +113,15 @@ def open_model(session: Session) -> TrainedModel | None:
         metrics=build_metrics(config),
         group=group,
     )
-    model = TrainedModel(setup, module, step=step, epoch=epoch, run_dir=run_dir, weights_name=name)
+    model = TrainedModel(
+        setup,
+        module,
+        step=step,
+        epoch=epoch,
+        run_dir=run_dir,
+        weights_name=name,
+        arguments=arguments,
+    )
     for split in setup.splits().values():
         _try_samples(model, split)
     return model
@@ -120,15 +130,11 @@ def open_model(session: Session) -> TrainedModel | None:
 @torch.no_grad()
 def _try_samples(model: TrainedModel, split: AnySplit) -> None:
     """Compute on the first two samples, where a message can say what does not fit."""
-    setup, numbers = model.setup, range(2)
-    if isinstance(split, StreamSplit):
-        data = split.first(numbers)
-    else:
-        piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
-        (data,) = split.load([piece], seed=setup.config.seed)
+    setup = model.setup
+    data = first_samples(split, seed=setup.config.seed)
     model.evaluated.eval()
     try:
-        forward(model, model.evaluated, MicroBatch(data, num_samples=len(numbers)))
+        forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_SAMPLES))
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -137,3 +143,13 @@ def _try_samples(model: TrainedModel, split: AnySplit) -> None:
             f"the model of {model.run_dir} cannot take dataset={setup.dataset.name}, whose samples "
             f"are {shape_of(samples)}: {typed(error)}; choose a dataset that fits"
         ) from error
+
+
+def first_samples(split: AnySplit, *, seed: int) -> Any:
+    """Return a batch of a split's first samples, as it loads them; of one alone, it twice."""
+    numbers = range(NUM_SAMPLES)
+    if isinstance(split, StreamSplit):
+        return split.first(numbers)
+    piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
+    (data,) = split.load([piece], seed=seed)
+    return data

@@ -1,13 +1,15 @@
 """``task=predict``: what a run's model gives for each sample, in one file in the samples' order."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ddp_runner.data.batches import MicroBatch, eval_batches
+from ddp_runner.data.dataset import NamedSamples
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.distributed import StopVote, broadcast_buffers
@@ -19,6 +21,7 @@ from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.start_block import shown_path
+from ddp_runner.train.build import build_source
 from ddp_runner.train.evaluation import forward
 
 
@@ -60,17 +63,27 @@ def _write(
     """Compute and write round by round: in each, every rank has one batch or none."""
     setup, num_done, vote = model.setup, 0, StopVote(model.setup.group)
     broadcast_buffers(model.evaluated, group=setup.group)
+    names = _sample_names(model) if writer is not None else {}
     for name, split in setup.splits().items():
         for own in _own_rows(model, split, name=name):
             found = _gathered(own, model)
             if writer is not None and found:
-                writer.write(joined(found))
+                writer.write(joined(found, names.get(name)))
             num_done += 1
             logger.step_done(step=num_done, epoch=1)
             if vote.agreed(stop_requested()):
                 return Status.PREEMPTED
     vote.close()
     return Status.COMPLETED
+
+
+def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
+    """Return by split what a user calls the samples; nothing if the dataset has only numbers."""
+    config = model.setup.config
+    source = build_source(config)
+    if not isinstance(source, NamedSamples):
+        return {}
+    return source.sample_names(Path(config.data_root))
 
 
 def _num_rounds(model: TrainedModel, split: AnySplit) -> int:

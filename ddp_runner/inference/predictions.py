@@ -53,9 +53,19 @@ def columns_of(
     return found
 
 
-def joined(parts: Sequence[Columns]) -> dict[str, NDArray[Any]]:
-    """Return the rows of several batches as one table."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def joined(
+    parts: Sequence[Columns], names: Sequence[str | int] | None = None
+) -> dict[str, NDArray[Any]]:
+    """Return the rows of several batches as one table.
+
+    With the `names` of all samples of the split it has a column ``sample``, after ``index``.
+    """
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if names is None:
+        return rows
+    split, index = rows.pop("split"), rows.pop("index")
+    sample = np.asarray([names[number] for number in index])
+    return {"split": split, "index": index, "sample": sample, **rows}
 
 
 class Writer(Protocol):

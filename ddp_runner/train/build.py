@@ -102,10 +102,19 @@ def build_metrics(config: RunConfig) -> dict[str, Metric]:
 
 def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:
     """Return the config's dataset; see ``load_dataset``."""
-    source = make(
+    return load_dataset(build_source(config), data_root=Path(config.data_root), log=log)
+
+
+def build_source(config: Config) -> Source | TensorSource:
+    """Return what opens the config's dataset.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    found: Source | TensorSource = make(
         "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
     )
-    return load_dataset(source, data_root=Path(config.data_root), log=log)
+    return found
 
 
 def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFunction:

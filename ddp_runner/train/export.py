@@ -16,8 +16,10 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 from ddp_runner.train.ema import averaged_weights
 from ddp_runner.train.evaluation import evaluate
+from ddp_runner.train.programs import NUM_SAMPLES, export_programs
 from ddp_runner.train.state import TrainState
 
 
@@ -68,12 +70,41 @@ def export_best(
             metrics=json_safe(best.metrics),
             is_average=best.is_average,
         )
+        if settings.export:
+            _export_programs(state, best, run_dir, log=log)
         if settings.monitor is not None:
             score = json_safe(best.metrics.get(settings.monitor))
             value = "not finite" if score is None else f"{score:.4f}"
             log(
                 f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}"
             )
+
+
+def _export_programs(
+    state: TrainState, best: _Model, run_dir: RunDir, *, log: Callable[[str], None]
+) -> None:
+    """Write the best model in the formats of ``checkpoint.export``. Rank 0 only.
+
+    Training is complete, so a model that torch cannot trace must not fail the run.
+    """
+    setup = state.setup
+    try:
+        files = export_programs(
+            setup.config,
+            setup.mode,
+            setup.dataset,
+            setup.step,
+            arguments=setup.dataset.model_arguments,
+            tensors=best.state,
+            samples=setup.batches.samples(range(NUM_SAMPLES)).data,
+            folder=run_dir.path,
+        )
+    except UserError as error:
+        warnings = read_run_record(run_dir).get("warnings", [])
+        write_run_record(run_dir, warnings=[*warnings, str(error)])
+        log(f"warning: {error}")
+    else:
+        log(f"exported {', '.join(path.name for path in files)}")
 
 
 def _best(
