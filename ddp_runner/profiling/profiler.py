@@ -68,8 +68,6 @@ class Profiler:
         restart_timer: Callable[[], None],
         log: Callable[[str], None],
     ) -> None:
-        # Kineto logs on stderr that a trace begins, and that a machine has no GPU.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         steps = traced_steps(asked, done=done)
         self._asked, self._folder = asked, folder
         self._first, self._last = max(steps[0], done + 1), steps[-1]
@@ -157,6 +155,8 @@ class Profiler:
             record_history()
             self._has_history = True
         if not self._is_ready and step >= self._first - 1:
+            # Else Kineto writes to stderr that a trace begins, and that a machine has no GPU.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._tracer.prepare_trace()
             self._is_ready = True
         if step >= self._first:
