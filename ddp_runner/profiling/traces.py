@@ -65,9 +65,15 @@ def rank_events(trace: Mapping[str, Any], *, rank: int, shift_ns: int) -> list[E
     """
     named = list(_events(trace))
     events = _apart([event for event in named if event["ph"] != "M"])
+    loop = next(
+        _thread(event)
+        for event in events
+        if event["name"].startswith(STEP) and event["cat"] == "user_annotation"  # not on a GPU
+    )
     pids = _numbers((event["pid"] for event in events), first=1000 * rank + 1)
-    tids = _numbers(map(_thread, events), first=1_000_000 * rank + 1)
-    merged = list(_names(named, events, pids, tids, rank=rank))
+    tids = _numbers(map(_thread, events), first=10_000_000 * (rank + 1))
+    tids[loop] = pids[loop[0]]  # to Perfetto, the main thread: it is shown first
+    merged = list(_names(named, pids, tids, loop=loop, rank=rank))
     for event in events:
         new = event | {
             "ts": (_time_ns(trace, event) + shift_ns) / 1000,
@@ -81,7 +87,7 @@ def rank_events(trace: Mapping[str, Any], *, rank: int, shift_ns: int) -> list[E
             new["args"] = {**event["args"], "bytes": num_bytes}
         if event["name"] == MEMORY:
             mib = event["args"]["Total Allocated"] / 2**20
-            name = f"memory of {_device(event['args'])} (MiB)"
+            name = f"{_device(event['args'])} memory"  # Perfetto adds the unit
             new = {"ph": "C", "name": name, "args": {"MiB": mib}} | {
                 key: new[key] for key in ("ts", "pid", "tid")
             }
@@ -181,10 +187,10 @@ def _apart(events: Sequence[Event]) -> list[Event]:
 
 def _names(
     named: Sequence[Event],
-    events: Sequence[Event],
     pids: Mapping[int, int],
     tids: Mapping[Thread, int],
     *,
+    loop: Thread,
     rank: int,
 ) -> Iterator[Event]:
     """Yield the names of a rank's processes and threads, and their order."""
@@ -196,7 +202,6 @@ def _names(
     threads = {
         _thread(event): event["args"]["name"] for event in named if event["name"] == "thread_name"
     }
-    loop = {_thread(event) for event in events if event["name"].startswith(STEP)}
     by_label = sorted(pids, key=lambda pid: labels.get(pid, "CPU"))  # the CPU, then the GPUs
     for place, old in enumerate(by_label):
         label, number = labels.get(old, "CPU"), {"ph": "M", "pid": pids[old]}
@@ -205,10 +210,10 @@ def _names(
         yield number | {"name": "process_sort_index", "args": {"sort_index": 1000 * rank + place}}
     for old_thread, tid in tids.items():
         number = {"ph": "M", "pid": pids[old_thread[0]], "tid": tid}
-        is_loop = old_thread in loop and labels.get(old_thread[0], "CPU") == "CPU"
-        name = "training loop" if is_loop else str(threads.get(old_thread, old_thread[1]))
+        name = str(threads.get(old_thread, old_thread[1]))
+        name = "training loop" if old_thread == loop else name
         yield number | {"name": "thread_name", "args": {"name": name}}
-        yield number | {"name": "thread_sort_index", "args": {"sort_index": 0 if is_loop else tid}}
+        yield number | {"name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
 def _device(args: Mapping[str, Any]) -> str:

@@ -93,9 +93,9 @@ def test_allocations_become_a_counter_of_each_device() -> None:
     own = trace(STEP, *calls, *sizes)
     events = [event for event in rank_events(own, rank=0, shift_ns=0) if event["ph"] == "C"]
     assert [(event["name"], event["args"]["MiB"]) for event in events] == [
-        ("memory of CPU (MiB)", 1.0),
-        ("memory of CPU (MiB)", 3.0),
-        ("memory of GPU 0 (MiB)", 2.0),
+        ("CPU memory", 1.0),
+        ("CPU memory", 3.0),
+        ("GPU 0 memory", 2.0),
     ]
     assert peaks(own) == [Peak("CPU", 3 * 2**20, "aten::mm"), Peak("GPU 0", 2**21, "")]
 
