@@ -133,8 +133,8 @@ def peak_line(ranks: Sequence[Summary]) -> str:
     peak, rank = max(found, key=lambda pair: (pair[0].device != "CPU", pair[0].num_bytes))
     what = " by these steps" if peak.device == "CPU" else ""
     where = f", in {peak.operator}" if peak.operator else ""
-    line = f"most memory: {peak.num_bytes / 2**20:.1f} MiB allocated{what}"
-    return f"{line} ({peak.device} of rank {rank}){where}"[:WIDTH]
+    amount = f"{peak.num_bytes / 2**20:.1f} MiB{what}"
+    return f"most memory: {amount} (rank {rank}, {peak.device}){where}"[:WIDTH]
 
 
 def _is_on_cpu(average: Any) -> bool:
