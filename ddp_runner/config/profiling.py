@@ -1,9 +1,10 @@
 """Which steps ``train.profile`` traces, and what must hold for them. Torch-free."""
 
 import re
+from collections.abc import Collection
 from typing import Any
 
-from ddp_runner.config.own_loop import has_own_loop
+from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.schema import RunConfig, mode_needs
 from ddp_runner.errors import UserError
 
@@ -43,8 +44,13 @@ def traced_steps(asked: Any, *, done: int = 0) -> range:
     return steps
 
 
-def validate_profile(config: RunConfig, *, num_steps: int | None) -> None:
-    """Reject a profile that would never happen. `num_steps`: of the run, if they are known.
+def validate_profile(config: RunConfig, *, num_steps: int | None, chosen: Collection[str]) -> None:
+    """Reject a profile that would never happen.
+
+    Args:
+        config: resolved.
+        num_steps: optimizer steps of the run; None if they are not known.
+        chosen: the keys given on the command line. Other tasks may bring the key from a run.
 
     Raises:
         UserError: a rule is broken.
@@ -53,11 +59,13 @@ def validate_profile(config: RunConfig, *, num_steps: int | None) -> None:
     if asked is None:
         return
     steps = traced_steps(asked)
-    if has_own_loop(task) or task in ("check", "collectives"):
+    if task != "train" and (task not in INFERENCE or "train.profile" in chosen):
         raise UserError(
             f"train.profile={asked} traces the steps of task=train, and task is {task}; leave it "
             "out: a function of your own can use torch.profiler itself"
         )
+    if task != "train":
+        return
     if mode_needs(config.parallelism).num_servers:
         raise UserError(
             f"train.profile={asked} traces ranks that all run the loop, and the trainers of "
