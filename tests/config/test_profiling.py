@@ -1,9 +1,11 @@
 """``train.profile`` names steps of the run; what cannot happen is an error before it starts."""
 
+from dataclasses import replace
+
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.profiling import traced_steps
+from ddp_runner.config.profiling import traced_steps, validate_profile
 from ddp_runner.config.schema import config_hash, work_hash
 from ddp_runner.errors import UserError
 
@@ -72,3 +74,12 @@ def test_a_profile_does_not_make_another_run() -> None:
     plain, profiled = (resolved(*TOY, *keys)[0] for keys in ((), ("train.profile=5",)))
     assert profiled.train.profile == 5
     assert (config_hash(plain), work_hash(plain)) == (config_hash(profiled), work_hash(profiled))
+
+
+def test_a_task_that_takes_a_runs_model_may_bring_its_key() -> None:
+    """The run may have had more steps than the data that are evaluated; nothing is traced."""
+    config, _ = resolved(*TOY, "train.profile=5")
+    evaluated = replace(config, task="evaluate")
+    validate_profile(evaluated, num_steps=2, chosen=())
+    with pytest.raises(UserError, match="task is evaluate; leave it out"):
+        validate_profile(evaluated, num_steps=None, chosen=("train.profile",))
