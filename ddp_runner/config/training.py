@@ -1,6 +1,6 @@
 """The keys of the training loop and of its checkpoints: a part of the schema. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -23,6 +23,9 @@ class TrainConfig:
     clip_value: float | None = None  # largest absolute value of a gradient; null: no clipping
     compile: bool = False  # torch.compile the model, inside its parallel wrapper
     deterministic: bool = False  # fail on operations that have no deterministic form
+    # Trace these optimizer steps into profile/: a number of them, after 5 steps of warm-up, or the
+    # first and the last, as in 20-25; null: none
+    profile: Any | None = None
     num_threads: int | None = None  # intra-op CPU threads of a rank; null: cores // local ranks
 
 
@@ -38,3 +41,6 @@ class CheckpointConfig:
     mode: str = "max"  # which value of the monitored metric is best: max or min
     # after the last step load the best checkpoint and evaluate it once more
     load_best: bool = False
+    # at the end write the best model for other programs, too: onnx (model.onnx), torch_export
+    # (model.pt2), as in [onnx]
+    export: list[str] = field(default_factory=list)

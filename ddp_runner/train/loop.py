@@ -13,18 +13,15 @@ from torch import Tensor, nn
 
 from ddp_runner.config.optimizing import EarlyStopConfig
 from ddp_runner.config.training import TrainConfig
-from ddp_runner.data.batches import MicroBatch, StepBatch, eval_batches
-from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
+from ddp_runner.data.batches import StepBatch
+from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
-from ddp_runner.train.eval_totals import EvalTotals
+from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.metrics import gradient_norm, step_metrics
 from ddp_runner.train.state import Position, TrainState
-from ddp_runner.train.step import Step
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(
@@ -46,6 +43,7 @@ def train(
     config, checkpoint = setup.config.train, setup.config.checkpoint
     early_stop = early_stop_of(setup)
     timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
+    profiler = setup.profiler
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
     while not stop_reason(position, early_stop) and (
@@ -54,7 +52,8 @@ def train(
         epoch, finished, has_ended = position.epoch + 1, state.is_done, True
         state.model.train()
         timer.restart()
-        for batch in setup.batches.epoch(position.epoch, start_step=position.step_in_epoch):
+        batches = setup.batches.epoch(position.epoch, start_step=position.step_in_epoch)
+        for batch in profiler.steps(batches):
             timer.mark(StepPart.DATA)
             lr = state.optimizer.param_groups[-1]["lr"]
             loss = train_step(state, batch)
@@ -67,8 +66,9 @@ def train(
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
             finished, has_ended = state.ends_with(batch), batch.is_last
             if finished or _due(position.step, config.log_every_steps):
-                position.metrics |= step_metrics(state, loss, lr=lr)
+                position.metrics |= profiler.untraced(step_metrics(state, loss, lr=lr))
                 logger.log(position.metrics, step=position.step, epoch=epoch)
+            profiler.step_done(position.step)
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
                 finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)
@@ -106,6 +106,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
+    setup.profiler.begin(StepPart.OPTIMIZER)
     _clip(state)
     scale = scaler.get_scale()
     scaler.step(optimizer)
@@ -115,6 +116,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
         if state.ema is not None:
             state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
+    setup.profiler.begin(None)
     return loss
 
 
@@ -142,6 +144,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
+            setup.profiler.begin(StepPart.FORWARD)
             step = forward(state, state.model, micro_batch)
             share = micro_batch.weight / batch.global_count
             loss = step.loss_sum * share
@@ -150,6 +153,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
             if has_peers:
                 timer.mark_end_of_backward(scaled)
+            setup.profiler.begin(StepPart.BACKWARD)
             scaled.backward()
             timer.mark(StepPart.COMM if has_peers else StepPart.BACKWARD)
         total += loss.detach()
@@ -179,43 +183,6 @@ def token_factor(
     return batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
 
 
-def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> Step:
-    """Run the training step on the devices, and return what it returns."""
-    setup, precision = state.setup, state.setup.config.train.precision
-    device = setup.devices[0]
-    data = setup.dataset.prepare(batch.data, device, randoms=batch.randoms)
-    with torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
-        return setup.step(model, data)
-
-
-@torch.no_grad()
-def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | None]:
-    """Evaluate the whole evaluation set. Each sample counts once at every world size.
-
-    Collective: every rank must call.
-
-    Returns:
-        Metrics: eval/loss, the scalars of the training step, the configured metrics and, if the
-        dataset has classes, eval/accuracy, eval/precision, eval/recall and eval/f1. Confusion
-        counts (num_classes, num_classes), a row per true class, or None without classes. A
-        prediction outside the classes counts as wrong and is in no column.
-    """
-    setup, totals = state.setup, EvalTotals(state.setup)
-    # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
-    module = state.evaluated
-    broadcast_buffers(module, group=setup.group)
-    module.eval()
-    for batch in eval_batches(
-        setup.dataset.eval,
-        batch_size=setup.eval_batch_size,
-        rank=setup.env.rank,
-        world_size=setup.env.world_size,
-        seed=setup.config.seed,
-    ):
-        totals.add(forward(state, module, batch))
-    return totals.compute()
-
-
 def _evaluation_is_due(
     position: Position, config: TrainConfig, *, epoch: int, finished: bool
 ) -> bool:
@@ -232,6 +199,7 @@ def _evaluate(
     """Evaluate, log the results and count them; return whether the run stops early."""
     position = state.position
     logger.evaluating()
+    state.setup.profiler.begin("evaluation")
     results, confusion = evaluate(state)
     position.metrics |= results
     state.schedule.evaluated(results)
