@@ -61,6 +61,11 @@ def test_it_gets_the_run_and_its_end(start: Callable[..., TrackerProcess], tmp_p
             "trackers.mine failed (RuntimeError: the server ${oc.env:X}); the run goes on, and "
             "what is missing there is sent once it works again",
         ),
+        (
+            "Worsening",
+            "trackers.mine failed (RuntimeError: the server ${oc.env:X}); the run goes on, and "
+            "what is missing there is sent once it works again",
+        ),
         ("Hanging", "trackers.mine had not ended 0 s after the run, and was stopped"),
         ("Dying", "trackers.mine has ended by itself; the run goes on without it"),
         (
@@ -79,8 +84,8 @@ def test_a_tracker_that_does_not_work_is_one_warning(
     sentence: str,
 ) -> None:
     """On the terminal and in run.json, without the secrets in it; the end waits no longer."""
-    tracker = start(name, wait_s=0.2 if name == "Hanging" else 60.0)
-    if name in ("Raising", "Missing", "Dying"):
+    tracker = start(name, wait_s=0.2 if name in ("Hanging", "Worsening") else 60.0)
+    if name != "Hanging":
         wait_for(lambda: len(record(tmp_path)["warnings"]) == 2)
     end_trackers([tracker], "completed")
     assert record(tmp_path)["warnings"] == ["an earlier one", sentence]
