@@ -11,20 +11,21 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ddp_runner.errors import UserError, typed
 from ddp_runner.host.processes import ignore_stop_signals
-from ddp_runner.job import Status
+from ddp_runner.job import EXIT_FAILED, Status
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.trackers.follower import Follower, Request
 
 POLL_S = 1.0  # between two looks at metrics.jsonl
 MOST_PAUSE_S = 60.0  # before a call that has failed is repeated; the first time after POLL_S
 MOST_CHARACTERS = 300  # of an error: MLflow's quote whole requests
-LAST_S = 30.0  # for the end of a run whose rank 0 is gone
+LAST_S = 10.0  # for the end, once rank 0 is gone and cannot stop this process
 NICENESS = 5  # importing a client takes seconds of a core
 
 
@@ -86,13 +87,13 @@ def main() -> None:
         print(json.dumps(content), file=reports, flush=True)
 
     def listen() -> None:
-        status = sys.stdin.readline().strip()
-        if not status:  # rank 0 is gone, and waits for nobody
-            status = Status.FAILED.value
-            limit = threading.Timer(LAST_S, os._exit, args=(1,))
-            limit.daemon = True
-            limit.start()
-        ended.put(status)
+        ended.put(
+            sys.stdin.readline().strip() or Status.FAILED
+        )  # a rank 0 that is gone says nothing
+        while os.getppid() == request.parent:
+            time.sleep(POLL_S)
+        time.sleep(LAST_S)
+        os._exit(EXIT_FAILED)
 
     folder = RunDir(Path(request.folder)).trackers
     folder.mkdir(exist_ok=True)

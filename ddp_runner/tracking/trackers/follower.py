@@ -24,6 +24,7 @@ NO_METRICS = {"step", "epoch", "time_s"}
 class Request:
     """What rank 0 sends: the tracker, and the run to follow."""
 
+    parent: int  # rank 0's process
     name: str
     settings: Mapping[str, Any]  # its _target_ and keys, secrets included
     allowed: Sequence[str]  # packages of the user's own

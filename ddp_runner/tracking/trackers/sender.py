@@ -124,6 +124,7 @@ def start_trackers(
     return [
         TrackerProcess(
             Request(
+                parent=os.getpid(),
                 name=name,
                 settings={key: one for key, one in settings.items() if key != "wait_s"},
                 allowed=job.config.allowed_targets,

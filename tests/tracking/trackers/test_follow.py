@@ -47,7 +47,7 @@ def follower(
     """Return the follower of a session, with a recorder beside the run folder."""
     settings = {"_target_": "own_trackers.Recorder", "path": str(sent(run_dir)), **keys}
     return Follower(
-        Request("mine", settings, ["own_trackers"], str(run_dir), None, resume_step, clock)
+        Request(0, "mine", settings, ["own_trackers"], str(run_dir), None, resume_step, clock)
     )
 
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +36,9 @@ def start(tmp_path: Path) -> Callable[..., TrackerProcess]:
 
     def started(name: str, *, wait_s: float = 60.0, **keys: str) -> TrackerProcess:
         settings = {"_target_": f"own_trackers.{name}", **keys}
-        request = Request("mine", settings, ["own_trackers"], str(tmp_path), None, None, 0.0)
+        request = Request(
+            os.getpid(), "mine", settings, ["own_trackers"], str(tmp_path), None, None, 0.0
+        )
         return TrackerProcess(request, wait_s=wait_s, hide=hide)
 
     return started
@@ -105,6 +109,33 @@ def test_a_run_whose_rank_is_gone_has_failed(
     wait_for(lambda: calls(path) and "end" in calls(path)[-1])
     assert calls(path)[-1]["end"] == "failed"
     tracker.wait("failed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last_words", ["", "completed\n"])
+def test_a_tracker_that_hangs_ends_after_rank_zero(
+    start: Callable[..., TrackerProcess], tmp_path: Path, last_words: str
+) -> None:
+    """Rank 0 was killed, before or after it could say how the run has ended."""
+    code = """
+import os, sys
+from ddp_runner.tracking.trackers.follower import Request
+from ddp_runner.tracking.trackers.sender import _start
+settings = {"_target_": "own_trackers.Hanging"}
+request = Request(os.getpid(), "x", settings, ["own_trackers"], sys.argv[1], None, None, 0.0)
+process = _start(request)
+process.stdout.readline()  # it is ready
+process.stdin.write(sys.argv[2])
+process.stdin.flush()
+print(process.pid, flush=True)
+os._exit(0)
+"""
+    end_trackers([start("Recorder", path=str(tmp_path / "calls"))], "failed")  # writes the folder
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, str(tmp_path), last_words]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert psutil.pid_exists(int(result.stdout))
+    wait_for(lambda: not psutil.pid_exists(int(result.stdout)))
 
 
 def test_signals_do_not_end_it(start: Callable[..., TrackerProcess], tmp_path: Path) -> None:
