@@ -58,7 +58,8 @@ ALLOWED = {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "job", "launch", "sweep"),
         *("tracking", "worker"),
     },
-    "__main__": {"cli"},
+    "new": {"errors"},
+    "__main__": {"cli", "new"},
     "torchx": GROUND,
 }
 TORCH_FREE = {
@@ -69,6 +70,7 @@ TORCH_FREE = {
     "doctor",
     "job",
     "launch",
+    "new",
     "scratch",
     "status",
     "sweep",
@@ -164,11 +166,11 @@ def test_no_import_leads_back(graph: str) -> None:
 
 
 def test_the_top_level_stays_small() -> None:
-    """Eleven modules and nineteen packages: what is new has a subject, and goes to its package."""
+    """Eleven modules and twenty packages: what is new has a subject, and goes to its package."""
     modules = {path.stem for path in FILES if path.parent == PACKAGE} - {"__init__"}
     packages = {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
     assert len(modules) <= 11
-    assert len(packages) <= 19
+    assert len(packages) <= 20
     assert modules | packages == set(ALLOWED)
 
 
