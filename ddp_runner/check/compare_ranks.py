@@ -22,7 +22,8 @@ from ddp_runner.data.streams import StreamSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.train.loop import DTYPES, evaluate, forward, train_step
+from ddp_runner.train.evaluation import DTYPES, evaluate, forward
+from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import snapshot
 from ddp_runner.train.state import TrainState

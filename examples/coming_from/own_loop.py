@@ -1,5 +1,7 @@
 """python -m ddp_runner --config-dir examples/coming_from/conf experiment=own_loop."""
 
+from typing import Any
+
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -12,9 +14,9 @@ from examples.coming_from.digits import Digits, Net
 def train(run: Run, *, epochs: int, lr: float) -> None:
     """Train as the script does; the keys under loop are the arguments."""
     train_set, eval_set = Digits("train"), Digits("eval")
-    sampler = DistributedSampler(train_set)
+    sampler: DistributedSampler[Any] = DistributedSampler(train_set)
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)
+    eval_sampler: DistributedSampler[Any] = DistributedSampler(eval_set, shuffle=False)
     eval_loader = DataLoader(eval_set, batch_size=32, sampler=eval_sampler)
     net = Net().to(run.device)
     model = run.wrap(net)

@@ -1,6 +1,7 @@
 """torchrun --standalone --nproc-per-node=2 -m examples.coming_from.torchrun_script."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,9 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
     torch.manual_seed(0)
     train_set, eval_set = Digits("train"), Digits("eval")
-    sampler = DistributedSampler(train_set)
+    sampler: DistributedSampler[Any] = DistributedSampler(train_set)
     loader = DataLoader(train_set, batch_size=32, sampler=sampler)
-    eval_sampler = DistributedSampler(eval_set, shuffle=False)
+    eval_sampler: DistributedSampler[Any] = DistributedSampler(eval_set, shuffle=False)
     eval_loader = DataLoader(eval_set, batch_size=32, sampler=eval_sampler)
     net = Net().to(device)
     model = DistributedDataParallel(net)
