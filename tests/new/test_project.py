@@ -58,13 +58,21 @@ def test_its_two_commands_run_and_pass(project: Path) -> None:
 
 @pytest.mark.slow
 def test_what_its_readme_gives_to_try_runs(project: Path) -> None:
-    """Another width, a resumed run, a sweep and its comparison."""
+    """Another width, a resumed run, its predictions, a sweep and the comparison."""
     *commands, board = readme(project, 1)
     assert board == "uv run tensorboard --logdir outputs"  # it serves until it is stopped
     outputs = [carry_out(line, project) for line in commands]
-    assert "4 runs" in outputs[2] or outputs[2].count("completed") >= 4
-    assert "best eval/worst_class" in outputs[3]
-    assert "breaks" not in outputs[3].partition("columns:")[0]
+    assert "predictions.csv" in outputs[2]
+    statuses = [record(run)["status"] for run in run_dirs(project / "outputs")]
+    assert len(statuses) >= 6
+    assert set(statuses) == {"completed"}
+    assert "best eval/worst_class" in outputs[4]
+    assert "breaks" not in outputs[4].partition("columns:")[0]
+    run_dir = next(path for path in run_dirs(project / "outputs") if "predict" not in str(path))
+    code = (
+        f"import ddp_runner; print(ddp_runner.load({str(run_dir)!r}, allowed_targets=['shapes']))"
+    )
+    carry_out(f"uv run python -c {shlex.quote(code)}", project)
 
 
 @pytest.mark.parametrize("path", sorted((TEMPLATE / "conf").glob("*/*.yaml")), ids=lambda p: p.stem)
