@@ -25,6 +25,7 @@ from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
 NUM_SAMPLES = 2  # of the batch that a model is traced with: a size of 1 would be fixed in it
+MOST_CHARACTERS = 200  # of an error of torch's exporter, which may fill a page
 CPU = torch.device("cpu")
 MOST_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; beyond them a second file has them
 
@@ -73,10 +74,11 @@ def export_programs(
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
                 _save(program, path)
             except Exception as error:  # torch raises anything for what it cannot trace
+                reason = typed(error.__cause__ or error)[:MOST_CHARACTERS]
                 raise UserError(
                     f"checkpoint.export={name}: torch cannot make a program of "
-                    f"model={config.model.get('name')} ({typed(error)}); leave it out, or change "
-                    "the model: model.safetensors has the weights"
+                    f"model={config.model.get('name')} ({reason}); leave it out, or change the "
+                    "model: model.safetensors has the weights"
                 ) from error
             written.append(path)
     return written
@@ -98,7 +100,19 @@ def _call(module: nn.Module, step: StepFunction, data: Any) -> tuple[Any, dict[s
             "checkpoint.export: the training step calls parts of the model, not the model itself, "
             "so there is no single program to export; leave it out"
         )
-    return calls[0]
+    args, kwargs = calls[0]
+    return _contiguous(args), _contiguous(kwargs)
+
+
+def _contiguous(tree: Any) -> Any:
+    """Return tensors of their own: a program would keep the strides of a slice."""
+    if isinstance(tree, Tensor):
+        return tree.clone(memory_format=torch.contiguous_format)
+    if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
+        return tuple(map(_contiguous, tree))
+    if isinstance(tree, dict):
+        return {key: _contiguous(value) for key, value in tree.items()}
+    return tree
 
 
 def _dynamic_axes(trees: Any, *, is_text: bool) -> torch.export.ShapesCollection:
