@@ -54,8 +54,9 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         UserError: no folder is named, its name cannot be a package's, or it holds something.
     """
-    words = _parser().parse_args(arguments).folder
-    if len(words) != 1 or words[0].startswith("-"):
+    args, unknown = _parser().parse_known_args(arguments)
+    words = [*args.folder, *unknown]
+    if len(words) != 1 or unknown:
         given = f", not {' '.join(words)}" if words else ""
         raise UserError(f"new takes the folder of one project{given}; write ddp-runner new NAME")
     folder = Path(words[0])

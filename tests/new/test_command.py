@@ -72,7 +72,7 @@ def test_a_name_that_would_not_work_is_rejected(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [[], ["one", "two"]])
+@pytest.mark.parametrize("words", [[], ["one", "two"], ["--force"], ["one", "--force"]])
 def test_exactly_one_folder_is_named(words: list[str]) -> None:
     """Otherwise the line shows how."""
     with pytest.raises(UserError, match="write ddp-runner new NAME"):
