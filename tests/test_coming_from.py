@@ -23,8 +23,8 @@ PAGE = "docs/coming_from.md"
 EXAMPLES = ROOT / "examples" / "coming_from"
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 LEAST_ACCURACY = 0.8
-# Threads split sums in other ways: one each, as torchrun sets it.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Two ranks on the CPU, whatever the machine; and threads split sums in other ways, so one each.
+ENVIRON = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def test_the_page_shows_every_file_as_it_is() -> None:
@@ -88,7 +88,7 @@ def run_program(program: str, folder: Path, *options: str) -> str:
     done = subprocess.run(
         words,
         cwd=folder,
-        env={**os.environ, **ONE_THREAD},
+        env={**os.environ, **ENVIRON},
         capture_output=True,
         text=True,
         check=False,
@@ -104,7 +104,9 @@ def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (command,) = [one for one in commands(PAGE) if "experiment=own_loop" in one]
     folder = tmp_path_factory.mktemp("own_loop")
     (folder / "examples").symlink_to(ROOT / "examples")
-    done = run_command(*command, "world_size=2", "train.num_threads=1", folder=folder)
+    done = run_command(
+        *command, "world_size=2", "train.num_threads=1", folder=folder, environ=ENVIRON
+    )
     assert done.exit_code == 0, done.stderr
     return done.run_dir
 
@@ -142,7 +144,7 @@ def test_the_config_learns(tmp_path: Path) -> None:
     """The page's first command, as it stands but for the number of ranks."""
     (command,) = [one for one in commands(PAGE) if "model=net" in one]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    done = run_command(*command, "world_size=2", folder=tmp_path)
+    done = run_command(*command, "world_size=2", folder=tmp_path, environ=ENVIRON)
     assert done.exit_code == 0, done.stderr
     last = [line for line in metrics(done.run_dir) if "eval/accuracy" in line][-1]
     assert last["eval/accuracy"] > LEAST_ACCURACY
