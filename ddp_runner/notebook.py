@@ -71,9 +71,7 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     runs = _runs(paths)
     rows = [_row(run) for run in runs]
     index = pandas.Index([str(run.folder) for run in runs], name="run")
-    return pandas.DataFrame(rows, index=index).convert_dtypes(
-        convert_string=False, convert_floating=False
-    )
+    return pandas.DataFrame(rows, index=index).convert_dtypes()
 
 
 def read_metrics(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
