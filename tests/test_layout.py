@@ -32,10 +32,11 @@ ALLOWED = {
         *(*GROUND, "config", "dist_env", "distributed", "job", "parallelism", "scratch"),
         "tracking",
     },
+    "profiling": {*GROUND, "config", "distributed"},
     "collectives": {*GROUND, "config", "distributed", "job", "rank", "tracking"},
     "train": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "metrics"),
-        *("job", "parallelism", "rank", "scratch", "tracking"),
+        *("job", "parallelism", "profiling", "rank", "scratch", "tracking"),
     },
     "inference": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "job", "metrics"),

@@ -14,6 +14,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
+from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.step import StepFunction
@@ -56,6 +57,7 @@ class Setup:
     metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
     timer: StepTimer
     group: ProcessGroup | None  # the ranks of the loop; None: all
+    profiler: AnyProfiler = field(default_factory=NullProfiler)
 
 
 @dataclass
