@@ -55,6 +55,8 @@ METRICS = (
     Metric("train/lr", None, is_monitor=True, charts=(("train", "learning rate"),)),
     Metric("perf/comm_share", True, charts=(("perf", "communication's part of the step time"),)),
     *(Metric(part.metric, True, charts=(_PARTS,)) for part in StepPart),
+    Metric("perf/skew_ms", True, charts=(("perf", "the others wait for one rank (ms a step)"),)),
+    Metric("perf/skew_rank", None, charts=(("perf", "the rank that the others wait for"),)),
     Metric("perf/peak_memory_gib", True, charts=(("perf", "peak memory of rank 0 (GiB)"),)),
     Metric("best/accuracy", False, True, True),
     Metric("best/loss", True, True),

@@ -148,10 +148,11 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             # The reduction averages over the shares, but global_count already counts them all.
             scaled = state.scaler.scale(loss * setup.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
-            if has_peers:
+            exchanges = is_last and has_peers
+            if exchanges:
                 timer.mark_end_of_backward(scaled)
             scaled.backward()
-            timer.mark(StepPart.COMM if has_peers else StepPart.BACKWARD)
+            timer.mark(StepPart.COMM if exchanges else StepPart.BACKWARD)
         total += loss.detach()
         for name, value in step.scalars.items():
             scalars[name] = scalars.get(name, 0) + value.detach() * share

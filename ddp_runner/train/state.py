@@ -16,6 +16,7 @@ from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.schedules import Schedule
+from ddp_runner.train.skew import Skew
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
 from ddp_runner.train.stream_batches import StreamBatches
@@ -74,6 +75,7 @@ class TrainState:
     # Of the last step: this rank's part of the mean of each scalar that the training step returned.
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
     ema: Ema | None = None  # the averaged weights; None without ema.decay
+    skew: Skew = field(default_factory=Skew)  # of this session
 
     @property
     def evaluated(self) -> nn.Module:
