@@ -20,11 +20,10 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.eval_totals import EvalTotals
+from ddp_runner.train.measuring import peaks_of
 from ddp_runner.train.metrics import gradient_norm, step_metrics
 from ddp_runner.train.state import Position, TrainState
 from ddp_runner.train.step import Step
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(
@@ -69,6 +68,9 @@ def train(
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
+            if state.has_settled and state.peaks is None:
+                state.peaks = peaks_of(state, batch.micro_batches[0], forward=forward)
+                timer.restart()
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
                 finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)
@@ -182,10 +184,9 @@ def token_factor(
 
 def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> Step:
     """Run the training step on the devices, and return what it returns."""
-    setup, precision = state.setup, state.setup.config.train.precision
-    device = setup.devices[0]
+    setup, device = state.setup, state.setup.devices[0]
     data = setup.dataset.prepare(batch.data, device, randoms=batch.randoms)
-    with torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
+    with torch.autocast(device.type, dtype=setup.dtype, enabled=setup.dtype != torch.float32):
         return setup.step(model, data)
 
 

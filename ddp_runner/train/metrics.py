@@ -10,6 +10,7 @@ from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.train.peaks import AFTER_S
 from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
 
@@ -29,11 +30,15 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     lap = state.setup.timer.lap()
     times = table(lap.exchanges, rank=env.rank, world_size=env.world_size)
     parts = {part: ms for part, ms in lap.parts.items() if part is not StepPart.COMM}
-    own = [own_loss, *parts.values(), *(one.item() for one in state.scalars.values())]
-    total, *sums = sum_over_ranks([*own, *times.flatten().tolist()], group=state.setup.group)
+    is_settled = state.setup.timer.trained_s >= AFTER_S
+    own = [own_loss, is_settled, *parts.values(), *(one.item() for one in state.scalars.values())]
+    total, num_settled, *sums = sum_over_ranks(
+        [*own, *times.flatten().tolist()], group=state.setup.group
+    )
     means = [value / env.world_size for value in sums[: len(parts)]]
-    scalars = sums[len(parts) : len(own) - 1]
-    times = torch.tensor(sums[len(own) - 1 :], dtype=torch.float64).view_as(times)
+    scalars = sums[len(parts) : len(own) - 2]
+    times = torch.tensor(sums[len(own) - 2 :], dtype=torch.float64).view_as(times)
+    state.has_settled = num_settled == env.world_size
     if norm is None:
         norm = gradient_norm(state.module.parameters())
     return {
@@ -44,6 +49,11 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
         **lap.metrics,
         **{part.metric: ms for part, ms in zip(parts, means, strict=True)},
         **state.skew.add(times, step_time_ms=lap.metrics["perf/step_time_ms"]),
+        **(
+            state.peaks.metrics(samples_per_s=lap.metrics["perf/samples_per_s"])
+            if state.peaks
+            else {}
+        ),
         "perf/peak_memory_gib": peak_memory_gib(),
         **state.gradients.metrics(),
     }

@@ -75,7 +75,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             lost_ranks=list(state.gradients.lost),
             stopped_early=reason,
         )
-        logger.finish(status, **(fields | state.skew.fields()))
+        logger.finish(status, **(fields | state.measured))
     return status
 
 
