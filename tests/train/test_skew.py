@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import train_states
 from ranks import run_ranks
 from torch import Tensor
 from train_states import TOY, build, compose_config, run_loop
@@ -65,8 +67,8 @@ def test_the_tables_of_all_ranks_add_up_to_one() -> None:
     assert total[1].tolist() == [[100.0 + rank for rank in range(64)]] * 3
 
 
-def nap(*_: object) -> None:
-    """Sleep, as a hook."""
+def nap(*_: object, **__: object) -> None:
+    """Sleep, in the place of a hook or of another function."""
     time.sleep(NAP_S)
 
 
@@ -104,22 +106,26 @@ def in_turns(state: Any) -> None:
     state.module.register_forward_pre_hook(lambda *_: nap() if next(micro_steps) % 4 < 1 else None)
 
 
-def in_evaluation(state: Any) -> None:
-    """Delay evaluations and nothing else."""
-    state.module.register_forward_pre_hook(lambda module, _: None if module.training else nap())
+def in_checkpoints(_: Any) -> None:
+    """Delay this rank's checkpoints and nothing else."""
+    vars(train_states)["save_checkpoint"] = nap
 
 
 Measured = tuple[list[dict[str, float]], list[float]]
 
 
 def train_with_delay(
-    env: DistEnv, config: Config, delay: Callable[[Any], None], slow_ranks: tuple[int, ...]
+    env: DistEnv,
+    config: Config,
+    delay: Callable[[Any], None],
+    slow_ranks: tuple[int, ...],
+    folder: Path | None = None,
 ) -> Measured:
     """Train nine steps with a delay on some ranks; return the lines, and the skew by rank."""
     state = build(env, config)
     if env.rank in slow_ranks:
         delay(state)
-    trace = run_loop(env, config, max_steps=9, state=state)
+    trace = run_loop(env, config, max_steps=9, state=state, folder=folder)
     lines = [line for line in trace.lines if "perf/skew_ms" in line]
     return lines, list(state.skew.fields()["skew_ms_by_rank"])
 
@@ -127,7 +133,7 @@ def train_with_delay(
 def config_of(world_size: int, *keys: str) -> Config:
     """Return a config of the toy model without evaluations, unless the keys ask for them."""
     return compose_config(
-        *(*TOY, "batch.global_size=12", "train.eval_every_epochs=0", *keys), world_size=world_size
+        *(*TOY, "batch.global_size=12", "dataset.num_samples=240", *keys), world_size=world_size
     )
 
 
@@ -151,10 +157,14 @@ def test_ranks_that_take_turns_are_both_named() -> None:
     assert min(by_rank) > 0.5 * 1000 * NAP_S / 2
 
 
-def test_an_evaluation_makes_nobody_late() -> None:
-    """Rank 1 takes longer in each of nine evaluations, for which the others wait there."""
-    config = config_of(2, "train.eval_every_steps=1", "train.log_every_steps=1")
-    (lines, _), _ = run_ranks(train_with_delay, 2, config, in_evaluation, (1,))
+def test_a_checkpoint_makes_nobody_late(tmp_path: Path) -> None:
+    """Rank 0 alone writes one after each step, for which the others wait in the next step."""
+    config = config_of(2, "checkpoint.every_steps=1", "train.log_every_steps=1")
+    (lines, _), _ = run_ranks(train_with_delay, 2, config, in_checkpoints, (0,), tmp_path)
     assert len(lines) == 8
-    # A busy machine may delay rank 1, but hardly in each step.
-    assert min(line["perf/skew_rank"] * line["perf/skew_ms"] for line in lines) < 1000 * NAP_S / 2
+    # A busy machine may delay rank 0, but hardly in each step.
+    # In the forward of the second step the ranks wait for each other: DDP forms its buckets anew.
+    late_ms = [(1 - line["perf/skew_rank"]) * line["perf/skew_ms"] for line in lines[1:]]
+    assert min(late_ms) < 1000 * NAP_S / 2
+    waited_ms = [line["perf/wait_ms"] for line in lines]
+    assert max(waited_ms) > 0.5 * 1000 * NAP_S / 2  # the mean of both ranks: rank 1 did wait
