@@ -1,3 +1,9 @@
-"""A config-driven experiment runner for distributed PyTorch: ``python -m ddp_runner``."""
+"""A config-driven experiment runner for distributed PyTorch: ``python -m ddp_runner``.
 
+In a notebook, ``load`` returns the model of a run, ``read_runs`` and ``read_metrics`` data frames.
+"""
+
+from ddp_runner.notebook import load, read_metrics, read_runs
+
+__all__ = ["load", "read_metrics", "read_runs"]
 __version__ = "0.1.0"

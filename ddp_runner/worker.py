@@ -11,6 +11,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ddp_runner.check.task import run_check
 from ddp_runner.collectives.task import run_collectives
 from ddp_runner.dist_env import DistEnv, dist_env
+from ddp_runner.inference.evaluate import run_evaluation
+from ddp_runner.inference.export import run_export
+from ddp_runner.inference.predict import run_prediction
 from ddp_runner.job import EXIT_COMPLETED, Job, Status
 from ddp_runner.own_loop.task import run_own_loop
 from ddp_runner.rank.session import Session, open_session
@@ -20,6 +23,9 @@ from ddp_runner.train.task import run_training
 # Each takes the session and whether to stop, and returns completed or preempted.
 TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
     "train": run_training,
+    "evaluate": run_evaluation,
+    "predict": run_prediction,
+    "export": run_export,
     "collectives": run_collectives,
     "check": run_check,
 }

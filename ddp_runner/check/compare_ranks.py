@@ -22,7 +22,8 @@ from ddp_runner.data.streams import StreamSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.train.loop import evaluate, forward, train_step
+from ddp_runner.train.evaluation import DTYPES, evaluate, forward
+from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import snapshot
 from ddp_runner.train.state import TrainState
@@ -76,8 +77,8 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:
     """Return the tolerance for a tensor's dtype, or for autocast's if that is on."""
-    autocast = state.setup.dtype
-    return TOLERANCES.get(dtype if autocast == torch.float32 else autocast, 2e-2)
+    precision = state.setup.config.train.precision
+    return TOLERANCES.get(dtype if precision == "fp32" else DTYPES[precision], 2e-2)
 
 
 def equal_start(state: TrainState) -> Finding:

@@ -17,7 +17,8 @@ from ddp_runner.check.compare_ranks import Finding, equality, tolerance
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.train.loop import backward, forward, token_factor
+from ddp_runner.train.evaluation import forward
+from ddp_runner.train.loop import backward, token_factor
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 

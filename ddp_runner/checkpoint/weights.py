@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -48,7 +48,19 @@ def load_weights(module: nn.Module, path: Path) -> None:
     Raises:
         UserError: the file is not readable, could run code, or is of another model.
     """
-    found = {_plain_name(name): tensor for name, tensor in _read(path).items()}
+    load_tensors(module, _read(path), named=f"model.weights ({path})")
+
+
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, named: str) -> None:
+    """Load a state_dict into a bare model in place, on its devices.
+
+    The names may have the prefixes that torch.compile and DDP add. In an error the state_dict goes
+    by what it is `named`.
+
+    Raises:
+        UserError: it is of another model.
+    """
+    found = {_plain_name(name): tensor for name, tensor in tensors.items()}
     expected = module.state_dict()
     if not any(name.startswith("module.") for name in expected):  # from a saved DDP module
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
@@ -66,7 +78,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
         differences.append(listed(wrong))
     if differences:
         raise UserError(
-            f"model.weights ({path}) does not fit the model: {'; '.join(differences)}; give "
+            f"{named} does not fit the model: {'; '.join(differences)}; give "
             "weights of the same model, or the model's original keys"
         )
     module.load_state_dict({own: found[name] for name, own in names.items()})
@@ -103,6 +115,21 @@ def export_weights(
         ) from error
 
 
+def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the state_dict and the metadata of a ``.safetensors`` file.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = dict(file.metadata() or {})
+        return load_file(path), facts
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{named} cannot be read ({reason}); give another file") from error
+
+
 def _find(path: Path, *, log: Callable[[str], None]) -> Path:
     """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest."""
     if path.is_file() or (path / MANIFEST).exists():
@@ -130,11 +157,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     if path.is_dir():
         loaded: Any = load_checkpoint(path)
     elif path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except (OSError, ValueError, SafetensorError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{named} cannot be read ({reason}); give another file") from error
+        return read_export(path, named=named)[0]
     else:
         fix = "save the model's state_dict(), not the model"
         loaded = load_plain_data(path, named=named, fix=fix)

@@ -196,6 +196,15 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
                 f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
                 "installed; pip install 'ddp-runner[metrics]'"
             )
+    for key, package, extra in (
+        ("inference.format=parquet", "pyarrow", "parquet"),
+        ("checkpoint.export=[onnx]", "onnxscript", "onnx"),
+    ):
+        is_asked = extra in (config.inference.format, *config.checkpoint.export)
+        if is_asked and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"{key} needs {package}, which is not installed; pip install 'ddp-runner[{extra}]'"
+            )
     if dataset.get("_target_") == HF_DATASET:
         _validate_hf(dataset)
     elif (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():

@@ -12,13 +12,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
-from ddp_runner.config.load import chosen_keys
-from ddp_runner.config.moved import with_moved_names
-from ddp_runner.config.schema import AUTO, RUNNER_KEYS, Config
-from ddp_runner.errors import UserError, one_line
+from ddp_runner.config.inference import INFERENCE
+from ddp_runner.config.load import chosen_keys, frozen_config
+from ddp_runner.config.schema import AUTO, RUNNER_KEYS
+from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
 
 
 class NotARunError(UserError):
@@ -74,6 +75,7 @@ def with_resumed(
     if raw.resume in (None, AUTO):
         return raw
     frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
+    trained = frozen.task
     unresolved: Any = OmegaConf.to_container(raw)
     # What resume=auto finds does the same work, so its config has the experiment's keys already.
     if "experiment" in chosen and f"resume={AUTO}" not in overrides:
@@ -95,8 +97,43 @@ def with_resumed(
     for key in ("init_method", "node_rank", "rdzv_endpoint"):
         frozen.launch[key] = raw.launch[key]
     if is_launched and "world_size" not in chosen:
-        frozen.world_size = "auto"
+        frozen.world_size = AUTO
+    if frozen.task in INFERENCE and "task" in chosen:
+        _take_model(frozen, raw, chosen, trained=trained)
     return frozen
+
+
+def _take_model(
+    frozen: DictConfig, raw: DictConfig, chosen: Sequence[str], *, trained: str
+) -> None:
+    """Make a run's config that of a new run, which takes its model. Change it in place.
+
+    What counts is the model, so how the ranks were launched and split the batch is left out. The
+    samples of a forward stay as many, so that the results stay equal to the last digit.
+
+    Raises:
+        UserError: the run has trained no model.
+    """
+    run_dir = RunDir(Path(raw.resume).absolute())
+    if trained != "train":
+        raise UserError(
+            f"resume={raw.resume} is a run of task={trained}, and task={frozen.task} takes the "
+            "model of a run of task=train; name such a run"
+        )
+    frozen.resume, frozen.inference.run = None, str(run_dir)
+    frozen.launch, frozen.name = raw.launch, raw.name
+    batch = frozen.batch
+    if not {"batch.eval_per_rank", "batch.per_rank"} & set(chosen):
+        batch.eval_per_rank = batch.eval_per_rank or batch.per_rank
+    batch.global_size = None
+    hosts = read_run_record(run_dir, missing_ok=True).get("num_nodes", 1)
+    if hosts != 1 and "world_size" not in chosen:
+        frozen.world_size = AUTO
+    # Other texts must have the tokens that the model was trained on.
+    kept = run_dir.path / "tokenizer"
+    has_other_data = any(key.startswith("dataset") for key in chosen)
+    if has_other_data and kept.is_dir() and frozen.dataset.get("tokenizer", "") is None:
+        frozen.dataset.tokenizer = str(kept)
 
 
 def asked_folder(composed: DictConfig, job: Job) -> Path | None:
@@ -126,22 +163,7 @@ def _frozen(run_dir: Path) -> DictConfig:
             f"resume={run_dir} is not a run folder: {path} does not exist; "
             "name the folder that holds run.json"
         )
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-        if text.startswith("---") and not text.endswith("..."):
-            raise ValueError("it is cut off")
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
-        frozen = OmegaConf.merge(OmegaConf.structured(Config), with_moved_names(loaded))
-        assert isinstance(frozen, DictConfig)
-        lacking = [group for group in RUNNER_KEYS if "_target_" not in frozen[group]]
-        if lacking:
-            raise ValueError(f"it ends before {lacking[0]}")
-    except Exception as error:  # PyYAML raises errors of any kind for odd tags
-        reason = one_line(error)
-        raise UserError(
-            f"{path} is damaged or of another version ({reason}); restore it, or start a new run"
-        ) from error
-    return frozen
+    return frozen_config(path)
 
 
 def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]:

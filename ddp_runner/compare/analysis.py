@@ -85,6 +85,10 @@ def compare(
     benchmarks = [run for run in usable if "collectives" in run.record]
     # Beside training runs, benchmarks only serve predictions and have no rows.
     usable = [run for run in usable if "collectives" not in run.record] or benchmarks
+    # An evaluation of a run is no training: beside one it has no speed, steps or parity.
+    evaluations = [run for run in usable if "of_run" in run.record]
+    others = [run for run in usable if "of_run" not in run.record]
+    usable, left_out = (others, evaluations) if others else (evaluations, [])
     _validate_metrics(usable, target=target, best=best)
     settings = [run.setting for run in usable]
     keys = varied_keys(settings) + (("seed",) if each else ())
@@ -107,8 +111,15 @@ def compare(
         best=_best(rows, best, mode=mode) if best and rows else None,
         warnings=tuple(warnings_about(rows, usable)),
         notes=tuple(RunNote(run.folder, note) for run in usable for note in run.notes),
-        skipped=tuple(RunNote(run.folder, run.reason) for run in runs if run.reason is not None),
+        skipped=(
+            *(RunNote(run.folder, run.reason) for run in runs if run.reason is not None),
+            *(RunNote(run.folder, _evaluates(run)) for run in left_out),
+        ),
     )
+
+
+def _evaluates(run: Run) -> str:
+    return f"an evaluation of {run.record['of_run']}; name only evaluations to compare them"
 
 
 def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str | None) -> None:

@@ -116,8 +116,8 @@ def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
     if status != Status.COMPLETED:
         return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
-    if "checks" in record:
-        return "a task=check run has no metrics to compare"
+    if "checks" in record or record.get("task") in ("predict", "export"):
+        return f"a task={record.get('task', 'check')} run has no metrics to compare"
     for name, kind in REQUIRED.items():
         value = record.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
@@ -174,7 +174,7 @@ def _notes(run: Run, num_damaged: int) -> Iterator[str]:
             f"resumed: wall s is the sum of its {len(run.sessions)} sessions, start-up s is from "
             "the first"
         )
-    if len(run.values("perf/samples_per_s")) == 1:
+    if len(run.values("perf/samples_per_s")) == 1 and "of_run" not in run.record:
         yield (
             "no samples/s: perf/samples_per_s has only one line, the warm-up; lower "
             "train.log_every_steps"

@@ -7,14 +7,16 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import cache, reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from ddp_runner.config.schema import Config
+from ddp_runner.config.moved import with_moved_names
+from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import Place, Secrets
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, one_line
 
 LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 
@@ -31,6 +33,30 @@ def to_config(raw: DictConfig) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     assert isinstance(config, Config)
     return config
+
+
+def frozen_config(path: Path) -> DictConfig:
+    """Return the frozen config of a run by the present names; values of oc.env stay unresolved.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        if text.startswith("---") and not text.endswith("..."):
+            raise ValueError("it is cut off")
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+        frozen = OmegaConf.merge(OmegaConf.structured(Config), with_moved_names(loaded))
+        assert isinstance(frozen, DictConfig)
+        lacking = [group for group in RUNNER_KEYS if "_target_" not in frozen[group]]
+        if lacking:
+            raise ValueError(f"it ends before {lacking[0]}")
+    except Exception as error:  # PyYAML raises errors of any kind for odd tags
+        reason = one_line(error)
+        raise UserError(
+            f"{path} is damaged or of another version ({reason}); restore it, or start a new run"
+        ) from error
+    return frozen
 
 
 @cache

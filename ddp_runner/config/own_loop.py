@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.schema import RUNNER_KEYS, Config, leaves, mode_needs
 from ddp_runner.config.training import TrainConfig
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import is_lower_better
 
-TASKS = ("train", "collectives", "check")  # of this package
+TASKS = ("train", *INFERENCE, "collectives", "check")  # of this package
 
 
 def has_own_loop(task: str) -> bool:
@@ -70,6 +71,11 @@ def validate_own_loop(config: Config) -> None:
         raise UserError(
             f"checkpoint.load_best=true evaluates the model of task=train, and task is {task}; "
             "leave it out: your function loads and evaluates what it wants"
+        )
+    if checkpoint.export:
+        raise UserError(
+            f"checkpoint.export writes the model of task=train, and task is {task}; leave it out: "
+            "your function exports what it wants"
         )
     monitor = checkpoint.monitor
     if monitor is not None and is_lower_better(monitor) and checkpoint.mode == "max":

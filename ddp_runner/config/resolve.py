@@ -7,6 +7,7 @@ from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.ranks import num_local_ranks, num_ranks, resolve_batch, validate_elastic
 from ddp_runner.config.schema import BackendConfig, Config, RunConfig, mode_needs
 from ddp_runner.config.validate import validate_config, validate_ranks, validate_scheduler
+from ddp_runner.config.validate_inference import fitted
 from ddp_runner.config.validate_optimizing import validate_auto_batch
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
@@ -38,6 +39,7 @@ def resolve(
     validate_targets(config)
     validate_values(config)
     validate_config(config, chosen=chosen)
+    config, notes = fitted(config, hardware, chosen=chosen)
     ranks = num_ranks(config, hardware, env)
     nproc = env.local_world_size if env else num_local_ranks(config, hardware, ranks)
     # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
@@ -52,7 +54,7 @@ def resolve(
     resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)
     validate_auto_batch(resolved)
-    warnings = _warnings(resolved, hardware, env, nproc)
+    warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, whoever chose it.
     is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)
     if backend.device == "cpu" and (config.backend.device != "cpu" or is_inherited):

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.inference import InferenceConfig
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.measuring import CollectivesConfig
 from ddp_runner.config.optimizing import EarlyStopConfig, EmaConfig, ParamsConfig
@@ -113,7 +114,8 @@ class SweepConfig:
 class Config:
     """One run. A mapping is a group whose keys its option's YAML gives: see RUNNER_KEYS."""
 
-    # train, check (what DDP guarantees), collectives (measure them), or your own function
+    # train; evaluate, predict or export a run's model; check (what DDP guarantees); collectives
+    # (measure them); or your own function
     task: str = "train"
     loop: dict[str, Any] = field(default_factory=dict)  # arguments of that function
     world_size: Any = "auto"  # ranks over all machines; auto: visible GPUs, else min(2, cores)
@@ -136,6 +138,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The keys of the training loop and of its checkpoints: a part of the schema. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -38,3 +38,6 @@ class CheckpointConfig:
     mode: str = "max"  # which value of the monitored metric is best: max or min
     # after the last step load the best checkpoint and evaluate it once more
     load_best: bool = False
+    # at the end write the best model for other programs, too: onnx (model.onnx), torch_export
+    # (model.pt2), as in [onnx]
+    export: list[str] = field(default_factory=list)

@@ -7,9 +7,11 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
+from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.config.validate_inference import validate_inference
 from ddp_runner.config.validate_optimizing import validate_optimizing
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -42,6 +44,7 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
             f"({asked.max_bytes}); give both, the smaller as min_bytes"
         )
     validate_own_loop(config)
+    validate_inference(config, chosen=chosen)
     if not has_own_loop(config.task):
         validate_monitors(config)
         validate_optimizing(config)
@@ -90,6 +93,8 @@ def validate_scheduler(config: RunConfig) -> None:
     Raises:
         UserError: a rule is broken.
     """
+    if config.task in INFERENCE:
+        return
     warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
     if isinstance(warmup, int) and steps is not None and warmup > steps:
         raise UserError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ddp_runner.config.inference import FORMATS, SPLITS
 from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.own_loop import TASKS, has_own_loop
@@ -66,6 +67,8 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "batch.count": ("samples", "tokens"),
     "checkpoint.mode": ("max", "min"),
     "early_stop.mode": (None, "max", "min"),
+    "inference.split": SPLITS,
+    "inference.format": FORMATS,
 }
 GROUP = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
 LISTS = {"ops": OPS, "dtypes": DTYPES, "reduce_ops": REDUCE_OPS}  # of collectives

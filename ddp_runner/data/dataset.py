@@ -162,6 +162,18 @@ class TensorSource(Protocol):
         """Return the dataset of the tensors that ``build`` returned, or the cache gave back."""
 
 
+@runtime_checkable
+class NamedSamples(Protocol):
+    """A source that knows its samples by more than their numbers, so that predictions name them."""
+
+    def sample_names(self, data_root: Path) -> Mapping[str, Sequence[str | int]]:
+        """Return for train and eval what a user calls each sample, in order: a file, a line.
+
+        Raises:
+            UserError: a file under ``data_root`` is unusable.
+        """
+
+
 def splits(tensors: Mapping[str, Tensor]) -> tuple[TensorSplit, TensorSplit]:
     """Return the training and the evaluation split of a source's tensors."""
     return (

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir, ensure_space
+from ddp_runner.tracking.run_record import read_run_record
 
 OUTPUTS = Path("outputs")
 
@@ -85,7 +87,14 @@ def sibling_runs(config: RunConfig) -> list[RunDir]:
 
 
 def newest_run() -> Path | None:
-    """Return the run below the outputs folder that was written last, whether of a sweep or not."""
+    """Return the run below the outputs folder that was written last, whether of a sweep or not.
+
+    An evaluation of a run does not count: it is the run itself that is resumed, or evaluated.
+    """
     found = [*OUTPUTS.glob(f"*/{RUN_RECORD}"), *OUTPUTS.glob(f"*/*/{RUN_RECORD}")]
-    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if newest is None else newest.parent
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        with suppress(UserError):  # a damaged run.json says nothing
+            if read_run_record(path.parent).get("task") in INFERENCE:
+                continue
+        return path.parent
+    return None

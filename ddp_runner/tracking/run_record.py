@@ -59,6 +59,11 @@ class RunFields(TypedDict, total=False):
     cuda_visible_devices: str | None
     trains_on_stream: bool  # its steps depend on the number of ranks
     uses: Sequence[str]  # the groups that a loop of the user's own builds from
+    model_arguments: Mapping[str, Any]  # facts of the data that the model was built with
+    of_run: str  # of an evaluation, a prediction or an export: the folder of the run
+    weights_step: int  # the step of the weights that it took
+    split: str
+    predictions: str  # the name of the file
     num_parameters: int
     gradient_bytes: int
     epoch: int

@@ -24,7 +24,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.train.build import build_session_state
-from ddp_runner.train.loop import forward
+from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState
 
 MULTIPLE = 8  # of the sizes above it; tensor cores want it

@@ -1,7 +1,6 @@
 """Builds what a rank trains from the groups of a resolved config."""
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
-from ddp_runner.config.instantiate import complete, find, keywords, make, make_function
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.instantiate import find, keywords, make, make_function
+from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import MOST_GPU_DATA
@@ -25,11 +24,11 @@ from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
 from ddp_runner.train.build_batches import build_batches
+from ddp_runner.train.build_schedule import build_schedule
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.parameters import freeze
-from ddp_runner.train.schedules import Schedule, Scheduler
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
@@ -42,10 +41,7 @@ def build_session_state(session: Session, config: RunConfig) -> TrainState:
     Raises:
         UserError: see ``load_dataset``, ``starting_weights``, ``build_setup`` and ``build_state``.
     """
-    source = make(
-        "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
-    )
-    dataset = load_dataset(source, data_root=Path(config.data_root), log=session.log)
+    dataset = build_dataset(config, log=session.log)
     weights = None
     if session.env.is_rank_zero:
         weights = starting_weights(config, session.run_dir.checkpoints, log=session.log)
@@ -86,13 +82,39 @@ def build_setup(
         batches=batches,
         eval_batch_size=config.batch.eval_size,
         step=build_step(config, devices),
-        metrics={
-            name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
-            for name, keys in config.metrics.items()
-        },
+        metrics=build_metrics(config),
         timer=StepTimer(devices[0]),
         group=group,
     )
+
+
+def build_metrics(config: RunConfig) -> dict[str, Metric]:
+    """Return the configured metrics of evaluations by their names.
+
+    Raises:
+        UserError: a metric cannot be built.
+    """
+    return {
+        name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
+        for name, keys in config.metrics.items()
+    }
+
+
+def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:
+    """Return the config's dataset; see ``load_dataset``."""
+    return load_dataset(build_source(config), data_root=Path(config.data_root), log=log)
+
+
+def build_source(config: Config) -> Source | TensorSource:
+    """Return what opens the config's dataset.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    found: Source | TensorSource = make(
+        "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
+    )
+    return found
 
 
 def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFunction:
@@ -161,74 +183,25 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     )
 
 
-def model_factory(config: RunConfig, dataset: Dataset) -> Callable[..., nn.Module]:
+def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
     """Return a function that builds the config's model; it takes the devices of its stages.
+
+    Of the `arguments`, facts of the data, the model gets those that it takes.
 
     Raises:
         UserError: the model's target may not be named, or does not exist.
     """
     allowed = config.allowed_targets
     known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
-    facts = {name: value for name, value in dataset.model_arguments.items() if name in known}
+    facts = {name: value for name, value in arguments.items() if name in known}
     return partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
-
-
-def build_schedule(
-    config: RunConfig,
-    optimizer: torch.optim.Optimizer,
-    *,
-    total_steps: int | None,
-    steps_per_epoch: int | None,
-) -> Schedule:
-    """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
-
-    A scheduler that takes ``total_steps``, as OneCycleLR does, or ``steps_per_epoch`` gets them.
-    None: only the end of a stream will tell.
-
-    Raises:
-        UserError: a key of the group does not fit the scheduler, or it names a metric for a
-            scheduler that takes none, or it needs the length of a stream.
-    """
-    settings = dict(config.scheduler)
-    make_factory = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
-    monitor = None
-    taken = keywords(make_factory(settings))
-    lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    known = {name: length for name, length in lengths.items() if length is not None}
-    unknown = sorted(taken & (lengths.keys() - known.keys() - settings.keys()))
-    if unknown and not taken & known.keys():  # OneCycleLR, for one, needs only one of them
-        fix = "write train.max_steps" if "total_steps" in unknown else "write scheduler=cosine"
-        raise UserError(
-            f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which a stream such "
-            f"as dataset={config.dataset.get('name')} does not tell; {fix}"
-        )
-    if "monitor" not in taken:
-        monitor = settings.pop("monitor", None)  # it is for the runner
-    scheduler = complete(
-        "scheduler",
-        settings,
-        make_factory(settings),
-        optimizer,
-        kind=Scheduler,
-        **known,
-    )
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
-    arguments = list(inspect.signature(scheduler.step).parameters.values())
-    if arguments and arguments[0].default is inspect.Parameter.empty:  # a metric
-        return Schedule(scheduler, monitor=monitor or "eval/loss")
-    if monitor is not None:
-        raise UserError(
-            f"scheduler.monitor ({monitor}): {type(scheduler).__name__} counts steps and takes no "
-            "metric; leave it out"
-        )
-    return Schedule(scheduler)
 
 
 def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
     """Return the bare model on its devices, with rank 0's weights loaded there."""
     keys = setup.config.model
-    module = setup.mode.place(model_factory(setup.config, setup.dataset), setup.devices)
+    factory = model_factory(setup.config, setup.dataset.model_arguments)
+    module = setup.mode.place(factory, setup.devices)
     freeze(module, setup.config.params.freeze)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(

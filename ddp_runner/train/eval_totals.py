@@ -1,20 +1,63 @@
 """What an evaluation adds up over batches and ranks: the loss, scalars, metrics and confusion."""
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import add_over_ranks, gather_objects, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
-from ddp_runner.train.state import Setup
-from ddp_runner.train.step import Step
+from ddp_runner.metrics.metric import Metric
+from ddp_runner.train.step import Step, StepFunction
+
+
+class EvalSetup(Protocol):
+    """What a rank evaluates with: ``Setup`` has it, and more."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the resolved config."""
+
+    @property
+    def env(self) -> DistEnv:
+        """Return the rank's place among the ranks that evaluate."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Return the devices: batches go to the first, outputs are on the last."""
+
+    @property
+    def dataset(self) -> Dataset:
+        """Return the data."""
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Return the samples of one forward of one rank."""
+
+    @property
+    def step(self) -> StepFunction:
+        """Return the training step."""
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the configured metrics."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Return the ranks that evaluate; None: all."""
 
 
 class EvalTotals:
     """The totals of one evaluation set, split among the ranks, on the device of the outputs."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EvalSetup) -> None:
         device, self._setup = setup.devices[-1], setup
         self._loss, self._count, self._zero = torch.zeros(3, dtype=torch.float64, device=device)
         self._scalars = dict[str, Tensor]()

@@ -16,8 +16,10 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 from ddp_runner.train.ema import averaged_weights
-from ddp_runner.train.loop import evaluate
+from ddp_runner.train.evaluation import evaluate
+from ddp_runner.train.programs import NUM_SAMPLES, export_programs
 from ddp_runner.train.state import TrainState
 
 
@@ -68,12 +70,41 @@ def export_best(
             metrics=json_safe(best.metrics),
             is_average=best.is_average,
         )
+        if settings.export:
+            _export_programs(state, best, run_dir, log=log)
         if settings.monitor is not None:
             score = json_safe(best.metrics.get(settings.monitor))
             value = "not finite" if score is None else f"{score:.4f}"
             log(
                 f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}"
             )
+
+
+def _export_programs(
+    state: TrainState, best: _Model, run_dir: RunDir, *, log: Callable[[str], None]
+) -> None:
+    """Write the best model in the formats of ``checkpoint.export``. Rank 0 only.
+
+    Training is complete, so a model that torch cannot trace must not fail the run.
+    """
+    setup = state.setup
+    try:
+        files = export_programs(
+            setup.config,
+            setup.mode,
+            setup.dataset,
+            setup.step,
+            arguments=setup.dataset.model_arguments,
+            tensors=best.state,
+            samples=setup.batches.samples(range(NUM_SAMPLES)).data,
+            folder=run_dir.path,
+        )
+    except UserError as error:
+        warnings = read_run_record(run_dir).get("warnings", [])
+        write_run_record(run_dir, warnings=[*warnings, str(error)])
+        log(f"warning: {error}")
+    else:
+        log(f"exported {', '.join(path.name for path in files)}")
 
 
 def _best(
@@ -92,7 +123,7 @@ def _best(
             if manifest.step == last.step:
                 return last
             content = load_checkpoint(path)
-            model = _weights(content, is_average=last.is_average)
+            model = model_state(content, is_average=last.is_average)
             if not isinstance(model, Mapping) or shapes != {
                 name: getattr(value, "shape", None) for name, value in model.items()
             }:
@@ -104,7 +135,10 @@ def _best(
     return last
 
 
-def _weights(content: Any, *, is_average: bool) -> object:
-    """Return the state_dict in a checkpoint's content; None or nothing in it if it is foreign."""
+def model_state(content: Any, *, is_average: bool) -> object:
+    """Return the model's state_dict in a checkpoint's content, averaged if so asked.
+
+    None, or nothing in it: the content is of another program.
+    """
     found = content.get("ema" if is_average else "model") if isinstance(content, Mapping) else None
     return averaged_weights(found) if is_average and isinstance(found, Mapping) else found

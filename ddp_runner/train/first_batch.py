@@ -16,7 +16,7 @@ from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import direction
 from ddp_runner.train.eval_totals import has_classes
-from ddp_runner.train.loop import forward
+from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.trial import (
     NUM_SAMPLES,

@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from ddp_runner.config.optimizing import EarlyStopConfig
 from ddp_runner.config.training import TrainConfig
-from ddp_runner.data.batches import MicroBatch, StepBatch, eval_batches
-from ddp_runner.distributed import StopVote, broadcast_buffers, sum_over_ranks
+from ddp_runner.data.batches import StepBatch
+from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
-from ddp_runner.train.eval_totals import EvalTotals
+from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.measuring import peaks_of
 from ddp_runner.train.metrics import gradient_norm, step_metrics
 from ddp_runner.train.state import Position, TrainState
-from ddp_runner.train.step import Step
 
 
 def train(
@@ -69,7 +68,7 @@ def train(
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             if state.has_settled and state.peaks is None:
-                state.peaks = peaks_of(state, batch.micro_batches[0], forward=forward)
+                state.peaks = peaks_of(state, batch.micro_batches[0])
                 timer.restart()
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
@@ -180,42 +179,6 @@ def token_factor(
     """
     dist.all_reduce(num_tokens, group=group)
     return batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
-
-
-def forward(state: TrainState, model: nn.Module, batch: MicroBatch) -> Step:
-    """Run the training step on the devices, and return what it returns."""
-    setup, device = state.setup, state.setup.devices[0]
-    data = setup.dataset.prepare(batch.data, device, randoms=batch.randoms)
-    with torch.autocast(device.type, dtype=setup.dtype, enabled=setup.dtype != torch.float32):
-        return setup.step(model, data)
-
-
-@torch.no_grad()
-def evaluate(state: TrainState) -> tuple[dict[str, float], list[list[int]] | None]:
-    """Evaluate the whole evaluation set. Each sample counts once at every world size.
-
-    Collective: every rank must call.
-
-    Returns:
-        Metrics: eval/loss, the scalars of the training step, the configured metrics and, if the
-        dataset has classes, eval/accuracy, eval/precision, eval/recall and eval/f1. Confusion
-        counts (num_classes, num_classes), a row per true class, or None without classes. A
-        prediction outside the classes counts as wrong and is in no column.
-    """
-    setup, totals = state.setup, EvalTotals(state.setup)
-    # The bare module: DDP's forward is a collective, and ranks may have unequal numbers of batches.
-    module = state.evaluated
-    broadcast_buffers(module, group=setup.group)
-    module.eval()
-    for batch in eval_batches(
-        setup.dataset.eval,
-        batch_size=setup.eval_batch_size,
-        rank=setup.env.rank,
-        world_size=setup.env.world_size,
-        seed=setup.config.seed,
-    ):
-        totals.add(forward(state, module, batch))
-    return totals.compute()
 
 
 def _evaluation_is_due(

@@ -1,28 +1,20 @@
 """Measures the peaks of a run with the model and a batch of its own, between two steps."""
 
-from collections.abc import Callable
-
 from torch import nn
 
 from ddp_runner.data.batches import MicroBatch
 from ddp_runner.parallelism.ddp import all_reduce_bytes
+from ddp_runner.train.evaluation import DTYPES, forward
 from ddp_runner.train.peaks import Peaks, measure_peaks
 from ddp_runner.train.state import TrainState, restored_after
-from ddp_runner.train.step import Step
 
 
-def peaks_of(
-    state: TrainState,
-    batch: MicroBatch,
-    *,
-    forward: Callable[[TrainState, nn.Module, MicroBatch], Step],
-) -> Peaks:
+def peaks_of(state: TrainState, batch: MicroBatch) -> Peaks:
     """Measure, and leave the state as it was. Collective: every rank must call.
 
     Args:
         state: after some steps, when DDP's buckets are final.
         batch: of this rank, of a step that it has taken.
-        forward: of the loop.
     """
     setup = state.setup
     # The replicas of DataParallel are on more devices, and a server computes no gradients.
@@ -34,6 +26,6 @@ def peaks_of(
             num_samples=batch.num_samples,
             all_reduces=all_reduce_bytes(state.model),
             devices=setup.devices,
-            dtype=setup.dtype,
+            dtype=DTYPES[setup.config.train.precision],
             group=setup.group,
         )

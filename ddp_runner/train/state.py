@@ -24,8 +24,6 @@ from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
 from ddp_runner.train.stream_batches import StreamBatches
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass
 class Position:
@@ -62,11 +60,6 @@ class Setup:
     metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
     timer: StepTimer
     group: ProcessGroup | None  # the ranks of the loop; None: all
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the matrix products in a forward."""
-        return DTYPES[self.config.train.precision]
 
 
 @dataclass

@@ -94,7 +94,12 @@ def _logger(
     warnings, max_steps = [*session.job.warnings, *warnings], state.last_step
     model_sizes = sizes(state.module)
     is_stream = setup.batches.steps_per_epoch is None
-    facts = RunFields(warnings=warnings, directions=directions, trains_on_stream=is_stream)
+    facts = RunFields(
+        warnings=warnings,
+        directions=directions,
+        trains_on_stream=is_stream,
+        model_arguments=setup.dataset.model_arguments,
+    )
     write_run_record(run_dir, **(model_sizes | facts))
     keep_files(run_dir.path, setup.dataset.files)
     lines = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]

@@ -16,7 +16,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, typed
-from ddp_runner.train.loop import forward
+from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step, supervised
 

@@ -17,7 +17,7 @@ from ddp_runner.data.augmentation import FlipAndCrop
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.loop import evaluate
+from ddp_runner.train.evaluation import evaluate
 
 ON = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=3")
 IMAGES = (*MNIST_NET, *NO_DROPOUT, "dataset.channels=2", "dataset.width=30")

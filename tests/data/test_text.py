@@ -101,7 +101,7 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     new = load_csv(path, tokenizer=str(kept(old, tmp_path / "run")))
     assert torch.equal(new.train.inputs, old.train.inputs)
     config, _ = resolved("model=bert")
-    model: Any = model_factory(config, old)()
+    model: Any = model_factory(config, old.model_arguments)()
     assert (model.padding_id, model.network.get_input_embeddings().num_embeddings) == (5, 7)
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer file"):

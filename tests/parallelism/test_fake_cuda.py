@@ -29,8 +29,9 @@ from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import build as building
 from ddp_runner.train.build import build_setup, build_state
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.export import export_best
-from ddp_runner.train.loop import evaluate, train_step
+from ddp_runner.train.loop import train_step
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step_timer import MOST_EVENTS, Exchange, StepTimer

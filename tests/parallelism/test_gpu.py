@@ -25,7 +25,8 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.build import build_setup, build_state
-from ddp_runner.train.loop import evaluate, train_step
+from ddp_runner.train.evaluation import evaluate
+from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import global_loss
 
 NUM_GPUS = torch.cuda.device_count()

@@ -233,7 +233,7 @@ def build(data_root: Path, *overrides: str) -> None:
     """Resolve a config, load its texts and build its model."""
     config, _ = resolved("model=bert", "dataset.path=english.csv", *overrides)
     dataset = load_dataset(make("dataset", config.dataset), data_root=data_root, log=print)
-    model_factory(config, dataset)()
+    model_factory(config, dataset.model_arguments)()
 
 
 @pytest.mark.slow

@@ -31,8 +31,9 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.ema import Ema, averaged_weights
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.export import export_best
-from ddp_runner.train.loop import evaluate, train_step
+from ddp_runner.train.loop import train_step
 from ddp_runner.train.snapshot import snapshot
 
 NUM_STEPS = 6

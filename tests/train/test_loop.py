@@ -33,7 +33,8 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
-from ddp_runner.train.loop import evaluate, forward, train_step
+from ddp_runner.train.evaluation import evaluate, forward
+from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import step_metrics
 from ddp_runner.train.schedules import cosine
 from ddp_runner.worker import work

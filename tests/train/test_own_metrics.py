@@ -12,8 +12,8 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import Piece
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.first_batch import try_evaluation
-from ddp_runner.train.loop import evaluate
 
 OWN = "allowed_targets=[own_metrics]"
 SUMMED = "+metrics.mine._target_=own_metrics.Summed"

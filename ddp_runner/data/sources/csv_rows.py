@@ -22,6 +22,7 @@ class Rows:
 
     texts: list[str]
     labels: list[int]  # classes from 0
+    lines: list[int]  # in the file, from 1: where each sample begins
     num_dropped: int  # rows that lacked a text or a class
 
 
@@ -33,7 +34,7 @@ def read_rows(
     Raises:
         UserError: the file is missing or empty, or a row is malformed.
     """
-    texts, labels, num_dropped = [], [], 0
+    texts, labels, lines, num_dropped = [], [], [], 0
     (_, header), *rows = _records(_decoded(path, encoding, delimiter), delimiter, path)
     for column in (text, label):
         if column not in header:
@@ -60,9 +61,10 @@ def read_rows(
             )
         texts.append(content)
         labels.append(number)
+        lines.append(line)
     if not texts:
         raise UserError(f"{path} has no row with both {text} and {label}; add some")
-    return Rows(texts, labels, num_dropped)
+    return Rows(texts, labels, lines, num_dropped)
 
 
 def _class(value: str, num_classes: int) -> int | None:

@@ -30,6 +30,7 @@ CHUNK = 8192  # texts encoded at once
 EVAL_RUNS = 4  # runs of rising length in the eval split, so that ranks get similar lengths
 KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
 KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
+Part = tuple[list[str], list[int], list[int]]  # texts, classes and lines of a split
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,20 @@ class CsvText:
         Raises:
             UserError: the CSV or the tokenizer is missing or unusable.
         """
+        return self._build(data_root)[0]
+
+    def sample_names(self, data_root: Path) -> dict[str, list[int]]:
+        """Return the lines of the CSV, from 1, of the samples of each split in their order.
+
+        Raises:
+            UserError: the CSV or the tokenizer is missing or unusable.
+        """
+        return self._build(data_root)[1]
+
+    def _build(self, data_root: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        """Return the tensors, and the line of each sample."""
         parts, num_dropped = self.read(data_root)
+        lines = {split: numbers for split, (_, _, numbers) in parts.items()}
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(Path(self.tokenizer))
         else:
@@ -105,18 +119,19 @@ class CsvText:
             "num_dropped": torch.tensor(num_dropped),
             KEPT: torch.frombuffer(bytearray(tokenizer.to_str().encode()), dtype=torch.uint8),
         }
-        for split, (texts, labels) in parts.items():
+        for split, (texts, labels, _) in parts.items():
             ids = encode(tokenizer, texts, max_length=self.max_length, padding=padding)
             targets = torch.tensor(labels)
             if split == "eval":
                 by_length = ids.ne(padding).sum(dim=1).argsort(stable=True)
                 runs = torch.cat([by_length[start::EVAL_RUNS] for start in range(EVAL_RUNS)])
                 ids, targets = ids[runs], targets[runs]
+                lines[split] = [lines[split][row] for row in runs.tolist()]
             tensors |= {f"{split}_inputs": ids, f"{split}_targets": targets}
-        return tensors
+        return tensors, lines
 
-    def read(self, data_root: Path) -> tuple[dict[str, tuple[list[str], list[int]]], int]:
-        """Return the texts and classes of each split, and the number of rows that lack one of them.
+    def read(self, data_root: Path) -> tuple[dict[str, Part], int]:
+        """Return the texts, classes and lines of each split, and how many rows lack one of them.
 
         Raises:
             UserError: the CSV is missing or unusable.
@@ -134,7 +149,11 @@ class CsvText:
             len(rows.texts), self.eval_fraction, seed=self.split_seed, noun="rows", place=path
         )
         parts = {
-            split: ([rows.texts[row] for row in part], [rows.labels[row] for row in part])
+            split: (
+                [rows.texts[row] for row in part],
+                [rows.labels[row] for row in part],
+                [rows.lines[row] for row in part],
+            )
             for split, part in numbers.items()
         }
         return parts, rows.num_dropped

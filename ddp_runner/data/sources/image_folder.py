@@ -4,6 +4,7 @@ Pictures are prepared if they fit in half of the memory at the size that the mod
 give the same samples in the same order.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -131,6 +132,18 @@ class ImageFolder:
             else "since they fit in half of the memory"
         )
         return replace(dataset, notes=(note,))
+
+    def sample_names(self, data_root: Path) -> dict[str, list[str]]:
+        """Return the files of each split in their order, by their paths below the folder.
+
+        Raises:
+            UserError: a folder is missing or empty, or the classes do not match.
+        """
+        prefix = f"{data_root / self.folder}{os.sep}"
+        return {
+            split: [path.removeprefix(prefix) for path, _ in samples]
+            for split, samples in self._samples(data_root).items()
+        }
 
     def _why_unprepared(self, samples: Mapping[str, Samples]) -> str | None:
         """Return why the pictures stay in their files; None: they are prepared."""

@@ -1,0 +1,66 @@
+"""What must hold for a task that takes the model of a run. Torch-free."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ddp_runner.config.inference import EXPORTS, INFERENCE, InferenceConfig
+from ddp_runner.config.schema import AUTO, Config, mode_needs
+from ddp_runner.errors import UserError
+from ddp_runner.host.hardware import Hardware
+
+
+def validate_inference(config: Config, *, chosen: Collection[str]) -> None:
+    """Reject keys that do not fit the task.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    task, own = config.task, config.inference
+    if task in INFERENCE and own.run is None and config.resume in (None, AUTO):
+        raise UserError(f"task={task} takes the model of a run; write resume=RUN, or resume=last")
+    if "inference.run" in chosen:
+        raise UserError("inference.run is filled in by the runner; write resume=RUN")
+    if task not in INFERENCE and own != InferenceConfig(run=own.run):
+        raise UserError(
+            f"the keys of inference are for task={', '.join(INFERENCE)}, and task is {task}; leave "
+            "them out"
+        )
+    is_step = isinstance(own.weights, int) and not isinstance(own.weights, bool)
+    if own.weights not in ("best", "last") and not (is_step and own.weights >= 0):
+        raise UserError(
+            f"inference.weights ({own.weights}) must be best, last, or the step of a checkpoint"
+        )
+    formats = config.checkpoint.export
+    for name in formats:
+        if name not in EXPORTS:
+            raise UserError(
+                f"checkpoint.export ({name}) must be among {', '.join(EXPORTS)}; safetensors is "
+                "always written"
+            )
+    if task == "export" and not formats:
+        raise UserError(
+            "task=export writes what checkpoint.export names; write "
+            f"checkpoint.export=[{EXPORTS[0]}]"
+        )
+
+
+def fitted(
+    config: Config, hardware: Hardware, *, chosen: Collection[str]
+) -> tuple[Config, list[str]]:
+    """Return the config for this machine, and what to say if it lacks the GPUs of the run.
+
+    A run's model must be usable where the run could not have been trained. Keys that the command
+    line chose stay.
+    """
+    backend, ranks = config.backend, config.world_size
+    gpus = 0 if hardware.unusable else hardware.num_gpus
+    per_rank = mode_needs(config.parallelism).devices_per_rank
+    needed = per_rank * (ranks if isinstance(ranks, int) else 1)
+    fits = backend.device != "cuda" or needed <= gpus
+    if config.task not in INFERENCE or fits or {"backend", "backend.device"} & set(chosen):
+        return config, []
+    note = f"the run had {needed} GPUs and this machine shows {gpus}"
+    found = replace(config, backend=replace(backend, name=AUTO, device=AUTO))
+    if "world_size" not in chosen:
+        found = replace(found, world_size=AUTO)
+    return found, [f"{note}; give world_size and backend to choose"]

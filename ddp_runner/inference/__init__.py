@@ -1,0 +1,1 @@
+"""Uses the model of a run: to evaluate it, to predict, to export it, or in a notebook."""

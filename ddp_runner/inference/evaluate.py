@@ -1,0 +1,74 @@
+"""``task=evaluate``: the metrics of a run's model on a split, equal to those of the run itself."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from ddp_runner.data.streams import num_samples
+from ddp_runner.inference.model import TrainedModel, open_model
+from ddp_runner.inference.run_files import dataset_keys, logged_at
+from ddp_runner.inference.start import open_logger
+from ddp_runner.job import Status
+from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.tracking.heartbeat import EVALUATING
+from ddp_runner.train.evaluation import evaluate
+
+
+def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Status:
+    """Evaluate the model of a run on ``inference.split``, and log the metrics at its step.
+
+    An evaluation is never stopped half-way: its metrics would be of some samples only. Collective:
+    every rank must call.
+
+    Raises:
+        UserError: see ``open_model`` and ``evaluate``.
+    """
+    note_restart(session, step=0)
+    model = open_model(session)
+    if model is None:
+        return Status.COMPLETED
+    with open_logger(session, model) as logger:
+        session.heartbeat.note(EVALUATING)
+        logger.step_done(step=0, epoch=0)  # the start-up ends here
+        splits, began = model.setup.splits(), time.perf_counter()
+        results, confusion = evaluate(model, *splits.values())
+        counts = [num_samples(split) for split in splits.values()]
+        if None not in counts:
+            known = (count for count in counts if count is not None)
+            results["perf/samples_per_s"] = sum(known) / (time.perf_counter() - began)
+        logger.log(results, step=model.step, epoch=model.epoch, confusion=confusion)
+        if session.env.is_rank_zero and (line := own_evaluation(model, results)) is not None:
+            session.log(line)
+        logger.finish(Status.COMPLETED, step=model.step, epoch=model.epoch)
+    return Status.COMPLETED
+
+
+def own_evaluation(model: TrainedModel, results: Mapping[str, float]) -> str | None:
+    """Return how the run itself evaluated this step, as a sentence; None if it did not.
+
+    Rank 0 only.
+    """
+    config = model.setup.config
+    if config.inference.split != "eval" or config.dataset != dataset_keys(model.run_dir):
+        return None
+    logged = logged_at(model.run_dir, model.step)
+    own = {
+        name: value
+        for name, value in logged.items()
+        if name in results and name.startswith("eval/") and isinstance(value, float)
+    }
+    if not own:
+        return None
+    others = [name for name in own if own[name] != results[name]]
+    if not others:
+        return f"equal to the run's own evaluation at step {model.step}, to the last digit"
+    largest = max(others, key=lambda name: _difference(own[name], results[name]))
+    return (
+        f"the run's own evaluation at step {model.step}: {largest} {own[largest]:.6g}, here "
+        f"{results[largest]:.6g}"
+    )
+
+
+def _difference(one: float, other: float) -> float:
+    difference = abs(one - other) / max(abs(one), abs(other), 1e-300)
+    return difference if math.isfinite(difference) else math.inf

@@ -1,0 +1,48 @@
+"""``task=export``: writes a run's model as safetensors and as ``checkpoint.export`` asks."""
+
+from collections.abc import Callable
+
+from ddp_runner.checkpoint.weights import export_weights
+from ddp_runner.inference.model import first_samples, open_model
+from ddp_runner.inference.run_files import logged_at
+from ddp_runner.inference.start import open_logger
+from ddp_runner.job import Status
+from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.tracking.start_block import shown_path
+from ddp_runner.train.programs import export_programs
+
+
+def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
+    """Write the model of a run into this run's folder; rank 0 does it, and the others wait.
+
+    Collective: every rank must call.
+
+    Raises:
+        UserError: see ``open_model`` and ``export_programs``.
+    """
+    note_restart(session, step=0)
+    model = open_model(session)
+    if model is None:
+        return Status.COMPLETED
+    with open_logger(session, model) as logger:
+        logger.step_done(step=0, epoch=0)  # the start-up ends here
+        if session.env.is_rank_zero:
+            setup, run_dir = model.setup, session.run_dir
+            tensors, metrics = model.evaluated.state_dict(), logged_at(model.run_dir, model.step)
+            numbers = {name: one for name, one in metrics.items() if "/" in name}
+            export_weights(run_dir.export, tensors, step=model.step, metrics=numbers)
+            split = next(iter(setup.splits().values()))
+            files = export_programs(
+                setup.config,
+                session.mode,
+                setup.dataset,
+                setup.step,
+                arguments=model.arguments,
+                tensors=tensors,
+                samples=first_samples(split, seed=setup.config.seed),
+                folder=run_dir.path,
+            )
+            for path in (run_dir.export, *files):
+                session.log(f"wrote {shown_path(path)}")
+        logger.finish(Status.COMPLETED, step=model.step, epoch=model.epoch)
+    return Status.COMPLETED

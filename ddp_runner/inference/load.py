@@ -1,0 +1,57 @@
+"""Builds the model of a run in this very process, as in a notebook: no ranks, no process group."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ddp_runner.checkpoint.weights import load_tensors
+from ddp_runner.config.allowed_targets import validate_targets
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.load import frozen_config, to_config
+from ddp_runner.config.schema import mode_needs
+from ddp_runner.errors import UserError
+from ddp_runner.inference.weights import find_weights
+from ddp_runner.parallelism.mode import Mode
+from ddp_runner.rank.rng import seed_rng
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.train.build import build_dataset, model_factory
+
+
+def load_model(
+    run: Path,
+    *,
+    weights: str | int,
+    device: torch.device,
+    allowed_targets: Sequence[str],
+    data_root: Path | None,
+) -> nn.Module:
+    """Return the model of a run with its weights, in evaluation mode; see ``notebook.load``."""
+    run_dir = RunDir(run)
+    if not run_dir.config.exists():
+        raise UserError(f"{run} is not a run folder: it has no {run_dir.config.name} in .hydra")
+    frozen = frozen_config(run_dir.config)
+    # A config that came with somebody else's run must not allow itself to run code.
+    frozen.allowed_targets = list(allowed_targets)
+    config = to_config(frozen)
+    validate_targets(config)
+    if config.task != "train":
+        raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
+    if data_root is not None:
+        config = replace(config, data_root=str(data_root))
+    found = find_weights(run_dir, config, weights, log=print)
+    arguments = read_run_record(run_dir).get("model_arguments")
+    if not isinstance(arguments, Mapping):  # a run of an earlier version
+        arguments = build_dataset(config, log=print).model_arguments
+    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=allowed_targets)
+    devices = (device,) * mode_needs(config.parallelism).devices_per_rank
+    with torch.random.fork_rng():
+        seed_rng(config.seed)  # equal buffers that no file keeps
+        module = mode.place(model_factory(config, arguments), devices)
+    if config.model.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)
+    load_tensors(module, found.tensors, named=str(found.path))
+    return module.eval()

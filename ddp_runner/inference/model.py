@@ -1,0 +1,155 @@
+"""Builds the model of a run on the ranks, with its weights and the data that it computes on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ddp_runner.checkpoint.weights import load_tensors
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.splits import MOST_GPU_DATA, Piece
+from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.trees import shape_of
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.distributed import broadcast_state, from_rank_zero, loop_group
+from ddp_runner.errors import UserError, typed
+from ddp_runner.inference.run_files import logged_at, validate_kept_files
+from ddp_runner.inference.weights import Weights, find_weights
+from ddp_runner.metrics.metric import Metric
+from ddp_runner.rank.rng import seed_rng
+from ddp_runner.rank.session import Session
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.train.build import build_dataset, build_metrics, build_step, model_factory
+from ddp_runner.train.evaluation import forward
+from ddp_runner.train.programs import NUM_SAMPLES
+from ddp_runner.train.step import StepFunction
+
+
+@dataclass(frozen=True)
+class InferenceSetup:
+    """What a rank computes with; it has what ``EvalSetup`` asks for."""
+
+    config: RunConfig
+    env: DistEnv  # its place among the ranks that compute
+    devices: tuple[torch.device, ...]
+    dataset: Dataset
+    eval_batch_size: int
+    step: StepFunction
+    metrics: Mapping[str, Metric]
+    group: ProcessGroup | None  # the ranks that compute; None: all
+
+    def splits(self) -> dict[str, AnySplit]:
+        """Return the splits that ``inference.split`` names, near the device."""
+        asked = self.config.inference.split
+        names = ("train", "eval") if asked == "all" else (asked,)
+        both = {"train": self.dataset.train, "eval": self.dataset.eval}
+        near = self.devices[0]
+        return {name: both[name].near(near, most_bytes=MOST_GPU_DATA) for name in names}
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of a run, bare, with its weights, on a rank that computes."""
+
+    setup: InferenceSetup
+    evaluated: nn.Module
+    step: int  # optimizer steps that made the weights
+    epoch: int  # in which the step was taken; 0: the run has not logged it
+    run_dir: RunDir  # of the run
+    weights_name: str  # of the file or checkpoint, in the run's folder
+    arguments: Mapping[str, Any]  # facts of the data that it was built with
+
+
+def open_model(session: Session) -> TrainedModel | None:
+    """Return the run's model; None on a rank that computes nothing, such as a trainer of ps.
+
+    Rank 0 reads the weights, and the others get them. Collective: every rank must call.
+
+    Raises:
+        UserError: the weights or the data are unusable, or do not fit the model.
+    """
+    config, run = session.config, session.config.inference.run
+    assert run is not None
+    run_dir = RunDir(Path(run))
+    found: list[Weights] = []
+
+    def facts() -> tuple[int, int, str, Mapping[str, Any] | None]:
+        weights = find_weights(run_dir, config, config.inference.weights, log=session.log)
+        found.append(weights)
+        arguments = read_run_record(run_dir).get("model_arguments")
+        epoch = int(logged_at(run_dir, weights.step).get("epoch", 0))
+        return weights.step, epoch, str(weights.path.relative_to(run_dir.path)), arguments
+
+    step, epoch, name, arguments = from_rank_zero(facts)
+    role = session.mode.role(session.env)
+    group = loop_group(takes_part=role.loop is not None)
+    if role.loop is None:
+        return None
+    dataset = build_dataset(config, log=session.log)
+    seed_rng(config.seed)  # equal buffers that no file keeps
+    if not isinstance(arguments, Mapping):  # a run of an earlier version
+        arguments = dataset.model_arguments
+    module = session.mode.place(model_factory(config, arguments), session.devices)
+    if config.model.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)
+    if found:  # on rank 0
+        validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
+        load_tensors(module, found[0].tensors, named=str(found[0].path))
+    broadcast_state(module, group=group)
+    setup = InferenceSetup(
+        config=config,
+        env=role.loop,
+        devices=session.devices,
+        dataset=dataset,
+        eval_batch_size=config.batch.eval_size,
+        step=build_step(config, session.devices),
+        metrics=build_metrics(config),
+        group=group,
+    )
+    model = TrainedModel(
+        setup,
+        module,
+        step=step,
+        epoch=epoch,
+        run_dir=run_dir,
+        weights_name=name,
+        arguments=arguments,
+    )
+    for split in setup.splits().values():
+        _try_samples(model, split)
+    return model
+
+
+@torch.no_grad()
+def _try_samples(model: TrainedModel, split: AnySplit) -> None:
+    """Compute on the first two samples, where a message can say what does not fit."""
+    setup = model.setup
+    data = first_samples(split, seed=setup.config.seed)
+    model.evaluated.eval()
+    try:
+        forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_SAMPLES))
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        samples = data[0] if isinstance(data, tuple | list) else data
+        raise UserError(
+            f"the model of {model.run_dir} cannot take dataset={setup.dataset.name}, whose samples "
+            f"are {shape_of(samples)}: {typed(error)}; choose a dataset that fits"
+        ) from error
+
+
+def first_samples(split: AnySplit, *, seed: int) -> Any:
+    """Return a batch of a split's first samples, as it loads them; of one alone, it twice."""
+    numbers = range(NUM_SAMPLES)
+    if isinstance(split, StreamSplit):
+        return split.first(numbers)
+    piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
+    (data,) = split.load([piece], seed=seed)
+    return data

@@ -1,0 +1,137 @@
+"""``task=predict``: what a run's model gives for each sample, in one file in the samples' order."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_runner.data.batches import MicroBatch, eval_batches
+from ddp_runner.data.dataset import NamedSamples
+from ddp_runner.data.splits import Piece
+from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.distributed import StopVote, broadcast_buffers
+from ddp_runner.errors import UserError
+from ddp_runner.inference.model import TrainedModel, open_model
+from ddp_runner.inference.predictions import Columns, Writer, columns_of, joined, open_writer
+from ddp_runner.inference.start import open_logger
+from ddp_runner.job import Status
+from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.tracking.start_block import shown_path
+from ddp_runner.train.build import build_source
+from ddp_runner.train.evaluation import forward
+
+
+def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Status:
+    """Write the predictions of ``inference.split`` into the run folder, each sample once.
+
+    The batches have the same samples at every world size, and rank 0 writes them in their order, so
+    the file is the same. Collective: every rank must call.
+
+    Raises:
+        UserError: see ``open_model`` and ``columns_of``; or the file cannot be written.
+    """
+    note_restart(session, step=0)
+    model = open_model(session)
+    if model is None:
+        return Status.COMPLETED
+    num_rounds = sum(_num_rounds(model, split) for split in model.setup.splits().values())
+    with open_logger(session, model, num_rounds=num_rounds) as logger:
+        path = session.run_dir.path / f"predictions.{session.config.inference.format}"
+        with ExitStack() as stack:
+            writer = None
+            if session.env.is_rank_zero:
+                writer = stack.enter_context(open_writer(path))
+            status = _write(model, writer, stop_requested=stop_requested, logger=logger)
+            if writer is not None and status == Status.COMPLETED:
+                writer.close()
+                session.log(f"predictions are in {shown_path(path)}")
+        logger.finish(status, step=model.step, epoch=model.epoch, predictions=path.name)
+    return status
+
+
+def _write(
+    model: TrainedModel,
+    writer: Writer | None,
+    *,
+    stop_requested: Callable[[], bool],
+    logger: Logger,
+) -> Status:
+    """Compute and write round by round: in each, every rank has one batch or none."""
+    setup, num_done, vote = model.setup, 0, StopVote(model.setup.group)
+    broadcast_buffers(model.evaluated, group=setup.group)
+    names = _sample_names(model) if writer is not None else {}
+    for name, split in setup.splits().items():
+        for own in _own_rows(model, split, name=name):
+            found = _gathered(own, model)
+            if writer is not None and found:
+                writer.write(joined(found, names.get(name)))
+            num_done += 1
+            logger.step_done(step=num_done, epoch=1)
+            if vote.agreed(stop_requested()):
+                return Status.PREEMPTED
+    vote.close()
+    return Status.COMPLETED
+
+
+def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
+    """Return by split what a user calls the samples; nothing if the dataset has only numbers."""
+    config = model.setup.config
+    source = build_source(config)
+    if not isinstance(source, NamedSamples):
+        return {}
+    return source.sample_names(Path(config.data_root))
+
+
+def _num_rounds(model: TrainedModel, split: AnySplit) -> int:
+    """Return in how many rounds the ranks take a split; 0: nobody knows, for a stream."""
+    setup = model.setup
+    if not isinstance(split, StreamSplit):
+        return math.ceil(len(split) / (setup.eval_batch_size * setup.env.world_size))
+    if setup.env.world_size > 1 or split.num_workers > 1:
+        raise UserError(
+            f"dataset={setup.dataset.name} is a stream, whose samples have no numbers, so that "
+            "only one reader keeps their order; write world_size=1 dataset.num_workers=0"
+        )
+    return 0
+
+
+@torch.no_grad()
+def _own_rows(model: TrainedModel, split: AnySplit, *, name: str) -> Iterator[Columns | None]:
+    """Yield this rank's rows, one batch a round; None once it has no more while others have."""
+    setup, module = model.setup, model.evaluated.eval()
+    for numbers, batch in _own_batches(model, split):
+        step = forward(model, module, batch)
+        yield columns_of(step, split=name, numbers=numbers, num_classes=setup.dataset.num_classes)
+    if not isinstance(split, StreamSplit):
+        num_batches = math.ceil(len(split) / setup.eval_batch_size)
+        num_own = len(range(setup.env.rank, num_batches, setup.env.world_size))
+        yield from [None] * (_num_rounds(model, split) - num_own)
+
+
+def _own_batches(model: TrainedModel, split: AnySplit) -> Iterator[tuple[range, MicroBatch]]:
+    """Yield every world_size-th batch of a split, from the rank's on, with its samples' numbers."""
+    setup = model.setup
+    size, rank, seed = setup.eval_batch_size, setup.env.rank, setup.config.seed
+    if isinstance(split, StreamSplit):
+        start = 0
+        for batch in eval_batches(split, batch_size=size, rank=0, world_size=1, seed=seed):
+            yield range(start, start + batch.num_samples), batch
+            start += batch.num_samples
+        return
+    starts = range(rank * size, len(split), setup.env.world_size * size)
+    ranges = [range(start, min(start + size, len(split))) for start in starts]
+    for numbers, data in zip(ranges, split.load(map(Piece, ranges), seed=seed), strict=True):
+        yield numbers, MicroBatch(data, num_samples=len(numbers))
+
+
+def _gathered(own: Columns | None, model: TrainedModel) -> list[Columns]:
+    """Return on rank 0 the rows of a round, in the order of the samples. Collective."""
+    setup = model.setup
+    box: list[Columns | None] = [None] * setup.env.world_size
+    is_zero = setup.env.is_rank_zero
+    dist.gather_object(own, box if is_zero else None, dst=0, group=setup.group)
+    return [rows for rows in box if rows is not None]

@@ -1,0 +1,178 @@
+"""The table of predictions: its columns from a step's outputs, and its file, CSV or Parquet."""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddp_runner.data.trees import shape_of
+from ddp_runner.errors import UserError
+from ddp_runner.train.step import Step
+
+MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
+Columns = Mapping[str, NDArray[Any]]  # by name: (num_rows,), or (num_rows, size) for lists
+
+
+def columns_of(
+    step: Step, *, split: str, numbers: Sequence[int], num_classes: int | None
+) -> dict[str, NDArray[Any]]:
+    """Return the rows of a batch by the names of their columns.
+
+    Args:
+        step: what the training step returned for the batch.
+        split: train or eval.
+        numbers: of the samples in the split, from 0.
+        num_classes: of the dataset; the prediction is then the class with the highest score.
+
+    Raises:
+        UserError: the outputs are not tensors with a row for each sample.
+    """
+    count = len(numbers)
+    found = {"split": np.full(count, split), "index": np.asarray(numbers)}
+    if _has_rows(step.targets, count):
+        found |= _flat("target", step.targets)
+    named = step.outputs if isinstance(step.outputs, Mapping) else {"output": step.outputs}
+    for name, output in named.items():
+        if not _has_rows(output, count):
+            raise UserError(
+                f"task=predict needs outputs with a row for each of the {count} samples, and the "
+                f"training step returns {shape_of(output)} as {name}; return Step(outputs=...) "
+                "with a tensor, or a mapping of tensors"
+            )
+        if num_classes and output.ndim == 2 and output.shape[1] >= num_classes:
+            found |= _flat(
+                "prediction" if name == "output" else f"{name}_prediction", output.argmax(dim=1)
+            )
+        found |= _flat(str(name), output)
+    return found
+
+
+def joined(
+    parts: Sequence[Columns], names: Sequence[str | int] | None = None
+) -> dict[str, NDArray[Any]]:
+    """Return the rows of several batches as one table.
+
+    With the `names` of all samples of the split it has a column ``sample``, after ``index``.
+    """
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if names is None:
+        return rows
+    split, index = rows.pop("split"), rows.pop("index")
+    sample = np.asarray([names[number] for number in index])
+    return {"split": split, "index": index, "sample": sample, **rows}
+
+
+class Writer(Protocol):
+    """Writes a table in pieces; the file appears whole, or not at all."""
+
+    def write(self, rows: Columns) -> None:
+        """Append rows."""
+
+    def close(self) -> None:
+        """Finish the file and give it its name."""
+
+
+@contextmanager
+def open_writer(path: Path) -> Iterator[Writer]:
+    """Return what writes the file, by its ending: .csv or .parquet. Nothing is left if it fails.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    temp = path.with_name(f".{path.name}.tmp")
+    try:
+        yield CsvWriter(path, temp) if path.suffix == ".csv" else ParquetWriter(path, temp)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}); free space or make the folder "
+            "writable"
+        ) from error
+    finally:
+        with suppress(OSError):  # what matters is the error before it
+            temp.unlink(missing_ok=True)
+
+
+class CsvWriter:
+    """Writes rows as lines of a CSV file with a header; floats have all their digits."""
+
+    def __init__(self, path: Path, temp: Path) -> None:
+        self._path, self._temp = path, temp
+        self._file = temp.open("w", newline="", encoding="utf-8")
+        self._lines = csv.writer(self._file, lineterminator="\n")
+        self._names: tuple[str, ...] = ()
+
+    def write(self, rows: Columns) -> None:
+        """Append rows.
+
+        Raises:
+            UserError: an output has too many numbers for columns.
+        """
+        wide = [name for name, values in rows.items() if values.ndim > 1]
+        if wide:
+            raise UserError(
+                f"{wide[0]} has {rows[wide[0]].shape[1]} numbers a sample and a CSV has at most "
+                f"{MOST_COLUMNS} columns of one output; write inference.format=parquet"
+            )
+        if not self._names:
+            self._names = tuple(rows)
+            self._lines.writerow(self._names)
+        # As text, a float has the fewest digits that give its own bits back.
+        texts = [rows[name].astype(str).tolist() for name in self._names]
+        self._lines.writerows(zip(*texts, strict=True))
+
+    def close(self) -> None:
+        """Finish the file and give it its name."""
+        self._file.close()
+        self._temp.replace(self._path)
+
+
+class ParquetWriter:
+    """Writes rows to a Parquet file, a row group for each piece."""
+
+    def __init__(self, path: Path, temp: Path) -> None:
+        self._path, self._temp = path, temp
+        self._file: Any = None
+
+    def write(self, rows: Columns) -> None:
+        """Append rows."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = pa.table(
+            {
+                name: pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
+                if values.ndim > 1
+                else pa.array(values)
+                for name, values in rows.items()
+            }
+        )
+        if self._file is None:
+            self._file = pq.ParquetWriter(self._temp, table.schema)
+        self._file.write_table(table)
+
+    def close(self) -> None:
+        """Finish the file and give it its name."""
+        self._file.close()
+        self._temp.replace(self._path)
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+
+
+def _flat(name: str, values: Tensor) -> dict[str, NDArray[Any]]:
+    """Return one column, a column for each number of a row, or lists if these are too many."""
+    if values.dtype in (torch.bfloat16, torch.float16):
+        values = values.float()
+    array = values.detach().cpu().reshape(len(values), -1).numpy()
+    if values.ndim == 1:
+        return {name: array[:, 0]}
+    if array.shape[1] > MOST_COLUMNS:
+        return {name: array}
+    return {f"{name}_{number}": array[:, number] for number in range(array.shape[1])}

@@ -1,0 +1,49 @@
+"""What an evaluation reads of the run whose model it takes, besides the weights. Torch-free."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import yaml
+
+from ddp_runner.errors import UserError
+from ddp_runner.tracking.run_dir import RunDir
+
+
+def logged_at(run_dir: RunDir, step: int) -> dict[str, Any]:
+    """Return what metrics.jsonl has of a step: the epoch and the metrics; nothing if it has none.
+
+    Damaged lines are left out.
+    """
+    found: dict[str, Any] = {}
+    with suppress(OSError):  # the run has logged nothing
+        for text in run_dir.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and line.get("step") == step:
+                    found |= line
+    return found
+
+
+def dataset_keys(run_dir: RunDir) -> Any:
+    """Return the dataset's keys in a run's frozen config; None if it cannot be read."""
+    with suppress(Exception):  # PyYAML raises errors of any kind for odd tags
+        return yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["dataset"]
+    return None
+
+
+def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset: str) -> None:
+    """Reject data that were made by another tokenizer than the run's.
+
+    Raises:
+        UserError: a file that the run has kept differs from the dataset's.
+    """
+    for name, content in files.items():
+        path = run_dir.path / name
+        if path.exists() and path.read_bytes() != content:
+            raise UserError(
+                f"dataset={dataset} made another {name} than the run has in {path}, so its samples "
+                "would mean something else to the model; write "
+                f"dataset.tokenizer={path.parent}"
+            )

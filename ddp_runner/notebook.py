@@ -1,0 +1,116 @@
+"""What a notebook uses of runs: ``ddp_runner.load``, ``read_runs`` and ``read_metrics``."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+    from torch import nn
+
+    from ddp_runner.compare.run import Run
+
+AnyPath = str | os.PathLike[str]
+NEEDS_PANDAS = "read_runs and read_metrics return data frames of pandas; write pip install pandas"
+
+
+def load(
+    run: AnyPath,
+    *,
+    weights: str | int = "best",
+    device: "str | torch.device" = "cpu",
+    allowed_targets: Sequence[str] = (),
+    data_root: AnyPath | None = None,
+) -> "nn.Module":
+    """Return the model of a run with its best weights, in evaluation mode.
+
+    It is the bare model, as the run has evaluated it: with the averaged weights of ``ema`` if the
+    run has those. It takes inputs that are prepared as in training: images in float32, divided by
+    255 and normalised by ``dataset.mean`` and ``dataset.std``. No process group is opened, and the
+    state of torch's random numbers stays as it is.
+
+    Args:
+        run: the folder of a run of ``task=train``.
+        weights: best (``model.safetensors``, or while the run has none its best checkpoint), last
+            (the newest checkpoint), or the step of a checkpoint.
+        device: where the model goes; a model in several stages goes there whole.
+        allowed_targets: your own packages that the run's config may name. A run never allows
+            itself to import code.
+        data_root: folder of the datasets. Only a run of an early version needs its data.
+
+    Raises:
+        UserError: the folder holds no such run, its config names what is not allowed, or the
+            weights are missing, damaged or of another model.
+    """
+    import torch
+
+    from ddp_runner.inference.load import load_model
+
+    return load_model(
+        Path(run),
+        weights=weights,
+        device=torch.device(device),
+        allowed_targets=allowed_targets,
+        data_root=None if data_root is None else Path(data_root),
+    )
+
+
+def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
+    """Return the runs in and below folders: a row for each, also for those that failed.
+
+    The index is the run's folder. The columns are ``status``, what run.json says of the run
+    (``world_size``, ``started_at``, ``wall_s``, ...), every key of the config (``optimizer.lr``),
+    the last value of each metric (``eval/accuracy``), and ``reason``, why a run cannot be compared.
+
+    Raises:
+        UserError: a path contains no run, or pandas is not installed.
+    """
+    pandas = _pandas()
+    runs = _runs(paths)
+    rows = [_row(run) for run in runs]
+    index = pandas.Index([str(run.folder) for run in runs], name="run")
+    return pandas.DataFrame(rows, index=index).convert_dtypes()
+
+
+def read_metrics(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
+    """Return the lines of metrics.jsonl of all runs in and below folders, one below the other.
+
+    The columns are ``run``, ``step``, ``epoch``, ``time_s`` (since the run began) and the metrics;
+    a metric that a line does not have, or that was not finite, is NaN.
+
+    Raises:
+        UserError: a path contains no run, or pandas is not installed.
+    """
+    pandas = _pandas()
+    lines = [{"run": str(run.folder), **line} for run in _runs(paths) for line in run.lines]
+    return pandas.DataFrame(lines)
+
+
+def _runs(paths: AnyPath | Iterable[AnyPath]) -> "list[Run]":
+    from ddp_runner.compare.runs import read_runs as read
+
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    return read([Path(path) for path in given])
+
+
+def _row(run: "Run") -> dict[str, Any]:
+    plain = {
+        name: value
+        for name, value in run.record.items()
+        if value is None or isinstance(value, str | int | float)
+    }
+    metrics = run.record.get("metrics")
+    named = metrics if isinstance(metrics, dict) else {}
+    return {"status": None, **plain, **run.config, **named, "reason": run.reason}
+
+
+def _pandas() -> Any:
+    from ddp_runner.errors import UserError
+
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError(NEEDS_PANDAS) from error
+    return pandas

@@ -1,0 +1,149 @@
+"""Writes a model as a program that runs without its Python code: ONNX, or torch.export.
+
+Sources: https://docs.pytorch.org/docs/stable/export.html and
+https://docs.pytorch.org/docs/stable/onnx_export.html
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.checkpoint.weights import load_tensors
+from ddp_runner.config.schema import RunConfig, mode_needs
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.trees import tensors_of
+from ddp_runner.errors import UserError, typed
+from ddp_runner.parallelism.mode import Mode
+from ddp_runner.train.build import model_factory
+from ddp_runner.train.step import StepFunction
+
+FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
+NUM_SAMPLES = 2  # of the batch that a model is traced with: a size of 1 would be fixed in it
+MOST_CHARACTERS = 200  # of an error of torch's exporter, which may fill a page
+CPU = torch.device("cpu")
+MOST_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; beyond them a second file has them
+
+
+def export_programs(
+    config: RunConfig,
+    mode: Mode,
+    dataset: Dataset,
+    step: StepFunction,
+    *,
+    arguments: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    samples: Any,
+    folder: Path,
+) -> list[Path]:
+    """Write the model in each format of ``checkpoint.export``, and return the files.
+
+    The programs are traced on the CPU and take any number of samples; texts may be of any length.
+    Rank 0 only.
+
+    Args:
+        config: of the run.
+        mode: which places the model.
+        dataset: whose batches the step takes.
+        step: shows how the model is called.
+        arguments: facts of the data that the model is built with.
+        tensors: the weights, a state_dict.
+        samples: a batch of ``NUM_SAMPLES``, as the split loads it.
+        folder: where the files go.
+
+    Raises:
+        UserError: torch cannot trace the model, or a file cannot be written.
+    """
+    devices = (CPU,) * mode_needs(config.parallelism).devices_per_rank
+    with torch.random.fork_rng():
+        module = mode.place(model_factory(config, arguments), devices)
+    load_tensors(module, tensors, named="the exported model")
+    module.eval()
+    args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
+    shapes = _dynamic_axes((args, kwargs), is_text=dataset.padding_id is not None)
+    written = []
+    with _quiet(), torch.no_grad():
+        for name in config.checkpoint.export:
+            path = folder / FILES[name]
+            try:
+                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+                _save(program, path)
+            except Exception as error:  # torch raises anything for what it cannot trace
+                reason = typed(error.__cause__ or error)[:MOST_CHARACTERS]
+                raise UserError(
+                    f"checkpoint.export={name}: torch cannot make a program of "
+                    f"model={config.model.get('name')} ({reason}); leave it out, or change the "
+                    "model: model.safetensors has the weights"
+                ) from error
+            written.append(path)
+    return written
+
+
+def _call(module: nn.Module, step: StepFunction, data: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments that the training step calls the model with, first."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def record(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    with torch.no_grad():
+        handle = module.register_forward_pre_hook(record, with_kwargs=True)
+        step(module, data)
+        handle.remove()
+    if not calls:
+        raise UserError(
+            "checkpoint.export: the training step calls parts of the model, not the model itself, "
+            "so there is no single program to export; leave it out"
+        )
+    args, kwargs = calls[0]
+    return _contiguous(args), _contiguous(kwargs)
+
+
+def _contiguous(tree: Any) -> Any:
+    """Return tensors of their own: a program would keep the strides of a slice."""
+    if isinstance(tree, Tensor):
+        return tree.clone(memory_format=torch.contiguous_format)
+    if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
+        return tuple(map(_contiguous, tree))
+    if isinstance(tree, dict):
+        return {key: _contiguous(value) for key, value in tree.items()}
+    return tree
+
+
+def _dynamic_axes(trees: Any, *, is_text: bool) -> torch.export.ShapesCollection:
+    """Return which axes of the tensors may vary: the batch, and the length of texts."""
+    shapes = torch.export.ShapesCollection()
+    for _, tensor in tensors_of(trees):
+        if tensor.ndim and len(tensor) == NUM_SAMPLES:
+            axes = {0: torch.export.Dim.DYNAMIC}
+            if is_text and tensor.ndim > 1:
+                axes[1] = torch.export.Dim.DYNAMIC
+            shapes[tensor] = axes
+    return shapes
+
+
+def _save(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program in the format that the file's ending names."""
+    if path.suffix == ".pt2":
+        torch.export.save(program, path)
+        return
+    num_bytes = sum(tensor.nbytes for tensor in program.state_dict.values())
+    torch.onnx.export(program, f=path, external_data=num_bytes > MOST_INLINE, verbose=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's remarks about its own exporter out of the terminal in the block."""
+    logger, before = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx").level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,199 @@
+"""task=predict writes each sample once, in order, and the same bytes at every world size."""
+
+import csv
+import os
+import signal
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from commands import background, error_line, run_command, wait_for, wait_for_end
+from pictures import write_folders
+from run_folders import metrics, record
+from texts import write_reviews
+
+import ddp_runner
+from ddp_runner.data.sources.offline import RandomRegression
+
+RUN = "run"
+SHORT = ("train.max_steps=4", "train.epochs=2", "train.num_threads=1", f"hydra.run.dir={RUN}")
+MODELS = {
+    "classes": ("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64"),
+    "a regression": ("model=toy", "dataset.num_samples=64", "batch.eval_per_rank=7"),
+    "a parameter server": ("model=toy", "dataset.num_samples=64", "parallelism=ps", "world_size=3"),
+}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def train(folder: Path, *args: str) -> Path:
+    """Train a run and return its folder."""
+    end = run_command(*SHORT, *args, folder=folder)
+    assert end.exit_code == 0, end.stderr
+    return folder / RUN
+
+
+def predict(folder: Path, *args: str, name: str = "predicted") -> Path:
+    """Predict with the run in a folder, and return the folder of the predictions."""
+    end = run_command(
+        "task=predict", f"resume={RUN}", f"hydra.run.dir={name}", *args, folder=folder
+    )
+    assert end.exit_code == 0, end.stderr
+    assert record(folder / name)["predictions"].startswith("predictions.")
+    return folder / name
+
+
+@pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
+def test_the_file_is_the_same_whatever_the_world_size(
+    args: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The batches do not depend on the ranks, so neither does any byte."""
+    train(tmp_path, *args)
+    places = [("world_size=1", "parallelism=ddp"), ("world_size=2", "parallelism=ddp")]
+    places += [("world_size=3", "parallelism=ddp"), ("world_size=3",)]
+    contents = set()
+    for number, place in enumerate(places):
+        folder = predict(tmp_path, *place, name=f"predicted-{number}")
+        contents.add((folder / "predictions.csv").read_bytes())
+    assert len(contents) == 1
+
+
+def test_predictions_are_what_the_loaded_model_gives_for_each_sample(tmp_path: Path) -> None:
+    """Each sample has one row, and the hits give the run's own accuracy."""
+    run_dir = train(
+        tmp_path, "model=mnist_net", "dataset=fake_images", "dataset.num_samples=64", "world_size=2"
+    )
+    rows = rows_of(predict(tmp_path, "inference.split=all") / "predictions.csv")
+    numbers = {
+        split: [int(row["index"]) for row in rows if row["split"] == split]
+        for split in ("train", "eval")
+    }
+    assert [row["split"] for row in rows] == sorted(
+        (row["split"] for row in rows), reverse=True
+    )  # train, then eval
+    assert {name: found == list(range(len(found))) for name, found in numbers.items()} == {
+        "train": True,
+        "eval": True,
+    }
+    assert len(numbers["train"]) == 64
+    scores = torch.tensor([[float(row[f"output_{k}"]) for k in range(10)] for row in rows])
+    assert scores.argmax(dim=1).tolist() == [int(row["prediction"]) for row in rows]
+    evaluated = [line for line in metrics(run_dir) if "eval/accuracy" in line][-1]
+    of_eval = [row for row in rows if row["split"] == "eval"]
+    hits = sum(row["prediction"] == row["target"] for row in of_eval)
+    assert hits / len(of_eval) == pytest.approx(evaluated["eval/accuracy"], abs=1e-12)
+
+
+def test_parquet_has_the_same_table(tmp_path: Path) -> None:
+    """Both formats hold the same columns and the same bits."""
+    train(tmp_path, "model=toy", "dataset.num_samples=64", "world_size=2")
+    by_csv = pd.read_csv(predict(tmp_path, name="a") / "predictions.csv", dtype_backend="pyarrow")
+    folder = predict(tmp_path, "inference.format=parquet", name="b")
+    by_parquet = pd.read_parquet(folder / "predictions.parquet")
+    assert list(by_csv) == list(by_parquet)
+    for name in by_csv:
+        # A CSV has the float32's shortest digits.
+        assert by_csv[name].astype(by_parquet[name].dtype).equals(by_parquet[name]), name
+
+
+def test_predictions_name_pictures_by_their_files(tmp_path: Path) -> None:
+    """The column sample is the path below the dataset's folder."""
+    write_folders(tmp_path / "data" / "own", num_train=6, num_eval=4)
+    keys = ("dataset=image_folder", "dataset.folder=own", "dataset.num_classes=3")
+    sizes = (
+        "dataset.height=28",
+        "dataset.width=28",
+        "dataset.channels=1",
+        "dataset.mean=0.5",
+        "dataset.std=0.5",
+    )
+    train(tmp_path, "model=convnet", *keys, *sizes, "batch.per_rank=4", "world_size=2")
+    rows = rows_of(predict(tmp_path) / "predictions.csv")
+    classes = sorted(path.name for path in (tmp_path / "data" / "own" / "train").iterdir())
+    for row in rows:
+        path = tmp_path / "data" / "own" / row["sample"]
+        assert path.is_file()
+        assert classes.index(path.parent.name) == int(row["target"])
+    assert len({row["sample"] for row in rows}) == len(rows)
+
+
+def test_predictions_of_texts_name_the_lines_and_keep_the_tokens_of_the_run(tmp_path: Path) -> None:
+    """Other texts get the run's own tokens, and rows name the lines."""
+    (tmp_path / "data").mkdir()
+    path = write_reviews(tmp_path / "data" / "reviews.csv")
+    bert = (
+        "model=bert",
+        "dataset=csv_text",
+        "model.width=16",
+        "model.num_layers=1",
+        "model.feedforward=16",
+        "dataset.vocab_size=200",
+        "world_size=2",
+        "batch.per_rank=8",
+    )
+    train(tmp_path, *bert, "dataset.path=reviews.csv")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = rows_of(predict(tmp_path, "inference.split=all") / "predictions.csv")
+    assert len({row["sample"] for row in rows}) == len(rows)
+    for row in rows:
+        assert lines[int(row["sample"]) - 1].startswith(f"{row['target']},")
+    # A part of the texts would build another vocabulary, and each token mean something else.
+    few = tmp_path / "data" / "few.csv"
+    few.write_text("\n".join(lines[:40]) + "\n", encoding="utf-8")
+    by_line = {row["sample"]: row["output_0"] for row in rows}
+    found = rows_of(
+        predict(tmp_path, "dataset.path=few.csv", "inference.split=all", name="few")
+        / "predictions.csv"
+    )
+    assert len(found) == 39
+    for row in found:
+        assert float(row["output_0"]) == pytest.approx(float(by_line[row["sample"]]), abs=1e-5)
+
+
+def test_a_stopped_prediction_leaves_no_file(tmp_path: Path) -> None:
+    """Half a file of predictions would pass for a whole one."""
+    train(tmp_path, "model=toy", "dataset.num_samples=64", "world_size=2")
+    args = ("task=predict", f"resume={RUN}", "dataset.eval_samples=400000", "hydra.run.dir=long")
+    with background(*args, "batch.eval_per_rank=1", folder=tmp_path) as command:
+        wait_for((tmp_path / "long" / ".predictions.csv.tmp").exists)
+        os.kill(command.pid, signal.SIGTERM)
+        end = wait_for_end(command, tmp_path)
+    assert end.exit_code == 128 + signal.SIGTERM
+    assert record(tmp_path / "long")["status"] == "preempted"
+    assert not list((tmp_path / "long").glob("*predictions*"))
+
+
+def test_too_many_numbers_for_a_csv_go_into_parquet(tmp_path: Path) -> None:
+    """A CSV of a thousand columns is refused; Parquet has a list."""
+    wide = ("dataset=fake_images", "dataset.num_classes=1001", "dataset.num_samples=64")
+    train(tmp_path, "model=mnist_net", *wide, "world_size=1")
+    end = run_command("task=predict", f"resume={RUN}", folder=tmp_path)
+    assert "write inference.format=parquet" in error_line(end)
+    table = pd.read_parquet(predict(tmp_path, "inference.format=parquet") / "predictions.parquet")
+    assert {len(row) for row in table["output"]} == {1001}
+
+
+def test_a_notebook_gets_the_predictions_of_the_command(tmp_path: Path) -> None:
+    """Load returns the model that the command used."""
+    run_dir = train(tmp_path, "model=toy", "dataset.num_samples=64", "world_size=2")
+    rows = rows_of(predict(tmp_path) / "predictions.csv")
+    names = [name for name in rows[0] if name.startswith("output")]
+    expected = torch.tensor([[float(row[name]) for name in names] for row in rows])
+
+    keys = ddp_runner.read_runs(run_dir).iloc[0]
+    source = RandomRegression(
+        name="random",
+        num_samples=64,
+        eval_samples=int(keys["dataset.eval_samples"]),
+        input_size=int(keys["dataset.input_size"]),
+        target_size=int(keys["dataset.target_size"]),
+        seed=int(keys["dataset.seed"]),
+    )
+    inputs = source.build(tmp_path)["eval_inputs"]
+    with torch.no_grad():
+        assert torch.allclose(ddp_runner.load(run_dir)(inputs), expected, atol=1e-6)
