@@ -13,7 +13,7 @@ from ddp_runner.config.own_loop import only_used
 from ddp_runner.metric_names import is_lower_better
 
 # The seed, over which a row averages, and keys that change neither the work nor its speed.
-IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose")
+IGNORED = ("seed", "name", "resume", "data_root", "allowed_targets", "verbose", "train.profile")
 IGNORED_GROUPS = ("launch.", "sweep.", "metrics.")
 
 

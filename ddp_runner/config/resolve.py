@@ -4,9 +4,15 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
+from ddp_runner.config.profiling import validate_profile
 from ddp_runner.config.ranks import num_local_ranks, num_ranks, resolve_batch, validate_elastic
 from ddp_runner.config.schema import BackendConfig, Config, RunConfig, mode_needs
-from ddp_runner.config.validate import validate_config, validate_ranks, validate_scheduler
+from ddp_runner.config.validate import (
+    known_steps,
+    validate_config,
+    validate_ranks,
+    validate_scheduler,
+)
 from ddp_runner.config.validate_inference import fitted
 from ddp_runner.config.validate_optimizing import validate_auto_batch
 from ddp_runner.config.values import validate_values
@@ -53,6 +59,7 @@ def resolve(
         validate_elastic(config, nproc=nproc, chosen=chosen)
     resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)
+    validate_profile(resolved, num_steps=known_steps(resolved), chosen=chosen)
     validate_auto_batch(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, whoever chose it.

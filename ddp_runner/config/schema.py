@@ -170,11 +170,11 @@ def digest(values: Any) -> str:
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
-    """Return dotted keys and values, without the keys that only say where and how ranks start."""
+    """Return dotted keys and values, without those that change nothing that a run computes."""
     return {
         key: value
         for key, value in leaves(asdict(config))
-        if key not in ("resume", "data_root", "verbose")
+        if key not in ("resume", "data_root", "verbose", "train.profile")
         and not key.startswith(("launch.", "sweep."))
     }
 

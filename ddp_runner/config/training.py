@@ -23,6 +23,9 @@ class TrainConfig:
     clip_value: float | None = None  # largest absolute value of a gradient; null: no clipping
     compile: bool = False  # torch.compile the model, inside its parallel wrapper
     deterministic: bool = False  # fail on operations that have no deterministic form
+    # Trace these optimizer steps into profile/: a number of them, after 5 steps of warm-up, or the
+    # first and the last, as in 20-25; null: none
+    profile: Any | None = None
     num_threads: int | None = None  # intra-op CPU threads of a rank; null: cores // local ranks
 
 

@@ -44,6 +44,7 @@ def train(
     config, checkpoint = setup.config.train, setup.config.checkpoint
     early_stop = early_stop_of(setup)
     timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
+    profiler = setup.profiler
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
     while not stop_reason(position, early_stop) and (
@@ -52,7 +53,8 @@ def train(
         epoch, finished, has_ended = position.epoch + 1, state.is_done, True
         state.model.train()
         timer.restart()
-        for batch in setup.batches.epoch(position.epoch, start_step=position.step_in_epoch):
+        batches = setup.batches.epoch(position.epoch, start_step=position.step_in_epoch)
+        for batch in profiler.steps(batches):
             timer.mark(StepPart.DATA)
             lr = state.optimizer.param_groups[-1]["lr"]
             loss = train_step(state, batch)
@@ -65,11 +67,12 @@ def train(
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
             finished, has_ended = state.ends_with(batch), batch.is_last
             if finished or _due(position.step, config.log_every_steps):
-                position.metrics |= step_metrics(state, loss, lr=lr)
+                position.metrics |= profiler.untraced(step_metrics(state, loss, lr=lr))
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             if state.has_settled and state.peaks is None:
                 state.peaks = peaks_of(state, batch.micro_batches[0])
                 timer.restart()
+            profiler.step_done(position.step)
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
                 finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)
@@ -107,6 +110,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
+    setup.profiler.begin(StepPart.OPTIMIZER)
     _clip(state)
     scale = scaler.get_scale()
     scaler.step(optimizer)
@@ -116,6 +120,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
         if state.ema is not None:
             state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
+    setup.profiler.begin(None)
     return loss
 
 
@@ -143,6 +148,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
+            setup.profiler.begin(StepPart.FORWARD)
             step = forward(state, state.model, micro_batch)
             share = micro_batch.weight / batch.global_count
             loss = step.loss_sum * share
@@ -152,6 +158,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             exchanges = is_last and has_peers
             if exchanges:
                 timer.mark_end_of_backward(scaled)
+            setup.profiler.begin(StepPart.BACKWARD)
             scaled.backward()
             timer.mark(StepPart.COMM if exchanges else StepPart.BACKWARD)
         total += loss.detach()
@@ -197,6 +204,7 @@ def _evaluate(
     """Evaluate, log the results and count them; return whether the run stops early."""
     position = state.position
     logger.evaluating()
+    state.setup.profiler.begin("evaluation")
     results, confusion = evaluate(state)
     position.metrics |= results
     state.schedule.evaluated(results)

@@ -4,10 +4,10 @@ Sources: https://docs.pytorch.org/docs/stable/export.html and
 https://docs.pytorch.org/docs/stable/onnx_export.html
 """
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +138,7 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's remarks about its own exporter out of the terminal in the block."""
-    logger, before = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx").level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
+    """Keep what torch prints about its own exporter out of the terminal in the block."""
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -15,6 +15,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
+from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.peaks import Peaks
@@ -60,6 +61,7 @@ class Setup:
     metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
     timer: StepTimer
     group: ProcessGroup | None  # the ranks of the loop; None: all
+    profiler: AnyProfiler = field(default_factory=NullProfiler)
 
 
 @dataclass

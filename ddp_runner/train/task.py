@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.data.streams import num_samples
 from ddp_runner.job import Status
+from ddp_runner.profiling.profiler import open_profiler
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
@@ -49,19 +51,30 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         return served
     if scratch is not None:
         scratch.begin_loop()
+    profiler = open_profiler(
+        config.train.profile,
+        done=state.position.step,
+        device=session.devices[0],
+        folder=run_dir.path / "profile",
+        restart_timer=state.setup.timer.restart,
+        log=session.log,
+    )
+    state.setup = replace(state.setup, profiler=profiler)
 
     session_logger = _logger(
         session, state, warnings, directions=known.directions, resume_step=resume_step
     )
     with session_logger as logger:
-        with _writer(session, resume_step=resume_step) as writer:
+        with _writer(session, resume_step=resume_step) as writer, profiler:
 
             def save() -> None:
+                profiler.begin("checkpoint")
                 content, position = snapshot(state, written), state.position
                 if writer is not None:
                     writer.save(content, step=position.step, metrics=dict(position.metrics))
 
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
+            profiler.close()
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
         state.gradients.close(status)
         if status == Status.COMPLETED:
@@ -76,6 +89,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             stopped_early=reason,
         )
         logger.finish(status, **(fields | state.measured))
+    if profiler.report:
+        session.log(profiler.report)
     return status
 
 

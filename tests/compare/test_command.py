@@ -138,7 +138,7 @@ def test_everything_is_written_into_a_folder(
     plots = ("scaling", "loss_by_step", "loss_by_time")
     wanted = {f"comparison.{suffix}" for suffix in ("txt", "md", "csv", "json")}
     wanted |= {f"{plot}.{suffix}" for plot in plots for suffix in ("png", "svg")}
-    wanted.add("tensorboard")
+    wanted |= {"report.html", "tensorboard"}
     assert {path.name for path in (tmp_path / "report").iterdir()} == wanted
     for plot in plots:
         with Image.open(tmp_path / "report" / f"{plot}.png") as image:

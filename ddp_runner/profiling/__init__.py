@@ -1,0 +1,1 @@
+"""Traces of some steps of a run: from all ranks, on one clock, in one file."""

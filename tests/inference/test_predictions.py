@@ -1,0 +1,92 @@
+"""The table of predictions: names and values of its columns, and its files."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_runner.errors import UserError
+from ddp_runner.inference.predictions import columns_of, joined, open_writer
+from ddp_runner.train.step import Step
+
+
+def columns(outputs: Any, targets: Any = None, *, num_classes: int | None = None) -> dict[str, Any]:
+    """Return the columns of two samples, as lists."""
+    step = Step(torch.zeros(()), 2, outputs=outputs, targets=targets)
+    found = columns_of(step, split="eval", numbers=range(4, 6), num_classes=num_classes)
+    return {name: values.tolist() for name, values in found.items()}
+
+
+def test_classes_have_scores_and_the_class_with_the_highest() -> None:
+    """The prediction is a column of its own, beside the target."""
+    scores = torch.tensor([[0.5, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    assert columns(scores, torch.tensor([1, 2]), num_classes=3) == {
+        "split": ["eval", "eval"],
+        "index": [4, 5],
+        "target": [1, 2],
+        "prediction": [1, 0],
+        "output_0": [0.5, 3.0],
+        "output_1": [2.0, 0.0],
+        "output_2": [1.0, 1.0],
+    }
+
+
+def test_a_number_a_sample_is_one_column() -> None:
+    """A regression of one value needs no number in its column's name."""
+    found = columns(torch.tensor([0.5, 1.5]), torch.tensor([1.0, 2.0]))
+    assert (found["output"], found["target"]) == ([0.5, 1.5], [1.0, 2.0])
+    assert "prediction" not in found
+
+
+def test_named_outputs_keep_their_names() -> None:
+    """Of a mapping, each output has its own columns."""
+    found = columns({"mean": torch.zeros(2), "spread": torch.ones(2, 2)})
+    assert list(found) == ["split", "index", "mean", "spread_0", "spread_1"]
+
+
+def test_half_precision_becomes_float32() -> None:
+    """NumPy has no bfloat16."""
+    assert columns(torch.tensor([1.5, 2.5], dtype=torch.bfloat16))["output"] == [1.5, 2.5]
+
+
+@pytest.mark.parametrize("outputs", [None, torch.zeros(()), torch.zeros(3), (torch.zeros(2),)])
+def test_outputs_without_a_row_for_each_sample_are_named(outputs: Any) -> None:
+    """A step that returns none, or a sum, has nothing to predict."""
+    with pytest.raises(UserError, match="a row for each of the 2 samples"):
+        columns(outputs)
+
+
+def test_a_csv_gives_every_bit_back(tmp_path: Path) -> None:
+    """The shortest digits of a float32 are enough."""
+    values = torch.rand(100, generator=torch.Generator().manual_seed(0)).numpy() ** 9
+    with open_writer(tmp_path / "predictions.csv") as writer:
+        writer.write({"index": np.arange(50), "output": values[:50]})
+        writer.write({"index": np.arange(50, 100), "output": values[50:]})
+        writer.close()
+    with (tmp_path / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert np.array([row["output"] for row in rows], dtype=np.float32).tobytes() == values.tobytes()
+    assert [int(row["index"]) for row in rows] == list(range(100))
+
+
+def test_nothing_is_left_of_a_file_that_was_not_finished(tmp_path: Path) -> None:
+    """Whoever fails half-way leaves no half."""
+    for name in ("predictions.csv", "predictions.parquet"):
+        with open_writer(tmp_path / name) as writer:
+            writer.write({"index": np.arange(3)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_are_joined_in_their_order_and_samples_are_named() -> None:
+    """The names of the split are looked up by the samples' numbers."""
+    parts = [
+        {"split": np.full(2, "eval"), "index": np.array(index), "output": np.array(output)}
+        for index, output in (([0, 1], [0.5, 1.5]), ([2, 3], [2.5, 3.5]))
+    ]
+    found = joined(parts, names=["a", "b", "c", "d"])
+    assert list(found) == ["split", "index", "sample", "output"]
+    assert found["sample"].tolist() == ["a", "b", "c", "d"]
+    assert found["output"].tolist() == [0.5, 1.5, 2.5, 3.5]
