@@ -21,6 +21,7 @@ from PIL import Image
 
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.render.columns import columns
 from ddp_runner.compare.render.plots import figures
 from ddp_runner.compare.runs import read_runs
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
 PARTS = {"perf__forward_ms": [1.0, 4.0], "perf__backward_ms": [1.0, 8.0]}
 SHARE = {"perf__comm_share": [0.9, 0.25]}
+RANKS = {"perf__skew_ms": [9.0, 6.0], "perf__all_reduce_ms": [9.0, 3.0], "perf__mfu": [0.9, 0.5]}
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def test_everything_is_written_into_a_folder(
 
 def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     """Speedups beside the ideal ones, and the parts of a step with the rest of its time."""
-    lines = lines_of([1.0, 4000.0], **PARTS, **SHARE)
+    lines = lines_of([1.0, 4000.0], **PARTS, **SHARE, **RANKS)
     write_run(outputs / "parts", config={"optimizer.lr": 0.5}, lines=lines)
     comparison = compare(read_runs([outputs]))
     plots = figures(comparison)
@@ -167,6 +169,10 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     bars = {bar.get_label(): bar.patches[0].get_width() for bar in parts.axes[0].containers}
     assert bars == {"forward": 4.0, "backward": 8.0, "rest": 4.0}  # of 16 ms
     assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
+    assert [row.skew_ms.mean for row in comparison.rows if row.skew_ms] == [6.0]
+    assert [row.mfu.mean for row in comparison.rows if row.mfu] == [0.5]
+    shown = {column.key: column.title for column in columns(comparison)}
+    assert (shown["skew_ms"], shown["mfu"]) == ("skew ms", "MFU")
 
 
 def test_a_doubtful_speed_is_marked_wherever_it_is_shown(
