@@ -76,6 +76,6 @@ def all_reduce_bytes(model: nn.Module) -> tuple[int, ...]:
     """
     if not isinstance(model, DistributedDataParallel):
         return ()
-    facts = model._get_ddp_logging_data()  # for debugging; checked with torch 2.11 to 2.15
+    facts = model._get_ddp_logging_data()  # for debugging; checked with torch 2.15
     sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes") or ""
     return tuple(int(size) for size in sizes.split(",") if size)

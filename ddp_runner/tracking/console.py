@@ -216,7 +216,7 @@ def end_summary(
         again = [RunDir(run_dir).resume_argument]
         again += [f'"allowed_targets=[{",".join(allowed)}]"'] if allowed else []
         lines.append(f"go on: python -m ddp_runner {' '.join(again)}")
-    if metrics and not title:
+    if not title:
         folder = shown_path(run_dir)
         # The folder below which TensorBoard shows the run by its name.
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
