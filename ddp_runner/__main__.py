@@ -1,12 +1,16 @@
-"""``python -m ddp_runner``: see ``cli.app``."""
+"""``python -m ddp_runner``: see ``cli.app``; with the word ``new``: ``new.command``."""
 
 import signal
+import sys
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     # Ctrl-C during the imports below ends the process without a traceback, as in a C program.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from ddp_runner.cli.app import main
+if sys.argv[1:2] == ["new"]:  # it needs neither Hydra nor what a run imports
+    from ddp_runner.new.command import main
+else:
+    from ddp_runner.cli.app import main
 
 if __name__ == "__main__":
     main()

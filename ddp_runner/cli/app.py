@@ -49,15 +49,20 @@ from ddp_runner.tracking.provenance import git_revision, versions
 from ddp_runner.tracking.run_dir import RunDir
 
 
-def main() -> None:
-    """Run the command line; exit with one of the codes that the README lists."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line; exit with one of the codes that the README lists.
+
+    Args:
+        arguments: the words after ``python -m ddp_runner``; None: those of this process.
+    """
     started_at = time.time()
     lost: list[str] = []  # what is wrong with stdout and stderr
     keep_streams(lost.append)
     for signum in handled_signals():
         # Before any worker there is nothing to save.
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
-    arguments = ["verbose=true" if one == "-v" else one for one in sys.argv[1:]]
+    given = sys.argv[1:] if arguments is None else arguments
+    arguments = ["verbose=true" if one == "-v" else one for one in given]
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=lost))
     except Exception as error:

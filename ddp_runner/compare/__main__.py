@@ -44,7 +44,8 @@ def run(arguments: Sequence[str]) -> None:
         each=args.each,
         include_parallel_jobs=args.include_parallel_jobs,
     )
-    written = write_all(comparison, args.out) if args.out is not None else []
+    out = args.out
+    written = write_all(comparison, out, paths=args.paths) if out is not None else []
     print(FORMATS[args.format](comparison), flush=True)
     if args.format == "csv":
         for title, sentences in remark_sections(comparison):
@@ -53,13 +54,16 @@ def run(arguments: Sequence[str]) -> None:
         print(line, file=sys.stderr)
 
 
-def write_all(comparison: Comparison, folder: Path) -> list[str]:
-    """Write every format, the plots and the TensorBoard runs into a folder; return a line for each.
+def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) -> list[str]:
+    """Write every format, the plots, the report and the TensorBoard runs of paths into a folder.
+
+    Return a line for each.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    from ddp_runner.compare.render.plots import write_plots  # matplotlib takes half a second
+    from ddp_runner.compare.render.plots import figures, write_plots  # matplotlib is slow
+    from ddp_runner.compare.render.report.page import write_report
     from ddp_runner.compare.render.tensorboard import write_board
 
     lines = []
@@ -69,9 +73,11 @@ def write_all(comparison: Comparison, folder: Path) -> list[str]:
             path = folder / f"comparison.{SUFFIXES[name]}"
             path.write_text(form(comparison) + "\n", encoding="utf-8")
             lines.append(f"wrote {path}")
-        pictures, plot_lines = write_plots(comparison, folder)
+        drawn = figures(comparison)
+        pictures, plot_lines = write_plots(drawn, folder)
         board_line = write_board(comparison, folder / "tensorboard", pictures=pictures)
-        return [*lines, *plot_lines, board_line]
+        report_line = write_report(comparison, drawn, folder, paths=paths)
+        return [*lines, *plot_lines, board_line, report_line]
     except OSError as error:
         raise UserError(
             f"--out ({folder}) cannot be written ({error.strerror}); choose a writable folder"

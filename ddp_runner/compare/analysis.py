@@ -16,6 +16,7 @@ from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speed
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import is_lower_better
 
+NO_PARTS = ("step_time_ms", "skew_ms", "all_reduce_ms")  # other times that perf/ has
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 
 
@@ -149,7 +150,7 @@ def _row(
     metrics = {name: stat(final.get(name) for final in finals) for name in names}
     logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
     perf = [name.removeprefix("perf/") for name in logged if name.startswith("perf/")]
-    times = [name for name in perf if name.endswith("_ms") and name != "step_time_ms"]
+    times = [name for name in perf if name.endswith("_ms") and name not in NO_PARTS]
     parts = {name.removesuffix("_ms"): result(name) for name in times}
     return ComparisonRow(
         setting={key: setting.get(key) for key in keys},
@@ -161,6 +162,8 @@ def _row(
         metrics={name: value for name, value in metrics.items() if value is not None},
         peak_memory_gib=result("peak_memory_gib"),
         comm_share=result("comm_share"),
+        skew_ms=result("skew_ms"),
+        mfu=result("mfu"),
         startup_s=stat(run.number("startup_s") for run in runs),
         wall_s=stat(run.number("wall_s") for run in runs),
         num_sessions=stat(len(run.sessions) or None for run in runs),

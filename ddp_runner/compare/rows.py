@@ -51,6 +51,8 @@ class ComparisonRow:
     metrics: Mapping[str, Stat]  # last values
     peak_memory_gib: Stat | None
     comm_share: Stat | None  # of the step time, 0 to 1
+    skew_ms: Stat | None  # a step, that the others waited for one rank
+    mfu: Stat | None  # model FLOP utilisation, 0 to 1
     startup_s: Stat | None  # of the first session of a resumed run
     wall_s: Stat | None  # of all sessions
     num_sessions: Stat | None

@@ -9,6 +9,7 @@ import reprlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -80,16 +81,17 @@ def read_run(folder: Path) -> Run:
     if folder.is_dir() and not (folder / RUN_RECORD).exists():
         reason = f"no {RUN_RECORD}: the run never started, or the copy is incomplete"
         return Run(folder, reason=reason)
+    if (link := _link_in(folder)) is not None:
+        return Run(
+            folder,
+            reason=f"{link} is a link, which may lead to any file; put the file itself there",
+        )
     record: Mapping[str, Any] = {}
     try:
         record = read_run_record(folder)
         if (problem := _problem(folder, record)) is not None:
             return Run(folder, reason=problem, record=record)
-        config = yaml.load((folder / CONFIG_FILE).read_bytes(), Loader=LOADER)  # a safe loader
-        if not isinstance(config, dict):
-            raise ValueError("it is not a mapping")
-        # Lists in one piece: two runs may differ in how many items a list has.
-        keys = dict(leaves(with_moved_names(config), whole_lists=True))
+        keys = _read_config(folder / CONFIG_FILE)
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
     except UserError as error:
         reason = str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
@@ -104,6 +106,22 @@ def read_run(folder: Path) -> Run:
     return Run(folder, reason=reason, record=record)
 
 
+def with_what_is_there(run: Run) -> Run:
+    """Return a run that cannot be compared with its config and its lines, where they are readable.
+
+    A reader of its page wants to know how far it came; a comparison does not wait for that.
+    """
+    keys: dict[str, Any] = {}
+    lines: list[dict[str, float | None]] = []
+    if _link_in(run.folder) is not None:
+        return run
+    with suppress(Exception):  # its reason says what is wrong; PyYAML raises errors of any type
+        keys = _read_config(run.folder / CONFIG_FILE)
+    with suppress(OSError):
+        lines, _ = _read_lines(run.folder / METRICS_FILE)
+    return replace(run, config=keys, lines=tuple(lines))
+
+
 def _run_folders(path: Path) -> Iterator[Path]:
     """Yield the folders that hold at least a part of a run, and those that cannot be read."""
     unreadable: list[Path] = []
@@ -114,6 +132,15 @@ def _run_folders(path: Path) -> Iterator[Path]:
             subfolders[:] = set(subfolders) - set(SUBFOLDERS)
             yield folder
     yield from (folder for folder in unreadable if path.is_dir() and folder.is_dir())
+
+
+def _link_in(folder: Path) -> str | None:
+    """Return what is a link among that which a comparison reads; None if nothing is.
+
+    A folder may come from somebody else, and a report, which is passed on, shows what is read.
+    """
+    names = (RUN_RECORD, METRICS_FILE, CONFIG_FILE, Path(CONFIG_FILE).parent.name)
+    return next((name for name in names if (folder / name).is_symlink()), None)
 
 
 def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
@@ -131,7 +158,8 @@ def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
     if status != Status.COMPLETED:
         return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
     if "checks" in record or record.get("task") in ("predict", "export"):
-        return f"a task={record.get('task', 'check')} run has no metrics to compare"
+        task = "check" if "checks" in record else record["task"]
+        return f"a task={task} run has no metrics to compare"
     for name, kind in REQUIRED.items():
         value = record.get(name)
         if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
@@ -150,6 +178,14 @@ def _is_measured(call: Any) -> bool:
     except (LookupError, TypeError):
         return False
     return is_finite(size) and is_finite(time_us) and size >= 0 and time_us > 0
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = yaml.load(path.read_bytes(), Loader=LOADER)  # a safe loader
+    if not isinstance(config, dict):
+        raise ValueError("it is not a mapping")
+    # Lists in one piece: two runs may differ in how many items a list has.
+    return dict(leaves(with_moved_names(config), whole_lists=True))
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RUNNER_KEYS
-from ddp_runner.errors import counted
+from ddp_runner.errors import counted, printable
 
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
@@ -95,7 +95,7 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
             words.append(f"{'global batch' if key == GLOBAL_BATCH else 'batch per rank'} {value}")
         else:
             words.append(str(value) if key.endswith(".name") else f"{key} {value}")
-    return ", ".join(words)
+    return printable(", ".join(words))  # plots and TensorBoard show it as it is
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:

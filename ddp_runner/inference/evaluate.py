@@ -30,7 +30,7 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     with open_logger(session, model) as logger:
         session.heartbeat.note(EVALUATING)
         logger.step_done(step=0, epoch=0)  # the start-up ends here
-        splits, began = model.setup.splits(), time.perf_counter()
+        splits, began = model.setup.splits, time.perf_counter()
         results, confusion = evaluate(model, *splits.values())
         counts = [num_samples(split) for split in splits.values()]
         if None not in counts:

@@ -31,7 +31,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
             tensors, metrics = model.evaluated.state_dict(), logged_at(model.run_dir, model.step)
             numbers = {name: one for name, one in metrics.items() if "/" in name}
             export_weights(run_dir.export, tensors, step=model.step, metrics=numbers)
-            split = next(iter(setup.splits().values()))
+            split = next(iter(setup.splits.values()))
             files = export_programs(
                 setup.config,
                 session.mode,

@@ -44,14 +44,7 @@ class InferenceSetup:
     step: StepFunction
     metrics: Mapping[str, Metric]
     group: ProcessGroup | None  # the ranks that compute; None: all
-
-    def splits(self) -> dict[str, AnySplit]:
-        """Return the splits that ``inference.split`` names, near the device."""
-        asked = self.config.inference.split
-        names = ("train", "eval") if asked == "all" else (asked,)
-        both = {"train": self.dataset.train, "eval": self.dataset.eval}
-        near = self.devices[0]
-        return {name: both[name].near(near, most_bytes=MOST_GPU_DATA) for name in names}
+    splits: Mapping[str, AnySplit]  # those that ``inference.split`` names, near the device
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,8 @@ def open_model(session: Session) -> TrainedModel | None:
         weights = find_weights(run_dir, config, config.inference.weights, log=session.log)
         found.append(weights)
         arguments = read_run_record(run_dir).get("model_arguments")
-        epoch = int(logged_at(run_dir, weights.step).get("epoch", 0))
+        epoch = logged_at(run_dir, weights.step).get("epoch")
+        epoch = epoch if isinstance(epoch, int) else 0
         return weights.step, epoch, str(weights.path.relative_to(run_dir.path)), arguments
 
     step, epoch, name, arguments = from_rank_zero(facts)
@@ -112,6 +106,7 @@ def open_model(session: Session) -> TrainedModel | None:
         step=build_step(config, session.devices),
         metrics=build_metrics(config),
         group=group,
+        splits=_splits(config, dataset, near=session.devices[0]),
     )
     model = TrainedModel(
         setup,
@@ -122,9 +117,16 @@ def open_model(session: Session) -> TrainedModel | None:
         weights_name=name,
         arguments=arguments,
     )
-    for split in setup.splits().values():
+    for split in setup.splits.values():
         _try_samples(model, split)
     return model
+
+
+def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[str, AnySplit]:
+    """Return the splits that are asked for by their names, on a GPU if they are small."""
+    asked, both = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
+    names = ("train", "eval") if asked == "all" else (asked,)
+    return {name: both[name].near(near, most_bytes=MOST_GPU_DATA) for name in names}
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.build import build_source
 from ddp_runner.train.evaluation import forward
@@ -38,18 +39,25 @@ def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Stat
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
-    num_rounds = sum(_num_rounds(model, split) for split in model.setup.splits().values())
+    num_rounds = sum(_num_rounds(model, split) for split in model.setup.splits.values())
     with open_logger(session, model, num_rounds=num_rounds) as logger:
         path = session.run_dir.path / f"predictions.{session.config.inference.format}"
         with ExitStack() as stack:
             writer = None
             if session.env.is_rank_zero:
                 writer = stack.enter_context(open_writer(path))
-            status = _write(model, writer, stop_requested=stop_requested, logger=logger)
+            status = _write(
+                model,
+                writer,
+                num_rounds=num_rounds,
+                stop_requested=stop_requested,
+                logger=logger,
+            )
             if writer is not None and status == Status.COMPLETED:
                 writer.close()
+                write_run_record(session.run_dir, predictions=path.name)
                 session.log(f"predictions are in {shown_path(path)}")
-        logger.finish(status, step=model.step, epoch=model.epoch, predictions=path.name)
+        logger.finish(status, step=model.step, epoch=model.epoch)
     return status
 
 
@@ -57,6 +65,7 @@ def _write(
     model: TrainedModel,
     writer: Writer | None,
     *,
+    num_rounds: int,
     stop_requested: Callable[[], bool],
     logger: Logger,
 ) -> Status:
@@ -64,14 +73,15 @@ def _write(
     setup, num_done, vote = model.setup, 0, StopVote(model.setup.group)
     broadcast_buffers(model.evaluated, group=setup.group)
     names = _sample_names(model) if writer is not None else {}
-    for name, split in setup.splits().items():
+    for name, split in setup.splits.items():
         for own in _own_rows(model, split, name=name):
             found = _gathered(own, model)
             if writer is not None and found:
                 writer.write(joined(found, names.get(name)))
             num_done += 1
             logger.step_done(step=num_done, epoch=1)
-            if vote.agreed(stop_requested()):
+            # After the last round nothing is left to stop.
+            if num_done != num_rounds and vote.agreed(stop_requested()):
                 return Status.PREEMPTED
     vote.close()
     return Status.COMPLETED

@@ -26,7 +26,7 @@ def open_logger(session: Session, model: TrainedModel, *, num_rounds: int = 0) -
         session.log(note)
     counts = [
         f"{'a stream' if (count := num_samples(split)) is None else f'{count:,}'} {NOUNS[name]}"
-        for name, split in setup.splits().items()
+        for name, split in setup.splits.items()
     ]
     facts = {
         "run": "" if job.run_dir else str(shown_path(session.run_dir.path)),

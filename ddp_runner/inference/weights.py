@@ -46,7 +46,8 @@ def find_weights(
     if asked == "best" and run_dir.export.exists():
         path = run_dir.export
         tensors, facts = read_export(path, named=str(path))
-        return Weights(tensors, int(facts.get("step", 0)), path)
+        step = facts.get("step", "")
+        return Weights(tensors, int(step) if step.isdecimal() else 0, path)
     checkpoint = _checkpoint(run_dir, config, asked, log=log)
     content = load_checkpoint(checkpoint)
     is_average = config.ema.decay is not None and config.ema.evaluate

@@ -67,3 +67,15 @@ class DDP:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(f"no_sync needs the model that wrap returned, not {type(model)}")
         return model.no_sync()
+
+
+def all_reduce_bytes(model: nn.Module) -> tuple[int, ...]:
+    """Return the bytes of each all-reduce of a step, in their order; none if it is not under DDP.
+
+    DDP forms its buckets anew after the first backward, in the order of the gradients.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return ()
+    facts = model._get_ddp_logging_data()  # for debugging; checked with torch 2.15
+    sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes") or ""
+    return tuple(int(size) for size in sizes.split(",") if size)

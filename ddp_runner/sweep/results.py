@@ -153,5 +153,5 @@ def print_report(folder: Path, entries: Iterable[Entry]) -> None:
         print("\nno report: no run of this sweep was completed")
         return
     comparison = compare(read_runs([folder]))
-    written = write_all(comparison, folder / "report")
+    written = write_all(comparison, folder / "report", paths=[folder])
     print("", FORMATS["table"](comparison), *written, sep="\n", flush=True)

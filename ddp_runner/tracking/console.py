@@ -187,12 +187,13 @@ def end_summary(
     run_dir: Path,
     title: str = "",
     allowed: Sequence[str] = (),
+    waiting: str | None = None,
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
     not finite. `wall_s` is what this command took. A resumed run allows nothing by itself, so the
-    command to go on names what this one allowed.
+    command to go on names what this one allowed. `waiting` is the sentence about the slowest rank.
     """
     results = {name: metrics[name] for name in headlines(metrics) if metrics[name] is not None}
     took = f"{status} in {wall_s:.1f} s"
@@ -210,11 +211,12 @@ def end_summary(
                 lines[-1] += f"  {part}"
             else:
                 lines.append(f"  {part}")
+        lines += [waiting] if waiting else []
     if status == Status.PREEMPTED:
         again = [RunDir(run_dir).resume_argument]
         again += [f'"allowed_targets=[{",".join(allowed)}]"'] if allowed else []
         lines.append(f"go on: python -m ddp_runner {' '.join(again)}")
-    if metrics and not title:
+    if not title:
         folder = shown_path(run_dir)
         # The folder below which TensorBoard shows the run by its name.
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent

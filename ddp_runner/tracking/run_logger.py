@@ -25,6 +25,7 @@ from ddp_runner.tracking.run_record import (
     write_run_record,
 )
 from ddp_runner.tracking.trackers.sender import end_trackers, start_trackers
+from ddp_runner.tracking.waiting import waiting_line
 
 DIVERGED_FACTOR = 10.0  # noise does not raise a loss this many times above the first one
 
@@ -150,7 +151,8 @@ class RunLogger:
         ended["load"] = load_record(self._load, measure_load())
         end_session(self._run_dir, **(ended | self._last | fields))
         end_trackers(self._trackers, status)
-        first, last = read_run_record(self._run_dir).get("first_loss"), metrics.get("train/loss")
+        record = read_run_record(self._run_dir)
+        first, last = record.get("first_loss"), metrics.get("train/loss")
         if (
             status == Status.COMPLETED
             and first is not None
@@ -167,7 +169,13 @@ class RunLogger:
         if status == Status.PREEMPTED:
             allowed = yaml.safe_load(self._config_text).get("allowed_targets", allowed)
         summary = end_summary(
-            status, metrics, wall_s=wall_s, run_dir=folder, title=title, allowed=allowed
+            status,
+            metrics,
+            wall_s=wall_s,
+            run_dir=folder,
+            title=title,
+            allowed=allowed,
+            waiting=waiting_line(record),
         )
         print(summary, flush=True)
 

@@ -75,6 +75,10 @@ class RunFields(TypedDict, total=False):
     directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
+    skew_ms_by_rank: Sequence[float]  # of the last session; see docs/where_time_goes.md
+    skew_step_ms: float  # the mean of the steps in which it was measured
+    flops_per_sample: float | None  # of a forward and backward; None: they cannot be counted
+    matmul_flops_per_s: float | None  # of all ranks
     lost_ranks: Sequence[int]
     stopped_early: str | None  # why the run ended before its last step; None: it did not
     checks: Sequence[Mapping[str, Any]]  # task=check

@@ -5,9 +5,6 @@ them. Every rank tries the same two samples and gets the same result, so the tri
 collective.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from ddp_runner.config.monitors import KnownMetrics
@@ -20,7 +17,7 @@ from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import direction
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import forward
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.trial import (
     NUM_SAMPLES,
     Trial,
@@ -45,7 +42,7 @@ def try_first_batch(state: TrainState) -> Trial:
     setup = state.setup
     batch = setup.batches.samples(range(NUM_SAMPLES))
     try:
-        with _restored_after(state):
+        with restored_after(state):
             return try_loss(state, batch) if is_ordinary(state) else try_step(state, batch)
     except (UserError, torch.OutOfMemoryError):
         raise
@@ -70,7 +67,7 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
         UserError: a metric cannot take the outputs of the training step, or computes no number.
     """
     setup, names = state.setup, {"eval/loss"}
-    with _restored_after(state):
+    with restored_after(state):
         step = forward(state, state.module, setup.batches.samples(range(NUM_SAMPLES)))
         metrics = Evaluation(setup.metrics, device=setup.devices[-1])
         metrics.update(step.outputs, step.targets)
@@ -135,19 +132,3 @@ def rehearse(state: TrainState) -> None:
     batches = state.setup.batches
     step = forward(state, state.model, batches.samples(range(batches.micro_size)))
     step.loss_sum.backward()  # the next step sets these gradients to None
-
-
-@contextmanager
-def _restored_after(state: TrainState) -> Iterator[None]:
-    """Evaluate in the block, then restore random numbers, buffers and the model's mode."""
-    module, was_training = state.module, state.module.training
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    cuda = [device for device in state.setup.devices if device.type == "cuda"]
-    module.eval()
-    try:
-        with torch.random.fork_rng(devices=cuda):
-            yield
-    finally:
-        module.train(was_training)
-        for buffer, value in buffers:
-            buffer.copy_(value)

@@ -20,6 +20,7 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
+from ddp_runner.train.measuring import peaks_of
 from ddp_runner.train.metrics import gradient_norm, step_metrics
 from ddp_runner.train.state import Position, TrainState
 
@@ -68,6 +69,9 @@ def train(
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= profiler.untraced(step_metrics(state, loss, lr=lr))
                 logger.log(position.metrics, step=position.step, epoch=epoch)
+            if state.has_settled and state.peaks is None:
+                state.peaks = peaks_of(state, batch.micro_batches[0])
+                timer.restart()
             profiler.step_done(position.step)
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
@@ -151,11 +155,12 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             # The reduction averages over the shares, but global_count already counts them all.
             scaled = state.scaler.scale(loss * setup.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
-            if has_peers:
+            exchanges = is_last and has_peers
+            if exchanges:
                 timer.mark_end_of_backward(scaled)
             setup.profiler.begin(StepPart.BACKWARD)
             scaled.backward()
-            timer.mark(StepPart.COMM if has_peers else StepPart.BACKWARD)
+            timer.mark(StepPart.COMM if exchanges else StepPart.BACKWARD)
         total += loss.detach()
         for name, value in step.scalars.items():
             scalars[name] = scalars.get(name, 0) + value.detach() * share

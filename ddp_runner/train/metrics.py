@@ -1,14 +1,17 @@
 """The metrics of an optimizer step."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.train.peaks import AFTER_S
+from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
 
 
@@ -24,26 +27,33 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
         UserError: the loss is NaN or infinite.
     """
     env, own_loss, norm = state.setup.env, loss.item(), state.grad_norm
-    metrics, parts = state.setup.timer.lap()
-    comm = [0.0] * env.world_size
-    comm[env.rank] = parts.get(StepPart.COMM, 0.0)
-    own = [own_loss, *parts.values(), *comm, *(one.item() for one in state.scalars.values())]
-    total, *sums = sum_over_ranks(own, group=state.setup.group)
-    comm_by_rank, scalars = (
-        sums[len(parts) :][: env.world_size],
-        sums[len(parts) + env.world_size :],
+    lap = state.setup.timer.lap()
+    times = table(lap.exchanges, rank=env.rank, world_size=env.world_size)
+    parts = {part: ms for part, ms in lap.parts.items() if part is not StepPart.COMM}
+    is_settled = state.setup.timer.trained_s >= AFTER_S
+    own = [own_loss, is_settled, *parts.values(), *(one.item() for one in state.scalars.values())]
+    total, num_settled, *sums = sum_over_ranks(
+        [*own, *times.flatten().tolist()], group=state.setup.group
     )
-    means = {part: value / env.world_size for part, value in zip(parts, sums, strict=False)}
+    means = [value / env.world_size for value in sums[: len(parts)]]
+    scalars = sums[len(parts) : len(own) - 2]
+    times = torch.tensor(sums[len(own) - 2 :], dtype=torch.float64).view_as(times)
+    state.has_settled = num_settled == env.world_size
     if norm is None:
         norm = gradient_norm(state.module.parameters())
-    step_time_ms = metrics["perf/step_time_ms"]
     return {
         "train/loss": _finite_loss(total, state),
         **{f"train/{name}": one for name, one in zip(state.scalars, scalars, strict=True)},
         "train/lr": lr,
         "train/grad_norm": float(norm),
-        **metrics,
-        **part_metrics(means, comm_by_rank=comm_by_rank, step_time_ms=step_time_ms),
+        **lap.metrics,
+        **{part.metric: ms for part, ms in zip(parts, means, strict=True)},
+        **state.skew.add(times, step_time_ms=lap.metrics["perf/step_time_ms"]),
+        **(
+            state.peaks.metrics(samples_per_s=lap.metrics["perf/samples_per_s"])
+            if state.peaks
+            else {}
+        ),
         "perf/peak_memory_gib": peak_memory_gib(),
         **state.gradients.metrics(),
     }
@@ -54,28 +64,6 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     gradients = [one.grad for one in parameters if one.grad is not None]
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
     return nn.utils.get_total_norm(dense)
-
-
-def part_metrics(
-    parts: Mapping[StepPart, float], *, comm_by_rank: Sequence[float], step_time_ms: float
-) -> dict[str, float]:
-    """Return the metrics of a step's parts.
-
-    Communication counts where no computation hides it. The rank that spends the least time in it
-    is taken to measure the exchange itself; the other ranks spend the rest waiting for slower ones.
-
-    Args:
-        parts: mean over the ranks, in milliseconds.
-        comm_by_rank: milliseconds that each rank spends in ``comm``; ignored for a single rank.
-        step_time_ms: of the whole step.
-    """
-    metrics = {part.metric: value for part, value in parts.items() if part is not StepPart.COMM}
-    if len(comm_by_rank) > 1:
-        exchange = min(comm_by_rank)
-        metrics[StepPart.COMM.metric] = exchange
-        metrics[StepPart.WAIT.metric] = parts[StepPart.COMM] - exchange
-        metrics["perf/comm_share"] = exchange / step_time_ms
-    return metrics
 
 
 def global_loss(state: TrainState, loss: Tensor) -> float:

@@ -1,7 +1,8 @@
 """What a rank trains: the state that a checkpoint saves, and the setup that stays the same."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,11 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
+from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
+from ddp_runner.train.peaks import Peaks
 from ddp_runner.train.schedules import Schedule
+from ddp_runner.train.skew import Skew
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
 from ddp_runner.train.stream_batches import StreamBatches
@@ -76,6 +80,9 @@ class TrainState:
     # Of the last step: this rank's part of the mean of each scalar that the training step returned.
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
     ema: Ema | None = None  # the averaged weights; None without ema.decay
+    skew: Skew = field(default_factory=Skew)  # of this session
+    has_settled: bool = False  # every rank has trained for long enough to measure its peaks
+    peaks: Peaks | None = None  # of this session; None: not measured yet
 
     @property
     def evaluated(self) -> nn.Module:
@@ -127,8 +134,29 @@ class TrainState:
             return self.position.epoch >= self.setup.config.train.epochs
         return self.position.step >= self.last_step
 
+    @property
+    def measured(self) -> RunFields:
+        """What run.json keeps of this session's measurements."""
+        return self.skew.fields() | (self.peaks.fields() if self.peaks else RunFields())
+
     def ends_with(self, batch: StepBatch) -> bool:
         """Return whether this batch, the last one that was taken, is the last of the run."""
         if self.last_step is None:
             return batch.is_last and self.position.epoch + 1 >= self.setup.config.train.epochs
         return self.position.step >= self.last_step
+
+
+@contextmanager
+def restored_after(state: TrainState) -> Iterator[None]:
+    """Evaluate in the block, then restore random numbers, buffers and the model's mode."""
+    module, was_training = state.module, state.module.training
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    cuda = [device for device in state.setup.devices if device.type == "cuda"]
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        module.train(was_training)
+        for buffer, value in buffers:
+            buffer.copy_(value)

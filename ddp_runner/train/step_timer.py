@@ -1,7 +1,9 @@
 """Measures throughput, and how a step's time divides into parts."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -10,6 +12,33 @@ from torch import Tensor
 from ddp_runner.metric_names import StepPart
 
 MOST_EVENTS = 1024  # CUDA events kept; past this, the older half is read and dropped
+MOST_EXCHANGES = 128  # kept for a log line: what a line sends must not grow with its steps
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What this rank did from the end of one exchange of gradients to the end of the next."""
+
+    work_ms: float  # until its gradients were computed, without saving, evaluating and logging
+    comm_ms: float  # from then to the end: waiting for slower ranks, and the exchange itself
+
+
+@dataclass(frozen=True)
+class Lap:
+    """What a rank measured between two log lines."""
+
+    metrics: Mapping[str, float]
+    parts: Mapping[StepPart, float]  # milliseconds of a mean step
+    exchanges: Sequence[Exchange]  # the last MOST_EXCHANGES; without the session's first, a warm-up
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A mark on a GPU."""
+
+    event: torch.cuda.Event
+    part: StepPart | None
+    restarts: bool
 
 
 class StepTimer:
@@ -22,23 +51,35 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         """Measure on a device, the rank's first."""
         self._device, self._on_gpu = device, device.type == "cuda"
+        self._parts_ms = defaultdict[StepPart | None, float](float)
+        self._work_ms, self._exchanges = 0.0, deque[Exchange](maxlen=MOST_EXCHANGES)
+        self._is_warm = False
+        self.trained_s = 0.0  # in all laps
+        self._last = time.perf_counter()
+        self._events: list[_Event] = []
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval."""
+        """Begin the interval anew, but keep the exchanges since the last lap."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-        self._parts_ms = defaultdict[StepPart | None, float](float)
-        self._last = self._started
-        self._events: list[tuple[StepPart | None, torch.cuda.Event]] = []
-        self.mark(None)
+        self._mark(None, restarts=True)
 
     def mark(self, part: StepPart | None, *, ends_on: torch.device | None = None) -> None:
         """Add the time since the last mark to a part of the step.
 
         Args:
-            part: what the time was spent on; None drops it.
+            part: what the time was spent on; None drops it. COMM ends the exchange of a step.
             ends_on: the device that finishes the part; None for the rank's first.
         """
+        self._mark(part, ends_on=ends_on)
+
+    def _mark(
+        self,
+        part: StepPart | None,
+        *,
+        ends_on: torch.device | None = None,
+        restarts: bool = False,
+    ) -> None:
         if self._on_gpu:
             # Name the device: in autograd's threads another may be current, and CUDA measures no
             # time between events of two devices.
@@ -48,12 +89,12 @@ class StepTimer:
                 stream.wait_event(torch.cuda.current_stream(ends_on).record_event())
             event = torch.cuda.Event(enable_timing=True)
             event.record(stream)
-            self._events.append((part, event))
+            self._events.append(_Event(event, part, restarts))
             if len(self._events) > MOST_EVENTS:
                 self._add_up(MOST_EVENTS // 2)
             return
         now = time.perf_counter()
-        self._parts_ms[part] += 1000 * (now - self._last)
+        self._count(part, 1000 * (now - self._last), restarts=restarts)
         self._last = now
 
     def mark_end_of_backward(self, loss: Tensor) -> None:
@@ -67,22 +108,40 @@ class StepTimer:
         self._steps += 1
         self._samples += samples
 
-    def lap(self) -> tuple[dict[str, float], dict[StepPart, float]]:
-        """Return the interval's throughput and each part's mean milliseconds; begin a new one."""
+    def lap(self) -> Lap:
+        """Return what was measured since the last lap or restart; begin a new interval."""
         if self._on_gpu:
             self._add_up(len(self._events) - 1)
         elapsed_s = time.perf_counter() - self._started
-        metrics = {
-            "perf/samples_per_s": self._samples / elapsed_s,
-            "perf/step_time_ms": 1000 * elapsed_s / self._steps,
-        }
-        parts = {part: ms / self._steps for part, ms in self._parts_ms.items() if part is not None}
+        self.trained_s += elapsed_s
+        lap = Lap(
+            metrics={
+                "perf/samples_per_s": self._samples / elapsed_s,
+                "perf/step_time_ms": 1000 * elapsed_s / self._steps,
+            },
+            parts={part: ms / self._steps for part, ms in self._parts_ms.items() if part},
+            exchanges=tuple(self._exchanges),
+        )
+        self._exchanges.clear()
         self.restart()
-        return metrics, parts
+        return lap
+
+    def _count(self, part: StepPart | None, ms: float, *, restarts: bool) -> None:
+        """Count time for a part, and for the exchange that it comes before or ends."""
+        self._parts_ms[part] += ms
+        if restarts:
+            self._parts_ms.clear()
+        elif part is StepPart.COMM:
+            if self._is_warm:
+                self._exchanges.append(Exchange(self._work_ms, ms))
+            self._is_warm, self._work_ms = True, 0.0
+        elif part is not None:  # also the optimizer, after an exchange: it delays the next one
+            self._work_ms += ms
 
     def _add_up(self, count: int) -> None:
-        """Wait for the oldest events and add their times to their parts."""
-        self._events[count][1].synchronize()
-        for (_, before), (part, event) in pairwise(self._events[: count + 1]):
-            self._parts_ms[part] += before.elapsed_time(event)
+        """Wait for the oldest events and count their times for their parts."""
+        self._events[count].event.synchronize()
+        for before, mark in pairwise(self._events[: count + 1]):
+            ms = before.event.elapsed_time(mark.event)
+            self._count(mark.part, ms, restarts=mark.restarts)
         del self._events[:count]

@@ -82,13 +82,13 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         position, reason = state.position, stop_reason(state.position, early_stop_of(state.setup))
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
-        logger.finish(
-            status,
+        fields = RunFields(
             step=position.step,
             epoch=position.epoch,
             lost_ranks=list(state.gradients.lost),
             stopped_early=reason,
         )
+        logger.finish(status, **(fields | state.measured))
     if profiler.report:
         session.log(profiler.report)
     return status

@@ -21,6 +21,7 @@ from PIL import Image
 
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.render.columns import columns
 from ddp_runner.compare.render.plots import figures
 from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
 PARTS = {"perf__forward_ms": [1.0, 4.0], "perf__backward_ms": [1.0, 8.0]}
 SHARE = {"perf__comm_share": [0.9, 0.25]}
+RANKS = {"perf__skew_ms": [9.0, 6.0], "perf__all_reduce_ms": [9.0, 3.0], "perf__mfu": [0.9, 0.5]}
 
 
 @pytest.fixture
@@ -152,7 +154,7 @@ def test_everything_is_written_into_a_folder(
     plots = ("scaling", "loss_by_step", "loss_by_time")
     wanted = {f"comparison.{suffix}" for suffix in ("txt", "md", "csv", "json")}
     wanted |= {f"{plot}.{suffix}" for plot in plots for suffix in ("png", "svg")}
-    wanted.add("tensorboard")
+    wanted |= {"report.html", "tensorboard"}
     assert {path.name for path in (tmp_path / "report").iterdir()} == wanted
     for plot in plots:
         with Image.open(tmp_path / "report" / f"{plot}.png") as image:
@@ -163,7 +165,7 @@ def test_everything_is_written_into_a_folder(
 
 def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     """Speedups beside the ideal ones, and the parts of a step with the rest of its time."""
-    lines = lines_of([1.0, 4000.0], **PARTS, **SHARE)
+    lines = lines_of([1.0, 4000.0], **PARTS, **SHARE, **RANKS)
     write_run(outputs / "parts", config={"optimizer.lr": 0.5}, lines=lines)
     comparison = compare(read_runs([outputs]))
     plots = figures(comparison)
@@ -183,6 +185,10 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     bars = {bar.get_label(): bar.patches[0].get_width() for bar in parts.axes[0].containers}
     assert bars == {"forward": 4.0, "backward": 8.0, "rest": 4.0}  # of 16 ms
     assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
+    assert [row.skew_ms.mean for row in comparison.rows if row.skew_ms] == [6.0]
+    assert [row.mfu.mean for row in comparison.rows if row.mfu] == [0.5]
+    shown = {column.key: column.title for column in columns(comparison)}
+    assert (shown["skew_ms"], shown["mfu"]) == ("skew ms", "MFU")
 
 
 def test_a_doubtful_speed_is_marked_wherever_it_is_shown(

@@ -180,5 +180,6 @@ def test_help_and_cfg_show_what_can_be_chosen(tmp_path: Path) -> None:
         (line,) = [one for one in text.splitlines() if one.startswith(f"{path.parent.name}: ")]
         assert path.stem in line.partition(":")[2].replace(",", " ").split()
     assert "train.grad_accum_steps=1 " in text
+    assert "ddp-runner new my_project" in text
     config = yaml.safe_load(run_command("--cfg", "job", "seed=7", folder=tmp_path).stdout)
     assert (config["seed"], config["train"]["epochs"]) == (7, 10)

@@ -34,7 +34,7 @@ from ddp_runner.train.export import export_best
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step_timer import MOST_EVENTS, StepTimer
+from ddp_runner.train.step_timer import MOST_EVENTS, Exchange, StepTimer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = ("dataset=fake_images", "dataset.num_samples=27", "batch.global_size=8")
@@ -316,8 +316,23 @@ def test_times_are_read_once_the_gpu_has_passed_them() -> None:
         for _ in range(3 * MOST_EVENTS):
             pace.mark(StepPart.FORWARD)
             pace.add(samples=1)
-        _, parts = pace.lap()
-    assert parts == {"forward": 1.0}
+        lap = pace.lap()
+    assert lap.parts == {"forward": 1.0}
+
+
+def test_exchanges_are_timed_by_the_gpu_alone() -> None:
+    """Without waiting for it before the log line, however many events there are by then."""
+    with fake_gpus(1) as gpus:
+        pace = StepTimer(torch.device("cuda", 0))
+        for _ in range(4):
+            for part in (None, StepPart.FORWARD, StepPart.BACKWARD, StepPart.COMM):
+                pace.mark(part)
+            pace.mark(StepPart.OPTIMIZER)
+            pace.add(samples=1)
+        assert not any(mark.is_over for mark in gpus.marks)
+        lap = pace.lap()
+    # The first exchange is a warm-up; the optimizer's step belongs to the next exchange.
+    assert lap.exchanges == (Exchange(work_ms=3.0, comm_ms=1.0),) * 3
 
 
 def test_peak_memory_is_that_of_the_fullest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,17 @@ Needs the driver playwright (in the dev group) and a Chromium on the PATH, for e
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import browser_path, browser_tab
 from commands import run_command, wait_for
 from run_folders import metrics, record, run_dirs
 from tensorboard_server import get_json, serve_tensorboard
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TIME_LIMIT_MS = 240_000
 # The text of each cell of the HParams tab; it is outside of the table's own tree.
 ROWS = """grid => [...grid.shadowRoot.querySelectorAll("#header tr, #items tr")].map(
@@ -27,11 +26,7 @@ ROWS = """grid => [...grid.shadowRoot.querySelectorAll("#header tr, #items tr")]
 @pytest.fixture(scope="module")
 def chromium() -> str:
     """The path of a browser; skip the tests without a driver or a browser."""
-    pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev group")
-    browsers = [path for name in BROWSERS if (path := shutil.which(name))]
-    if not browsers:
-        pytest.skip(f"needs {' or '.join(BROWSERS)} on the PATH: install the system's package")
-    return browsers[0]
+    return browser_path()
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +46,9 @@ def sweep(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def page(chromium: str) -> Iterator[Any]:
     """A tab of a headless browser."""
-    from playwright.sync_api import sync_playwright
-
-    # Chromium has no sandbox for root in a container.
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=options)
-        tab = browser.new_page(viewport={"width": 1800, "height": 1400})
+    with browser_tab(chromium, width=1800, height=1400) as tab:
         tab.set_default_timeout(TIME_LIMIT_MS)
         yield tab
-        browser.close()
 
 
 def tags(logdir: Path) -> dict[str, set[str]]:

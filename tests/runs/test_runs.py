@@ -1,6 +1,7 @@
 """What real commands leave behind."""
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -23,6 +24,7 @@ from run_folders import (
     checkpoint_dir,
     checkpoint_steps,
     last_step,
+    metrics,
     rank_log,
     record,
     reproducible_metrics,
@@ -104,6 +106,17 @@ TABLE = {
     "file": (("launch.init_method=file://FOLDER/store", *TOY), 2),
     "uninterrupted": (STOPPABLE, 2),  # the resumed run below must equal it
 }
+NAPPING = '''
+import os, time
+from ddp_runner.models.toy import ToyModel
+
+class Toy(ToyModel):
+    """The toy model, whose forward takes 200 ms longer on rank 1."""
+
+    def forward(self, inputs):
+        time.sleep(0.2 * (self.training and os.environ["RANK"] == "1"))
+        return super().forward(inputs)
+'''
 
 
 @pytest.fixture(scope="module")
@@ -196,13 +209,32 @@ def test_the_default_run_learns_the_digits_in_a_folder_of_any_name(tmp_path: Pat
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert not [path for path in files if b"hush-hush" in path.read_bytes()]
     (run_dir / ".hydra" / "config.yaml").write_text(frozen.replace("${oc.env:MY_SECRET}", "x"))
-    assert check_run(run_dir, world_size=2)["metrics"]["eval/accuracy"] >= 0.95
+    fields = check_run(run_dir, world_size=2)
+    assert fields["metrics"]["eval/accuracy"] >= 0.95
+    assert len(fields["skew_ms_by_rank"]) == 2
 
     again = run_command(f"hydra.run.dir='{quoted}'", folder=tmp_path)
     assert again.exit_code == 2
     argument = RunDir(run_dir).resume_argument
     assert again.stderr.splitlines()[-1].endswith(f"another folder, or {argument}")
     assert record(run_dir)["status"] == "completed"
+
+
+def test_a_slow_rank_is_named_at_the_end(tmp_path: Path) -> None:
+    """In the summary, in run.json and in each line of metrics."""
+    (tmp_path / "napping.py").write_text(NAPPING)
+    end = run_command(
+        *(*TOY, "train.max_steps=8", "model._target_=napping.Toy", "allowed_targets=[napping]"),
+        *("world_size=3", "batch.global_size=12", "train.log_every_steps=2", "hydra.run.dir=run"),
+        folder=tmp_path,
+        environ={"PYTHONPATH": str(tmp_path)},
+    )
+    assert end.exit_code == 0
+    assert re.search(r"^rank 1 kept the others waiting \d+ ms of a \d+ ms step$", end.stdout, re.M)
+    fields = record(tmp_path / "run")
+    assert max(fields["skew_ms_by_rank"]) == fields["skew_ms_by_rank"][1] > 100
+    assert fields["skew_step_ms"] > 200
+    assert any(line.get("perf/skew_rank") == 1 for line in metrics(tmp_path / "run"))
 
 
 def test_torchrun_starts_one_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from terminals import terminal
 
 from ddp_runner.metric_names import METRICS as LISTED
 from ddp_runner.tracking.console import LiveLine, PlainLines, end_summary, progress
+from ddp_runner.tracking.waiting import waiting_line
 
 METRICS = {"train/loss": 0.12341, "perf/samples_per_s": 12345.4}
 EVALUATION = {"eval/loss": 0.2, "eval/accuracy": 0.97, "eval/f1": 0.96}
@@ -129,6 +130,30 @@ def test_own_metrics_are_shown_with_the_evaluation(tmp_path: Path) -> None:
     assert lines.getvalue() == "epoch 1/1  step 9/9  eval/loss 0.2500  eval/mine 0.5000\n"
     text = end_summary("completed", metrics, wall_s=1.23, run_dir=tmp_path)
     assert text.splitlines()[0] == "completed in 1.2 s  eval/loss 0.2500  eval/mine 0.5000"
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "step_ms", "expected"),
+    [
+        ([1.0, 50.2, 0.0], 120.4, "rank 1 kept the others waiting 50 ms of a 120 ms step"),
+        ([3.14, 0.0], 9.0, "rank 0 kept the others waiting 3.1 ms of a 9.0 ms step"),
+        ([0.0, 11.0], 120.0, None),  # less than a tenth
+        ([0.0, 1.5], 4.0, None),  # any machine's noise
+        ([0.0, None], 4.0, None),  # what another version may have written
+        ([], 4.0, None),
+        (None, None, None),  # a single rank
+    ],
+)
+def test_the_end_names_the_rank_that_the_others_waited_for(
+    by_rank: object, step_ms: object, expected: str | None, tmp_path: Path
+) -> None:
+    """In one line, and only if it matters."""
+    line = waiting_line({"skew_ms_by_rank": by_rank, "skew_step_ms": step_ms})
+    assert line == expected
+    text = end_summary("completed", {}, wall_s=1.0, run_dir=tmp_path, waiting=line)
+    assert [one for one in text.splitlines() if "waiting" in one] == (
+        [expected] if expected else []
+    )
 
 
 def test_the_end_names_results_and_a_command_that_shows_the_runs_name(tmp_path: Path) -> None:

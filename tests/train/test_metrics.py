@@ -1,4 +1,4 @@
-"""The parts of a step's time; waiting is no exchange."""
+"""What a log line costs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,28 +9,11 @@ from ranks import run_ranks
 from train_states import build, compose_config, run_loop
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.metric_names import StepPart
-from ddp_runner.train.metrics import part_metrics
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier"),
     *("broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
 )
-
-
-def test_the_rank_that_waits_least_tells_the_exchange() -> None:
-    """Ranks spend 5, 9 and 4 ms after their backward: 4 of them exchange, the rest is waiting."""
-    figures = part_metrics(
-        {StepPart.FORWARD: 2.0, StepPart.COMM: 6.0},
-        comm_by_rank=[5.0, 9.0, 4.0],
-        step_time_ms=16.0,
-    )
-    assert figures == {
-        "perf/forward_ms": 2.0,
-        "perf/comm_ms": 4.0,
-        "perf/wait_ms": 2.0,
-        "perf/comm_share": 0.25,
-    }
 
 
 def counted_collectives(env: DistEnv, log_every_steps: int) -> int:

@@ -1,6 +1,7 @@
 """What a step's time goes into: computing, exchanging, and waiting for a slow rank."""
 
 import time
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from train_states import TOY, Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
-from ddp_runner.train.step_timer import StepTimer
+from ddp_runner.train.step_timer import MOST_EXCHANGES, StepTimer
 
 NAP_S = 0.3
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}
-EXCHANGED = {"perf/comm_ms", "perf/wait_ms", "perf/comm_share"}
+EXCHANGED = {
+    *("perf/comm_ms", "perf/wait_ms", "perf/comm_share"),
+    *("perf/skew_ms", "perf/skew_rank"),
+}
 WHOLE = {"perf/step_time_ms", "perf/samples_per_s", "perf/peak_memory_gib"}
 
 
@@ -89,11 +93,61 @@ def test_parts_are_those_of_the_mean_step() -> None:
         pace.mark(StepPart.FORWARD)
         pace.mark(None)
         pace.add(samples=8)
-    figures, parts = pace.lap()
-    assert set(parts) == {"data", "forward"}
-    assert 10 <= parts["data"] <= figures["perf/step_time_ms"]
-    each_step = figures["perf/samples_per_s"] * figures["perf/step_time_ms"] / 1000
+    lap = pace.lap()
+    assert set(lap.parts) == {"data", "forward"}
+    assert 10 <= lap.parts["data"] <= lap.metrics["perf/step_time_ms"]
+    each_step = lap.metrics["perf/samples_per_s"] * lap.metrics["perf/step_time_ms"] / 1000
     assert each_step == pytest.approx(8)
     pace.mark(StepPart.OPTIMIZER)
     pace.add(samples=8)
-    assert set(pace.lap()[1]) == {"optimizer"}
+    assert set(pace.lap().parts) == {"optimizer"}
+
+
+@dataclass
+class Clock:
+    """A clock that a test moves on."""
+
+    seconds: float = 100.0
+
+    def perf_counter(self) -> float:
+        """Return the time."""
+        return self.seconds
+
+
+def test_work_is_what_a_rank_does_between_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log line loses none of it; what is no part of a step, such as a checkpoint, never counts.
+
+    The first exchange is a warm-up, in which ranks allocate memory and connect.
+    """
+    clock = Clock()
+    monkeypatch.setattr("ddp_runner.train.step_timer.time", clock)
+    pace = StepTimer(torch.device("cpu"))
+
+    def step() -> None:
+        for part, ms in ((None, 5), ("data", 1), ("forward", 10), ("backward", 20), ("comm", 7)):
+            clock.seconds += ms / 1000
+            pace.mark(None if part is None else StepPart(part))
+        clock.seconds += 0.003
+        pace.mark(StepPart.OPTIMIZER)
+        pace.add(samples=1)
+
+    step()
+    assert not pace.lap().exchanges
+    clock.seconds += 0.1  # to log a line
+    pace.mark(None)
+    step()
+    step()
+    (first, second) = pace.lap().exchanges
+    assert (first.work_ms, first.comm_ms) == (pytest.approx(34), pytest.approx(7))
+    assert (second.work_ms, second.comm_ms) == (pytest.approx(34), pytest.approx(7))
+    step()
+    clock.seconds += 0.1  # to evaluate
+    pace.restart()
+    step()
+    lap = pace.lap()
+    assert [one.work_ms for one in lap.exchanges] == [pytest.approx(34)] * 2
+    assert lap.parts["data"] == pytest.approx(1)  # the pace is that of the step since then
+    assert lap.metrics["perf/step_time_ms"] == pytest.approx(46)
+    for _ in range(3 * MOST_EXCHANGES):
+        step()
+    assert len(pace.lap().exchanges) == MOST_EXCHANGES

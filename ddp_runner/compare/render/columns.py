@@ -54,6 +54,10 @@ def legends(comparison: Comparison) -> dict[str, str]:
         "reached it; (2 of 3) means that one run never did",
         "peak_memory_gib": "peak memory of rank 0: of its GPU if it has one, else RAM",
         "comm_share": "its share of the step time",
+        "skew_ms": "of each step, how long half of the ranks or more waited for the rank that they "
+        "waited for most",
+        "mfu": "model FLOP utilisation: the operations of the forward and backward, relative to "
+        "what the run's ranks reach in large matrix products",
         "startup_s": "from the command, or from the job's turn in a sweep, to the end of the first "
         "step; for a resumed run, of its first session",
         "parity": "the losses compared with the reference's, at equal steps, with the same seed "
@@ -102,6 +106,8 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
         yield Column(name, name, _value("metrics", name), digits, is_brief)
     yield Column("peak_memory_gib", "memory GiB", lambda row: row.peak_memory_gib, digits)
     yield Column("comm_share", "communication", lambda row: row.comm_share, percent)
+    yield Column("skew_ms", "skew ms", lambda row: row.skew_ms, digits)
+    yield Column("mfu", "MFU", lambda row: row.mfu, percent)
     yield Column("startup_s", "start-up s", lambda row: row.startup_s, digits)
     yield Column("wall_s", "wall s", lambda row: row.wall_s, digits, is_brief=False)
     yield Column("sessions", "sessions", lambda row: row.num_sessions, digits, is_brief=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.compare.render.columns import digits
+from ddp_runner.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ GREY, TEXT = "#6e6e6e", "#333333"
 MAX_GREY = 100  # lines behind the coloured ones
 MAX_MARKED = 30  # points of a line with markers
 MIN_NUMBERED = 0.07 / 1.2  # share of the axes; shorter parts of a bar have no number
+MAX_LABEL = 120  # characters
 LABEL_WIDTH, LABEL_HEIGHT = 30, 0.055  # characters; share of the axes that a line of text takes
 STYLE: dict[Any, Any] = {
     "font.size": 11,
@@ -153,7 +155,12 @@ def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
 
 
 def _wrapped(name: str) -> str:
-    return "\n".join(textwrap.fill(line, LABEL_WIDTH) for line in name.splitlines())
+    return "\n".join(textwrap.fill(clipped(line), LABEL_WIDTH) for line in name.splitlines())
+
+
+def clipped(name: str) -> str:
+    """Return a name that leaves room for what it names."""
+    return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
 
 
 def draw_bar(
@@ -171,7 +178,7 @@ def draw_bar(
         alpha = 0.45 if word else 1.0
         bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
         if place <= 0:
-            bar.set_label(name)  # one label per part, from the first measured bar
+            bar.set_label(printable(name))  # one label per part, from the first measured bar
         if length > MIN_NUMBERED * axes.get_xlim()[1] and not word:
             middle = start + length / 2
             axes.text(middle, place, digits(length), color="white", ha="center", va="center")

@@ -18,6 +18,7 @@ from ddp_runner.compare.render.drawing import (
     PART_COLOURS,
     STYLE,
     Line,
+    clipped,
     draw_bar,
     draw_lines,
     new_figure,
@@ -25,6 +26,7 @@ from ddp_runner.compare.render.drawing import (
 from ddp_runner.compare.rows import ComparisonRow, Scaling
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, label
 from ddp_runner.compare.speedup import REST
+from ddp_runner.errors import printable
 from ddp_runner.metric_names import StepPart
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
         }
 
 
-def write_plots(comparison: Comparison, folder: Path) -> tuple[list[Path], list[str]]:
+def write_plots(drawn: Mapping[str, "Figure | str"], folder: Path) -> tuple[list[Path], list[str]]:
     """Write each plot as PNG and SVG into a folder; return the PNG files, and a line for each plot.
 
     A plot that lacks its numbers has a line that says why.
@@ -55,7 +57,7 @@ def write_plots(comparison: Comparison, folder: Path) -> tuple[list[Path], list[
     from matplotlib import rc_context
 
     pictures, lines = [], []
-    for name, figure in figures(comparison).items():
+    for name, figure in drawn.items():
         if isinstance(figure, str):
             lines.append(f"no plot {name}: {figure}")
             continue
@@ -101,7 +103,8 @@ def _scaling(comparison: Comparison) -> "Figure | str":
         title = f"{kind} scaling: constant {constant}\n{'; '.join(notes)}".strip()
         axes.set_title(title, loc="left", fontsize=11)
         bases = {line.base for line in lines}
-        axes.set_ylabel(f"speedup over {bases.pop() if len(bases) == 1 else 'the baseline'}")
+        base = printable(bases.pop()) if len(bases) == 1 else "the baseline"
+        axes.set_ylabel(f"speedup over {base}")
     return figure
 
 
@@ -247,7 +250,7 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
         draw_bar(axes, place + at, parts, colours, size)
         for prediction in list(row.predicted.values())[:1]:
             draw_bar(axes, place + 0.22, prediction.parts_ms, colours, 0.18, word=" predicted")
-    axes.set_yticks(range(len(bars)), [row.label for _, row in bars])
+    axes.set_yticks(range(len(bars)), [clipped(row.label) for _, row in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("milliseconds per step (median without the first line)")

@@ -33,11 +33,11 @@ def as_text(comparison: Comparison) -> str:
     Columns beyond the width of the terminal follow in further blocks, which repeat the settings.
     """
     shown = [column for column in columns(comparison) if column.is_brief]
-    lines = [_headline(comparison)]
+    lines = [headline(comparison)]
     terminal = line_width(sys.stdout)
     width = terminal or get_terminal_size(fallback=(WIDTH, 0)).columns  # a user may set COLUMNS
     lines += _blocks(comparison, shown, width=width)
-    for title, sentences in _sections(comparison, shown):
+    for title, sentences in sections(comparison, shown):
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
     return wrapped("\n".join(map(printable, lines)), terminal)
 
@@ -46,7 +46,7 @@ def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> I
     """Yield the lines of the table, split between columns into blocks of at most `width`."""
     padded = []
     for column in shown:
-        texts = [column.title, *(_text(column, row) for row in comparison.rows)]
+        texts = [column.title, *(cell_text(column, row) for row in comparison.rows)]
         size = max(map(len, texts))
         is_text = any(isinstance(column.cell(row), str) for row in comparison.rows)
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
@@ -66,11 +66,11 @@ def as_markdown(comparison: Comparison) -> str:
     """Return the same as a Markdown table and lists."""
     shown = [column for column in columns(comparison) if column.is_brief]
     rows = [[column.title for column in shown], ["---"] * len(shown)]
-    rows += [[_text(column, row) for column in shown] for row in comparison.rows]
-    lines = [_headline(comparison), ""]
+    rows += [[cell_text(column, row) for column in shown] for row in comparison.rows]
+    lines = [headline(comparison), ""]
     for row in rows if comparison.rows else ():
         lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in row)} |")
-    for title, sentences in _sections(comparison, shown):
+    for title, sentences in sections(comparison, shown):
         lines += ["", f"**{title}**", "", *(f"- {sentence}" for sentence in sentences)]
     return "\n".join(map(printable, lines))
 
@@ -109,13 +109,15 @@ def remark_sections(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
         yield f"skipped, {counted(len(skipped), 'run')}", _by_sentence(skipped)
 
 
-def _headline(comparison: Comparison) -> str:
+def headline(comparison: Comparison) -> str:
+    """Return how many runs are compared, and what all of them share."""
     num_runs = sum(len(row.runs) for row in comparison.rows)
     same = ", ".join(f"{title_of(key)} {value}" for key, value in comparison.same.items())
     return f"{counted(num_runs, 'run')} compared" + (f"; all with {same}" if same else "")
 
 
-def _text(column: Column, row: ComparisonRow) -> str:
+def cell_text(column: Column, row: ComparisonRow) -> str:
+    """Return a cell: a mean, its standard deviation, and of how many of the runs."""
     cell = column.cell(row)
     if cell is None:
         return "-"
@@ -129,7 +131,7 @@ def _text(column: Column, row: ComparisonRow) -> str:
     return text + (f" ({cell.count} of {len(row.runs)})" if cell.count < len(row.runs) else "")
 
 
-def _sections(
+def sections(
     comparison: Comparison, shown: Sequence[Column]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the titles and lines of the lists below the table."""

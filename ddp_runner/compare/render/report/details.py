@@ -1,0 +1,252 @@
+"""What a report says about one run: how to repeat it, how it went, its last values, its curves."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_runner.compare.render.columns import digits, percent
+from ddp_runner.compare.render.report.curves import NO_METRICS, Curve, curves
+from ddp_runner.compare.render.report.tables import NumberedRun
+from ddp_runner.compare.render.report.views import (
+    Cell,
+    Table,
+    date_text,
+    duration_text,
+    records_table,
+    setting_text,
+    text_of,
+    value_cell,
+    value_table,
+)
+from ddp_runner.compare.run import Run, is_finite
+from ddp_runner.compare.runs import LOADER
+from ddp_runner.compare.speedup import REST
+from ddp_runner.metric_names import StepPart, headlines
+from ddp_runner.tracking.run_dir import RunDir
+
+MAX_CLASSES = 30  # of a confusion matrix that a reader can follow
+MAX_TRACEBACK = 4_000  # bytes; its end says what went wrong
+MAX_OVERRIDES = 100_000  # bytes
+MAX_RECORDS = 500  # lines of task=check or task=collectives
+# Fields of run.json that have a place of their own, or that mean nothing to a reader.
+ELSEWHERE = {
+    *("status", "error", "metrics", "sessions", "started_at", "startup_s", "wall_s", "versions"),
+    *("finished_at", "confusion_matrix", "warnings", "checks", "collectives", "not_in_backend"),
+    *("directions", "launches", "launch_id", "tags", "notes", "host", "stopped_early"),
+}
+RECORDS = {
+    "checks": "Checks",
+    "collectives": "Collectives",
+    "not_in_backend": "Not in this backend",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step's time."""
+
+    name: str
+    ms: str
+    share: str
+    width: float  # 0 to 100
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Counts of true classes (rows) and predicted classes (columns), with shades from 0 to 9."""
+
+    rows: tuple[tuple[tuple[int, int], ...], ...]  # count and shade
+
+
+@dataclass(frozen=True)
+class Details:
+    """One run in a report."""
+
+    anchor: str
+    number: str
+    name: str
+    folder: str
+    status: str
+    label: str  # its setting; empty if it is in no row
+    reason: str  # why it did not complete, or cannot be compared; empty: it can
+    headline: tuple[tuple[str, str], ...]  # its most important last values
+    tags: tuple[str, ...]
+    notes: str  # the user's own
+    remarks: tuple[str, ...]  # warnings, and what a reader must know
+    command: str  # empty: unknown
+    times: Table
+    facts: tuple[tuple[str, str], ...]
+    values: Table | None
+    curves: tuple[Curve, ...]
+    parts: tuple[Part, ...]
+    confusion: Confusion | None
+    records: tuple[Table, ...]
+    config: tuple[tuple[str, str], ...]
+    traceback: str
+
+
+def details(one: NumberedRun, *, num_points: int, has_config: bool) -> Details:
+    """Return what a report says about a run, whatever its files hold.
+
+    Args:
+        one: The run; one that cannot be compared has what could be read of it.
+        num_points: Most points of a curve.
+        has_config: Whether to list the whole config.
+    """
+    run, record = one.run, one.run.record
+    last = _last_values(run)
+    tables = (records_table(title, _list(record.get(name))) for name, title in RECORDS.items())
+    stopped = record.get("stopped_early")
+    warnings = [text_of(warning) for warning in _list(record.get("warnings"))]
+    warnings += [f"stopped early: {text_of(stopped)}"] if stopped else []
+    config = run.config.items() if has_config else ()
+    return Details(
+        anchor=one.anchor,
+        number=one.number,
+        name=one.name,
+        folder=str(run.folder),
+        status=text_of(record.get("status") or "unknown"),
+        label=one.row.label if one.row else "",
+        reason=run.reason or "",
+        headline=tuple((name, digits(last[name])) for name in headlines(last)[:4]),
+        tags=tuple(text_of(tag) for tag in _list(record.get("tags"))),
+        notes=text_of(record.get("notes") or ""),
+        remarks=(*warnings, *run.notes),
+        command=_command(run.folder),
+        times=_times(run),
+        facts=tuple(_facts(record)),
+        values=_values(run, last),
+        curves=tuple(curves(run, num_points=num_points)),
+        parts=tuple(_parts(run)),
+        confusion=_confusion(record.get("confusion_matrix")),
+        records=tuple(table for table in tables if table is not None),
+        config=tuple((key, setting_text(value)) for key, value in config),
+        traceback=_end_of(RunDir(run.folder).failure, run.folder, MAX_TRACEBACK),
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return value[:MAX_RECORDS] if isinstance(value, list) else []
+
+
+def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield every field of run.json that has no place of its own, and the versions."""
+    for key, value in record.items():
+        if key not in ELSEWHERE and value not in (None, "", [], {}):
+            name = key.replace("num_", "number of ").replace("_", " ")
+            yield name, duration_text(value) if _is_time(key, value) else text_of(value)
+    if versions := record.get("versions"):
+        yield "versions", text_of(versions)
+
+
+def _is_time(key: str, value: Any) -> bool:
+    return key.endswith("_s") and is_finite(value) and not isinstance(value, bool)
+
+
+def _times(run: Run) -> Table:
+    sessions = run.sessions or [run.record]
+
+    def seconds(name: str) -> list[Cell]:
+        return [value_cell(one.get(name), number=duration_text) for one in sessions]
+
+    return value_table(
+        "Sessions",
+        {
+            "session": [*range(1, len(sessions) + 1)],
+            "started": [date_text(one.get("started_at")) for one in sessions],
+            "start-up": seconds("startup_s"),
+            "whole": seconds("wall_s"),
+        },
+    )
+
+
+def _last_values(run: Run) -> dict[str, float]:
+    """Return the last finite value of each metric; a run that did not end has them in its lines."""
+    found = {
+        name: value
+        for line in run.lines
+        for name, value in line.items()
+        if value is not None and name not in NO_METRICS
+    }
+    metrics = run.record.get("metrics")
+    items = metrics.items() if isinstance(metrics, dict) else ()
+    return found | {str(name): float(value) for name, value in items if is_finite(value)}
+
+
+def _values(run: Run, last: Mapping[str, float]) -> Table | None:
+    """Return the last, lowest and highest value of each metric, and the result of a speed."""
+    if not last:
+        return None
+    names = [*dict.fromkeys((*headlines(last), *sorted(last)))]
+    logged = {name: run.values(name) for name in names}
+    speeds = {name: run.result(name) if name.startswith("perf/") else None for name in names}
+    columns: dict[str, Sequence[Any]] = {
+        "metric": names,
+        "last": [last[name] for name in names],
+        "lowest": [min(logged[name], default=None) for name in names],
+        "highest": [max(logged[name], default=None) for name in names],
+    }
+    if any(speed is not None for speed in speeds.values()):
+        columns["without warm-up"] = [speeds[name] for name in names]
+    return value_table("Metrics", columns)
+
+
+def _parts(run: Run) -> Iterator[Part]:
+    """Yield the parts of a step, the longest scale first, with the rest of its time."""
+    measured = {part.value: run.result(part.metric) for part in StepPart}
+    parts = {name: ms for name, ms in measured.items() if ms}
+    whole = run.result("perf/step_time_ms")
+    if not parts or not whole:
+        return
+    parts[REST] = max(0.0, whole - sum(parts.values()))
+    total = sum(parts.values())
+    for name, ms in parts.items():
+        yield Part(name, digits(ms), percent(ms / total), round(100 * ms / total, 1))
+
+
+def _confusion(counts: Any) -> Confusion | None:
+    """Return the counts of an evaluation with shades; None if they are none, or too many."""
+    size = len(counts) if isinstance(counts, list) else 0
+    is_square = 0 < size <= MAX_CLASSES and all(
+        isinstance(row, list) and len(row) == size and all(isinstance(n, int) for n in row)
+        for row in counts
+    )
+    if not is_square:
+        return None
+    return Confusion(
+        tuple(
+            tuple((count, min(9, max(0, 10 * count // (sum(row) or 1)))) for count in row)
+            for row in counts
+        )
+    )
+
+
+def _command(folder: Path) -> str:
+    """Return the command line that repeats a run; empty if its overrides cannot be read."""
+    text = _end_of(RunDir(folder).overrides, folder, MAX_OVERRIDES)
+    try:
+        overrides = yaml.load(text, Loader=LOADER) if len(text) < MAX_OVERRIDES else None
+    except Exception:  # PyYAML raises errors of any type
+        return ""
+    if not isinstance(overrides, list) or not all(isinstance(one, str) for one in overrides):
+        return ""
+    return f"python -m ddp_runner {shlex.join(overrides)}"
+
+
+def _end_of(path: Path, folder: Path, num_bytes: int) -> str:
+    """Return the end of a text in a run folder; empty if there is none.
+
+    A link could lead the report, which is passed on, to any file of this machine.
+    """
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read(num_bytes).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,174 @@
+"""Write ``report.html``: one file without an address in it, safe whatever the runs' files hold."""
+
+import base64
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ddp_runner import __version__
+from ddp_runner.compare.analysis import Comparison
+from ddp_runner.compare.render.columns import columns, legends
+from ddp_runner.compare.render.report.curves import SIZE
+from ddp_runner.compare.render.report.details import Details, details
+from ddp_runner.compare.render.report.inline_svg import inline_svg
+from ddp_runner.compare.render.report.origins import Pairs, config_table, machines_table
+from ddp_runner.compare.render.report.tables import (
+    main_table,
+    numbered_runs,
+    parity_table,
+    scaling_table,
+    skipped_table,
+)
+from ddp_runner.compare.render.report.views import Table, date_text
+from ddp_runner.compare.render.tables import PARITY_HINTS, headline, sections
+from ddp_runner.compare.runs import read_run, with_what_is_there
+from ddp_runner.errors import printable
+from ddp_runner.files import replace_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "report.html"
+MAX_DETAILED = 100  # runs with details of their own; more would take megabytes and minutes
+NUM_POINTS = 6000  # of one metric's curves, over all runs
+FEWEST_POINTS, MOST_POINTS = 60, 300  # of a curve
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the template shows."""
+
+    title: str
+    headline: str
+    paths: tuple[str, ...]
+    date: str
+    version: str
+    single: Details | None  # the only run; None: several
+    main: Table | None
+    legends: tuple[tuple[str, str], ...]  # of the columns
+    sections: tuple[tuple[str, Sequence[str]], ...]  # remarks below the table
+    skipped: Table | None
+    plots: Mapping[str, Markup]
+    scaling: Table | None
+    parity: Table | None
+    hints: tuple[str, ...]  # why parity may break
+    config: tuple[Table, Pairs] | None
+    machines: tuple[Table, Pairs] | None
+    details: tuple[Details, ...]
+    num_without_details: int
+
+
+def write_report(
+    comparison: Comparison,
+    drawn: Mapping[str, "Figure | str"],
+    folder: Path,
+    *,
+    paths: Sequence[Path],
+) -> str:
+    """Write the report into a folder; return a line for the user.
+
+    Args:
+        comparison: What the report is about. A single run has a page of its own kind.
+        drawn: The plots, or why there is none, by name.
+        folder: An existing folder.
+        paths: What the user compared.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = folder / NAME
+    replace_file(path, html(comparison, drawn, paths=paths).encode(errors="backslashreplace"))
+    return f"wrote {path}"
+
+
+def html(
+    comparison: Comparison, drawn: Mapping[str, "Figure | str"], *, paths: Sequence[Path]
+) -> str:
+    """Return the page; arguments as in ``write_report``."""
+    here = Path(__file__).parent
+    style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    environment = Environment(
+        loader=FileSystemLoader(here),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        report=_report(comparison, drawn, paths),
+        style=Markup(style),  # both are this package's own files
+        script=Markup(script),
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        size=SIZE,
+    )
+
+
+def _report(
+    comparison: Comparison, drawn: Mapping[str, "Figure | str"], paths: Sequence[Path]
+) -> Report:
+    skipped = [  # not in the comparison, which needs no more of them than the sentence
+        replace(with_what_is_there(read_run(note.folder)), reason=note.sentence)
+        for note in comparison.skipped
+    ]
+    runs = numbered_runs(comparison, skipped, most_with_anchors=MAX_DETAILED)
+    num_points = max(FEWEST_POINTS, min(MOST_POINTS, NUM_POINTS // max(1, len(runs))))
+    is_single = len(runs) == 1
+    detailed = [one for one in runs if one.anchor]
+    every = [details(one, num_points=num_points, has_config=is_single) for one in detailed]
+    has_table, texts = bool(comparison.rows) and not is_single, legends(comparison)
+    shown = columns(comparison)
+    numbers = {one.run.folder: one for one in runs}
+    plots = {name: figure for name, figure in drawn.items() if not isinstance(figure, str)}
+    name = runs[0].name if is_single else ", ".join(path.resolve().name for path in paths[:3])
+    left_out = ("columns", "skipped", "loss parity", *(["notes"] if is_single else []))
+    return Report(
+        title=name + (f" and {len(paths) - 3} more" if len(paths) > 3 and not is_single else ""),
+        headline=headline(comparison),
+        paths=tuple(map(str, paths)),
+        date=date_text(time.time()),
+        version=__version__,
+        single=every[0] if is_single else None,
+        main=main_table(comparison, numbers) if has_table else None,
+        legends=tuple({one.title: texts[one.key] for one in shown if one.key in texts}.items()),
+        sections=tuple(
+            one for one in sections(comparison, shown) if not one[0].startswith(left_out)
+        ),
+        skipped=skipped_table(runs) if not is_single else None,
+        plots={
+            name: Markup(inline_svg(figure, name=name))
+            for name, figure in (plots.items() if has_table else ())
+        },
+        scaling=scaling_table(comparison, numbers),
+        parity=parity_table(comparison, numbers),
+        hints=PARITY_HINTS if any(one.first_break is not None for one in comparison.parity) else (),
+        config=config_table(comparison, numbers) if has_table else None,
+        machines=machines_table(runs) if not is_single else None,
+        details=() if is_single else tuple(every),
+        num_without_details=len(runs) - len(detailed),
+    )
+
+
+def _visible(value: Any) -> Any:
+    """Return a value of the template; in a text, what is invisible or turns its direction shows.
+
+    The line ends of a text stay. What is markup already comes from this package.
+    """
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "\n".join(map(printable, value.split("\n")))
+
+
+def _hash(text: str) -> str:
+    """Return the hash by which the page's policy allows its own style and script alone.
+
+    As in https://www.w3.org/TR/CSP3/#grammardef-hash-source
+    """
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,157 @@
+"""The command ``ddp-runner new my_project``: copies ``template/`` under the user's name.
+
+ddp-runner new my_project
+ddp-runner new work/my_project
+"""
+
+import argparse
+import importlib.util
+import keyword
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from ddp_runner import __version__
+from ddp_runner.errors import UserError, one_line
+from ddp_runner.new.origin import Origin, origin
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel template/ lies inside the package, in a checkout beside it.
+IN_WHEEL = PACKAGE / "template"
+TEMPLATE = IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parent / "template"
+PLACEHOLDER = "my_project"  # the template's own name
+REQUIREMENT = '"ddp-runner"'  # in its pyproject.toml
+NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")  # what a distribution may be called, too
+TAKEN = {
+    "conf",
+    "data",
+    "hydra_plugins",
+    "outputs",
+    "tests",
+}  # folders of every project, and Hydra's
+EXIT_USER_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit.
+
+    Args:
+        arguments: the words after ``new``; None: those of this process.
+    """
+    try:
+        run(sys.argv[2:] if arguments is None else arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Create the project that a command line names, and print what to do next.
+
+    Raises:
+        UserError: no folder is named, its name cannot be a package's, or it holds something.
+    """
+    args, unknown = _parser().parse_known_args(arguments)
+    words = [*args.folder, *unknown]
+    if len(words) != 1 or unknown:
+        given = f", not {' '.join(words)}" if words else ""
+        raise UserError(f"new takes the folder of one project{given}; write ddp-runner new NAME")
+    folder = Path(words[0])
+    name = folder.resolve().name
+    validate_name(name)
+    found = origin()
+    try:
+        paths = create(folder, name, found)
+    except OSError as error:
+        where = error.filename or folder
+        reason = error.strerror or one_line(error)
+        raise UserError(f"{where}: {reason}; give a folder that can be written") from error
+    print(f"created {folder}, {len(paths)} files")
+    if found.missing is not None:
+        print(f"ddp-runner came from {found.missing}, which is gone: correct it in pyproject.toml")
+    print(f"  cd {shlex.quote(str(folder))}")
+    print(f"  uv run python -m {name}    # train")
+    print("  uv run pytest    # test")
+
+
+def create(folder: Path, name: str, found: Origin) -> list[Path]:
+    """Write the template under a name; return the paths below the folder.
+
+    Raises:
+        UserError: the folder holds something already.
+        OSError: it cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(_others(folder))):
+        raise UserError(f"{folder} exists and is not empty; give the name of a new folder")
+    paths = [path for path in sorted(TEMPLATE.rglob("*")) if path.is_file()]
+    written = list[Path]()
+    for path in paths:
+        relative = path.relative_to(TEMPLATE)
+        if "__pycache__" in relative.parts:
+            continue
+        text = path.read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+        if relative.name == "pyproject.toml":
+            text = text.replace(REQUIREMENT, f'"ddp-runner>={__version__}"') + found.lines()
+        target = Path(str(relative).replace(PLACEHOLDER, name))
+        (folder / target).parent.mkdir(parents=True, exist_ok=True)
+        (folder / target).write_text(text, encoding="utf-8")
+        written.append(target)
+    return written
+
+
+def validate_name(name: str) -> None:
+    """Reject a name that Python cannot import, or that would hide another package.
+
+    Raises:
+        UserError: it says which, and what to write instead.
+    """
+    if not NAME.fullmatch(name):
+        raise UserError(f"{name} cannot be the name of a Python package; write {_nearest(name)}")
+    if keyword.iskeyword(name):
+        raise UserError(f"{name} is a word of Python's own; write {name}_project")
+    taken_by = _taken_by(name)
+    if taken_by:
+        raise UserError(f"{name} would hide {taken_by}; write {name}_project")
+
+
+def _nearest(name: str) -> str:
+    """Return the valid name that is most like an invalid one."""
+    meant = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+    if not meant:
+        return PLACEHOLDER
+    return meant if NAME.fullmatch(meant) else f"project_{meant}"
+
+
+def _taken_by(name: str) -> str | None:
+    """Return what a package of this name would hide; None: nothing."""
+    if name in sys.stdlib_module_names:
+        return f"Python's module {name}"
+    if name in TAKEN:
+        return f"the folder {name} of the project"
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:  # a folder without __init__.py has none
+        return f"the package {name}, which is installed"
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+    return f"the distribution {name}, which is installed"
+
+
+def _others(folder: Path) -> list[Path]:
+    """Return what a folder holds besides an empty repository's own."""
+    return [path for path in folder.iterdir() if path.name != ".git"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ddp-runner new",
+        description="Create a small project of your own that trains and tests: a package, its "
+        "config groups, a test and a README.",
+        epilog="Exit code: 0; 2 for a mistake in the command.",
+    )
+    parser.add_argument("folder", nargs="*", metavar="NAME", help="its folder, and its package")
+    return parser

@@ -1,0 +1,88 @@
+"""Tells which ranks the others wait for, from the times of each exchange of gradients.
+
+No clocks are compared. An exchange ends on all ranks at nearly the same moment, so from one end to
+the next each rank can time its own work; how much longer it is than the others' is how much later
+the rank arrives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ddp_runner.metric_names import StepPart
+from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.train.step_timer import Exchange
+
+
+def table(exchanges: Sequence[Exchange], *, rank: int, world_size: int) -> Tensor:
+    """Return this rank's times in a table for all ranks; summed over ranks it holds everybody's.
+
+    Returns:
+        (2, num_steps, world_size), float64: the work and the communication in milliseconds, and 0
+        for the other ranks.
+    """
+    times = torch.zeros(2, len(exchanges), world_size, dtype=torch.float64)
+    times[0, :, rank] = torch.tensor([one.work_ms for one in exchanges])
+    times[1, :, rank] = torch.tensor([one.comm_ms for one in exchanges])
+    return times
+
+
+def lateness(work_ms: Tensor) -> Tensor:
+    """Return by how much each rank's work in each step exceeds the median rank's; 0 if it does not.
+
+    At least half of the ranks wait for a late rank that long. Of an even number, the median is the
+    smaller one of the two in the middle, so two ranks count as well.
+
+    Args:
+        work_ms: (num_steps, world_size), as is the result.
+    """
+    return (work_ms - work_ms.median(dim=1, keepdim=True).values).clamp(min=0)
+
+
+@dataclass
+class Skew:
+    """What the ranks waited for in a session, by all its log lines. The same on every rank."""
+
+    num_steps: int = 0
+    step_ms: float = 0.0  # of all these steps together
+    late_ms: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  # by rank
+
+    def add(self, times: Tensor, *, step_time_ms: float) -> dict[str, float]:
+        """Count the steps of a log line, and return its metrics.
+
+        The rank that spends the least time in a step's exchange is taken to measure the exchange
+        itself; the other ranks spend the rest waiting.
+
+        Args:
+            times: of all ranks, as ``table`` lays them out.
+            step_time_ms: of the line's mean step, of which communication is a share.
+        """
+        work_ms, comm_ms = times
+        num_steps, world_size = work_ms.shape
+        if not num_steps:
+            return {}
+        late_ms = lateness(work_ms).sum(dim=0)
+        if not self.num_steps:
+            self.late_ms = torch.zeros(world_size, dtype=torch.float64)
+        self.num_steps += num_steps
+        self.step_ms += float((work_ms + comm_ms).mean(dim=1).sum())
+        self.late_ms += late_ms
+        exchange_ms = float(comm_ms.min(dim=1).values.mean())
+        return {
+            StepPart.COMM.metric: exchange_ms,
+            StepPart.WAIT.metric: float(comm_ms.mean()) - exchange_ms,
+            "perf/comm_share": exchange_ms / step_time_ms,
+            "perf/skew_ms": float(late_ms.max()) / num_steps,
+            "perf/skew_rank": float(late_ms.argmax()),
+        }
+
+    def fields(self) -> RunFields:
+        """Return what run.json keeps of it."""
+        if not self.num_steps:
+            return RunFields()
+        by_rank = [round(ms, 3) for ms in (self.late_ms / self.num_steps).tolist()]
+        return RunFields(
+            skew_ms_by_rank=by_rank, skew_step_ms=round(self.step_ms / self.num_steps, 3)
+        )

@@ -1,0 +1,170 @@
+"""Which rank the others wait for: wherever its delay comes, and also if ranks take turns."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_states
+from ranks import run_ranks
+from torch import Tensor
+from train_states import TOY, build, compose_config, run_loop
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.skew import Skew, lateness, table
+from ddp_runner.train.step_timer import Exchange
+
+NAP_S = 0.1
+
+
+def test_a_rank_is_late_by_what_it_works_longer_than_the_median_rank() -> None:
+    """Also where several ranks are late; nobody is where all take the same time."""
+    steps = torch.tensor([[10.0, 60, 10, 12], [60, 10, 60, 10], [30, 30, 30, 30]])
+    assert lateness(steps).tolist() == [[0, 50, 0, 2], [50, 0, 50, 0], [0, 0, 0, 0]]
+
+
+def test_ranks_that_take_turns_are_late_by_half_each() -> None:
+    """Their totals are equal, and still each step waits for one of them."""
+    work, comm = torch.tensor([[[10.0, 60], [60, 10]] * 4, [[52.0, 2], [2, 52]] * 4])
+    skew = Skew()
+    assert skew.add(torch.stack([work, comm]), step_time_ms=80.0) == {
+        "perf/comm_ms": 2.0,
+        "perf/wait_ms": 25.0,
+        "perf/comm_share": 2 / 80,
+        "perf/skew_ms": 25.0,
+        "perf/skew_rank": 0.0,
+    }
+    assert skew.fields() == {"skew_ms_by_rank": [25.0, 25.0], "skew_step_ms": 62.0}
+
+
+def test_a_session_counts_each_step_once() -> None:
+    """A line of three steps weighs three times as much as one of one step."""
+    skew, step = Skew(), torch.tensor([[10.0, 50], [41, 1]], dtype=torch.float64)
+    skew.add(step[:, None], step_time_ms=51.0)
+    even = torch.tensor([[10.0, 10], [1, 1]], dtype=torch.float64)
+    metrics = skew.add(even[:, None].expand(2, 3, 2), step_time_ms=11.0)
+    assert metrics["perf/skew_ms"] == 0
+    assert skew.fields() == {"skew_ms_by_rank": [0.0, 10.0], "skew_step_ms": 21.0}
+
+
+def test_a_line_without_a_measured_step_has_no_figures() -> None:
+    """The first step of a session is a warm-up; without log lines run.json has nothing."""
+    skew = Skew()
+    assert skew.add(torch.zeros(2, 0, 4), step_time_ms=10.0) == {}
+    assert skew.fields() == {}
+
+
+def test_the_tables_of_all_ranks_add_up_to_one() -> None:
+    """Each rank fills its own place, so a single sum gives everybody all times: also at 64."""
+    own = [[Exchange(rank + step / 4, 100.0 + rank) for step in range(3)] for rank in range(64)]
+    total = sum(table(one, rank=rank, world_size=64) for rank, one in enumerate(own))
+    assert isinstance(total, Tensor)
+    assert total.shape == (2, 3, 64)
+    assert total[0].tolist() == [[rank + step / 4 for rank in range(64)] for step in range(3)]
+    assert total[1].tolist() == [[100.0 + rank for rank in range(64)]] * 3
+
+
+def nap(*_: object, **__: object) -> None:
+    """Sleep, in the place of a hook or of another function."""
+    time.sleep(NAP_S)
+
+
+def in_forward(state: Any) -> None:
+    """Delay the forward."""
+    state.module.register_forward_pre_hook(nap)
+
+
+def in_backward(state: Any) -> None:
+    """Delay the backward in its middle."""
+    state.module.relu.register_full_backward_hook(nap)
+
+
+def in_data(state: Any) -> None:
+    """Delay the loading of each batch."""
+    batches = state.setup.batches
+    load = batches.split.load
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        for one in load(*arguments, **named):
+            nap()
+            yield one
+
+    object.__setattr__(batches.split, "load", slowly)
+
+
+def in_optimizer(state: Any) -> None:
+    """Delay the optimizer, after the exchange of one step and before that of the next."""
+    state.optimizer.register_step_post_hook(nap)
+
+
+def in_turns(state: Any) -> None:
+    """Delay the forward of every other step of two micro-steps; rank 0 begins."""
+    micro_steps = iter(range(2 * state.setup.env.rank, 1000))
+    state.module.register_forward_pre_hook(lambda *_: nap() if next(micro_steps) % 4 < 1 else None)
+
+
+def in_checkpoints(_: Any) -> None:
+    """Delay this rank's checkpoints and nothing else."""
+    vars(train_states)["save_checkpoint"] = nap
+
+
+Measured = tuple[list[dict[str, float]], list[float]]
+
+
+def train_with_delay(
+    env: DistEnv,
+    config: Config,
+    delay: Callable[[Any], None],
+    slow_ranks: tuple[int, ...],
+    folder: Path | None = None,
+) -> Measured:
+    """Train nine steps with a delay on some ranks; return the lines, and the skew by rank."""
+    state = build(env, config)
+    if env.rank in slow_ranks:
+        delay(state)
+    trace = run_loop(env, config, max_steps=9, state=state, folder=folder)
+    lines = [line for line in trace.lines if "perf/skew_ms" in line]
+    return lines, list(state.skew.fields()["skew_ms_by_rank"])
+
+
+def config_of(world_size: int, *keys: str) -> Config:
+    """Return a config of the toy model without evaluations, unless the keys ask for them."""
+    return compose_config(
+        *(*TOY, "batch.global_size=12", "dataset.num_samples=240", *keys), world_size=world_size
+    )
+
+
+@pytest.mark.parametrize("delay", [in_forward, in_backward, in_data, in_optimizer])
+@pytest.mark.parametrize(("world_size", "every"), [(2, 1), (3, 4)])
+def test_the_late_rank_is_named(delay: Callable[[Any], None], world_size: int, every: int) -> None:
+    """Wherever the delay comes, however many ranks wait, and however often a line is logged."""
+    config = config_of(world_size, f"train.log_every_steps={every}")
+    measured = run_ranks(train_with_delay, world_size, config, delay, (1,))
+    lines, by_rank = measured[0]
+    assert all(other == by_rank for _, other in measured)
+    most = max(lines, key=lambda line: line["perf/skew_ms"])
+    assert most["perf/skew_rank"] == 1
+    assert most["perf/skew_ms"] > 0.8 * 1000 * NAP_S  # a busy machine may delay the others, too
+
+
+def test_ranks_that_take_turns_are_both_named() -> None:
+    """Their mean times are equal, so only the single steps tell."""
+    config = config_of(2, "train.log_every_steps=3", "train.grad_accum_steps=2")
+    (_, by_rank), _ = run_ranks(train_with_delay, 2, config, in_turns, (0, 1))
+    assert min(by_rank) > 0.5 * 1000 * NAP_S / 2
+
+
+def test_a_checkpoint_makes_nobody_late(tmp_path: Path) -> None:
+    """Rank 0 alone writes one after each step, for which the others wait in the next step."""
+    config = config_of(2, "checkpoint.every_steps=1", "train.log_every_steps=1")
+    (lines, _), _ = run_ranks(train_with_delay, 2, config, in_checkpoints, (0,), tmp_path)
+    assert len(lines) == 8
+    # A busy machine may delay rank 0, but hardly in each step.
+    # In the forward of the second step the ranks wait for each other: DDP forms its buckets anew.
+    late_ms = [(1 - line["perf/skew_rank"]) * line["perf/skew_ms"] for line in lines[1:]]
+    assert min(late_ms) < 1000 * NAP_S / 2
+    waited_ms = [line["perf/wait_ms"] for line in lines]
+    assert max(waited_ms) > 0.5 * 1000 * NAP_S / 2  # the mean of both ranks: rank 1 did wait
