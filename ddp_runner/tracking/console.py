@@ -187,13 +187,15 @@ def end_summary(
     run_dir: Path,
     title: str = "",
     allowed: Sequence[str] = (),
+    trackers: Sequence[str] = (),
     waiting: str | None = None,
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
-    not finite. `wall_s` is what this command took. A resumed run allows nothing by itself, so the
-    command to go on names what this one allowed. `waiting` is the sentence about the slowest rank.
+    not finite. `wall_s` is what this command took, and `waiting` the sentence about the slowest
+    rank. A resumed run allows nothing and sends nothing by itself, so the command to go on names
+    what this one `allowed`, and its overrides of `trackers`.
     """
     results = {name: metrics[name] for name in headlines(metrics) if metrics[name] is not None}
     took = f"{status} in {wall_s:.1f} s"
@@ -215,6 +217,7 @@ def end_summary(
     if status == Status.PREEMPTED:
         again = [RunDir(run_dir).resume_argument]
         again += [f'"allowed_targets=[{",".join(allowed)}]"'] if allowed else []
+        again += map(shlex.quote, trackers)
         lines.append(f"go on: python -m ddp_runner {' '.join(again)}")
     if not title:
         folder = shown_path(run_dir)

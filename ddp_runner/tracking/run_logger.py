@@ -1,5 +1,6 @@
 """What a task logs to: files, TensorBoard and the terminal on rank 0, nothing on other ranks."""
 
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -165,9 +166,11 @@ class RunLogger:
             )
         wall_s = time.time() - self._started_at  # of this session: what this command took
         folder, title = self._run_dir.path, self._title
-        allowed: list[str] = []
+        allowed, trackers = list[str](), list[str]()
         if status == Status.PREEMPTED:
             allowed = yaml.safe_load(self._config_text).get("allowed_targets", allowed)
+            given = yaml.safe_load(self._run_dir.overrides.read_text(encoding="utf-8"))
+            trackers = [one for one in given if re.match(r"\+*trackers[.=]", one)]
         summary = end_summary(
             status,
             metrics,
@@ -175,6 +178,7 @@ class RunLogger:
             run_dir=folder,
             title=title,
             allowed=allowed,
+            trackers=trackers,
             waiting=waiting_line(record),
         )
         print(summary, flush=True)

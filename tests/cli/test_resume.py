@@ -12,7 +12,7 @@ from run_folders import checkpoint_steps, record
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import register
-from ddp_runner.cli.resume import resumed_overrides, with_resumed
+from ddp_runner.cli.resume import left_trackers, resumed_overrides, with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
@@ -38,19 +38,30 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_dir
 
 
-def test_trackers_tags_and_notes_come_with_the_run_and_may_change(
+def test_tags_and_notes_come_with_the_run_and_trackers_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key that only the tracker's YAML has is known; a command may also leave trackers out."""
+    """A run that somebody sent must not send what it reads here to a server of its choice."""
     monkeypatch.chdir(tmp_path)
     config, _ = resolved("trackers=[mlflow]", "tags=[first]", "notes=why")
     write_run_record(tmp_path, status="preempted")
     RunDir(tmp_path).freeze(config, overrides=(), choices={"trackers": "[mlflow]"})
-    again = resume(f"resume={tmp_path}", "trackers.mlflow.wait_s=3", "tags=[second,third]")
-    assert again.trackers == {"mlflow": config.trackers["mlflow"] | {"wait_s": 3}}
-    assert (again.tags, again.notes) == (["second", "third"], "why")
-    assert resume(f"resume={tmp_path}", "trackers=[]").trackers == {}
+    again = resume(f"resume={tmp_path}", "tags=[second,third]")
+    assert (again.tags, again.notes, again.trackers) == (["second", "third"], "why", {})
+    given = resume(f"resume={tmp_path}", "trackers=[mlflow]", "trackers.mlflow.wait_s=3")
+    assert given.trackers == {"mlflow": config.trackers["mlflow"] | {"wait_s": 3}}
     assert list(resume(f"resume={tmp_path}", "trackers=[wandb]").trackers) == ["wandb"]
+
+
+def test_a_resume_says_that_it_sends_nothing(tmp_path: Path) -> None:
+    """Unless the command speaks of trackers itself."""
+    config, _ = resolved("trackers=[mlflow]")
+    RunDir(tmp_path).freeze(config, overrides=(), choices={})
+    raw = compose_raw(f"resume={tmp_path}")
+    (note,) = left_trackers(raw, [f"resume={tmp_path}"])
+    assert note.endswith("add trackers=[mlflow] with its keys, or trackers=[]")
+    assert left_trackers(raw, [f"resume={tmp_path}", "trackers=[]"]) == []
+    assert left_trackers(compose_raw(), []) == []
 
 
 def resume(*arguments: str, env: DistEnv | None = None) -> Config:

@@ -119,15 +119,18 @@ def test_a_server_dies_and_comes_back(server: MlflowServer, tmp_path: Path) -> N
         stopped = wait_for_end(process, tmp_path)
     assert stopped.exit_code == 128 + 15, stopped.stderr
     assert stopped.stdout.count("warning: trackers.mlflow failed") == 1
+    assert f"resume={tmp_path / 'run'} " in stopped.stdout
+    assert f" {uri}\n" in stopped.stdout  # the command to go on has the tracker's keys
+    again = ("resume=run", "trackers=[mlflow]", *keys)
     last = record(tmp_path / "run")["step"] + 8
-    end = run_command("resume=run", f"train.max_steps={last}", folder=tmp_path)
+    end = run_command(*again, f"train.max_steps={last}", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert end.stdout.count("warning: trackers.mlflow failed") == 1
     run_dir = tmp_path / "run"
     local = scalars(run_dir)
     assert tensorboard_scalars(run_dir) == pytest.approx(local, rel=1e-6)
     with server.running():
-        end = run_command("resume=run", "tags=[again]", folder=tmp_path)
+        end = run_command(*again, "tags=[again]", folder=tmp_path)
         assert (end.exit_code, end.stderr) == (0, "")
         (run,) = server.runs("dies")
         assert server.history(run, "train/loss") == [

@@ -77,7 +77,7 @@ def test_a_run_and_its_resume_are_in_one_run_of_wandb(tmp_path: Path) -> None:
     files = {one.path for one in artifact.manifest.contents}
     assert files == {"run.json", "config.yaml", "model.safetensors"}
 
-    again = run_command("resume=run", "train.epochs=3", "tags=[longer]", folder=tmp_path)
+    again = run_command("resume=run", *WANDB, "train.epochs=3", "tags=[longer]", folder=tmp_path)
     assert (again.exit_code, again.stderr) == (0, "")
     _, folder = offline_folders(again)
     assert folder.name.endswith(shown.run_id)
