@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ddp_runner.compare.run import Run
 
+LINE = ["run", "step", "epoch", "time_s"]  # the columns of every line
 AnyPath = str | os.PathLike[str]
 NEEDS_PANDAS = "read_runs and read_metrics return data frames of pandas; write pip install pandas"
 
@@ -29,7 +30,7 @@ def load(
     It is the bare model, as the run has evaluated it: with the averaged weights of ``ema`` if the
     run has those. It takes inputs that are prepared as in training: images in float32, divided by
     255 and normalised by ``dataset.mean`` and ``dataset.std``. No process group is opened, and the
-    state of torch's random numbers stays as it is.
+    state of random numbers stays as it is.
 
     Args:
         run: the folder of a run of ``task=train``.
@@ -48,11 +49,12 @@ def load(
 
     from ddp_runner.inference.load import load_model
 
+    packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
     return load_model(
         Path(run),
         weights=weights,
         device=torch.device(device),
-        allowed_targets=allowed_targets,
+        allowed_targets=packages,
         data_root=None if data_root is None else Path(data_root),
     )
 
@@ -77,6 +79,8 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
 def read_metrics(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     """Return the lines of metrics.jsonl of all runs in and below folders, one below the other.
 
+    Runs that go on, or have failed, are among them.
+
     The columns are ``run``, ``step``, ``epoch``, ``time_s`` (since the run began) and the metrics;
     a metric that a line does not have, or that was not finite, is NaN.
 
@@ -85,14 +89,16 @@ def read_metrics(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     """
     pandas = _pandas()
     lines = [{"run": str(run.folder), **line} for run in _runs(paths) for line in run.lines]
-    return pandas.DataFrame(lines)
+    return pandas.DataFrame(lines, columns=None if lines else LINE)
 
 
 def _runs(paths: AnyPath | Iterable[AnyPath]) -> "list[Run]":
     from ddp_runner.compare.runs import read_runs as read
+    from ddp_runner.compare.runs import with_what_is_there
 
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    return read([Path(path) for path in given])
+    found = read([Path(path) for path in given])
+    return [run if run.reason is None else with_what_is_there(run) for run in found]
 
 
 def _row(run: "Run") -> dict[str, Any]:

@@ -82,7 +82,7 @@ def retain(
     monitor, mode = config.monitor, config.mode
     best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
     # Leave later ones alone: they were damaged when this run resumed from an earlier one.
-    up_to_now = [path for at_step, path in _checkpoints(folder).items() if at_step <= step]
+    up_to_now = [path for at_step, path in checkpoints_by_step(folder).items() if at_step <= step]
     for path in up_to_now[: -config.keep]:
         if path not in best:
             _delete(path, log=log)
@@ -108,7 +108,7 @@ def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | Non
 
 def newest_first(folder: Path) -> list[Path]:
     """Return all checkpoints of a run, damaged ones included."""
-    return list(reversed(_checkpoints(folder).values()))
+    return list(reversed(checkpoints_by_step(folder).values()))
 
 
 def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
@@ -125,17 +125,22 @@ def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | 
     return None
 
 
-def best_checkpoints(folder: Path, *, monitor: str, mode: str) -> list[Path]:
+def best_checkpoints(
+    folder: Path, *, monitor: str, mode: str, log: Callable[[str], None] | None = None
+) -> list[Path]:
     """Return the checkpoints with a finite value of a metric, best first, by their manifests.
 
-    The earlier of two equal checkpoints comes first. `mode` is ``max`` or ``min``.
+    The earlier of two equal checkpoints comes first. `mode` is ``max`` or ``min``. The `log` takes
+    a sentence about each whose manifest is damaged.
     """
     scores = {}
-    for path in _checkpoints(folder).values():
+    for path in checkpoints_by_step(folder).values():
         try:
             score = read_manifest(path).metrics.get(monitor)
-        except UserError:
-            continue  # damaged: it could not be loaded
+        except UserError as error:  # it could not be loaded
+            if log is not None:
+                log(f"{error}; it is skipped")
+            continue
         if score is not None:
             scores[path] = score
     sign = {"max": -1, "min": 1}[mode]
@@ -158,7 +163,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
-def _checkpoints(folder: Path) -> dict[int, Path]:
+def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """Return each step's checkpoint, oldest first, without looking inside.
 
     After a kill between the two renames of a replacement, the old folder that was set aside counts.

@@ -81,9 +81,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         return CommandLine(tuple(arguments), (*options, *parsed.overrides), (), only_shows=True)
     read = OverridesParser.create().parse_overrides
     folders = own_folders(parsed.config_dir, read(parsed.overrides))
-    overrides, implied = parsed.overrides, list[str]()
-    if not parsed.multirun:
-        overrides, implied = resumed_overrides(overrides, folders=group_folders(folders))
+    overrides, implied = resumed_overrides(parsed.overrides, folders=group_folders(folders))
     default = default_experiment(overrides, folders)
     overrides, implied = [*default, *overrides], [*default, *implied]
     return CommandLine(

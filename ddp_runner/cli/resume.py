@@ -43,7 +43,10 @@ def resumed_overrides(
     if not places:
         return overrides, []
     place = places[-1]
-    value = OverridesParser.create().parse_override(overrides[place]).value()
+    override = OverridesParser.create().parse_override(overrides[place])
+    if override.is_sweep_override():  # of several runs, each with its own groups
+        return overrides, []
+    value = override.value()
     if value == "last":
         if (newest := newest_run()) is None:
             raise UserError(
@@ -75,7 +78,7 @@ def with_resumed(
     if raw.resume in (None, AUTO):
         return raw
     frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
-    trained = frozen.task
+    trained, own_metrics = frozen.task, frozen.metrics
     unresolved: Any = OmegaConf.to_container(raw)
     # What resume=auto finds does the same work, so its config has the experiment's keys already.
     if "experiment" in chosen and f"resume={AUTO}" not in overrides:
@@ -99,7 +102,14 @@ def with_resumed(
         frozen.launch[key] = raw.launch[key]
     if is_launched and "world_size" not in chosen:
         frozen.world_size = AUTO
+    if trained in INFERENCE and frozen.task not in INFERENCE:
+        raise UserError(
+            f"resume={raw.resume} is a run of task={trained}, which has nothing to train on; name "
+            f"the run that it was about: resume={frozen.inference.run}"
+        )
     if frozen.task in INFERENCE and "task" in chosen:
+        # More metrics beside those of the training, which other keys of the run may name.
+        frozen.metrics = {**own_metrics, **frozen.metrics}
         _take_model(frozen, raw, chosen, trained=trained)
     return frozen
 
@@ -137,6 +147,8 @@ def _take_model(
             "model of a run of task=train; name such a run"
         )
     frozen.resume, frozen.inference.run = None, str(run_dir)
+    if "weights" in frozen.model:
+        frozen.model.weights = None  # where the training began
     frozen.launch, frozen.name, frozen.notes = raw.launch, raw.name, raw.notes
     batch = frozen.batch
     if not {"batch.eval_per_rank", "batch.per_rank"} & set(chosen):

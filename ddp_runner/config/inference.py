@@ -5,6 +5,7 @@ from typing import Any
 
 INFERENCE = ("evaluate", "predict", "export")  # tasks that take a run's model and train nothing
 EXPORTS = ("onnx", "torch_export")  # beside safetensors
+Asked = str | int  # of weights: best, last, or the step of a checkpoint
 SPLITS, FORMATS = ("eval", "train", "all"), ("csv", "parquet")
 
 

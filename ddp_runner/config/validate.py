@@ -46,7 +46,8 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
     validate_own_loop(config)
     validate_inference(config, chosen=chosen)
     if not has_own_loop(config.task):
-        validate_monitors(config)
+        if config.task not in INFERENCE:  # they monitor nothing, and may evaluate other data
+            validate_monitors(config)
         validate_optimizing(config)
         _validate_model(config)
     _validate_servers(config)

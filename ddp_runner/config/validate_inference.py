@@ -25,11 +25,7 @@ def validate_inference(config: Config, *, chosen: Collection[str]) -> None:
             f"the keys of inference are for task={', '.join(INFERENCE)}, and task is {task}; leave "
             "them out"
         )
-    is_step = isinstance(own.weights, int) and not isinstance(own.weights, bool)
-    if own.weights not in ("best", "last") and not (is_step and own.weights >= 0):
-        raise UserError(
-            f"inference.weights ({own.weights}) must be best, last, or the step of a checkpoint"
-        )
+    validate_weights(own.weights)
     formats = config.checkpoint.export
     for name in formats:
         if name not in EXPORTS:
@@ -41,6 +37,19 @@ def validate_inference(config: Config, *, chosen: Collection[str]) -> None:
         raise UserError(
             "task=export writes what checkpoint.export names; write "
             f"checkpoint.export=[{EXPORTS[0]}]"
+        )
+
+
+def validate_weights(asked: object) -> None:
+    """Reject what names no weights of a run.
+
+    Raises:
+        UserError: it is neither best, nor last, nor a step.
+    """
+    is_step = isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0
+    if not (is_step or asked in ("best", "last")):
+        raise UserError(
+            f"inference.weights ({asked}) must be best, last, or the step of a checkpoint"
         )
 
 

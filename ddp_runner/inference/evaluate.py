@@ -37,20 +37,20 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
             known = (count for count in counts if count is not None)
             results["perf/samples_per_s"] = sum(known) / (time.perf_counter() - began)
         logger.log(results, step=model.step, epoch=model.epoch, confusion=confusion)
-        if session.env.is_rank_zero and (line := own_evaluation(model, results)) is not None:
+        if (
+            session.env.is_rank_zero
+            and (line := own_evaluation(model, results, session)) is not None
+        ):
             session.log(line)
         logger.finish(Status.COMPLETED, step=model.step, epoch=model.epoch)
     return Status.COMPLETED
 
 
-def own_evaluation(model: TrainedModel, results: Mapping[str, float]) -> str | None:
-    """Return how the run itself evaluated this step, as a sentence; None if it did not.
-
-    Rank 0 only.
-    """
-    config = model.setup.config
+def own_evaluation(model: TrainedModel, results: Mapping[str, float], session: Session) -> str:
+    """Return how the run itself evaluated this step, as a sentence. Rank 0 only."""
+    config = session.job.secrets.written(session.config)
     if config.inference.split != "eval" or config.dataset != dataset_keys(model.run_dir):
-        return None
+        return "the run itself has evaluated other samples"
     logged = logged_at(model.run_dir, model.step)
     own = {
         name: value
@@ -58,14 +58,14 @@ def own_evaluation(model: TrainedModel, results: Mapping[str, float]) -> str | N
         if name in results and name.startswith("eval/") and isinstance(value, float)
     }
     if not own:
-        return None
+        return f"the run itself has not evaluated step {model.step}"
     others = [name for name in own if own[name] != results[name]]
     if not others:
         return f"equal to the run's own evaluation at step {model.step}, to the last digit"
     largest = max(others, key=lambda name: _difference(own[name], results[name]))
     return (
         f"the run's own evaluation at step {model.step}: {largest} {own[largest]:.6g}, here "
-        f"{results[largest]:.6g}"
+        f"{results[largest]:.6g}, {_difference(own[largest], results[largest]):.0e} apart"
     )
 
 

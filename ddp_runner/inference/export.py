@@ -30,13 +30,18 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
             setup, run_dir = model.setup, session.run_dir
             tensors, metrics = model.evaluated.state_dict(), logged_at(model.run_dir, model.step)
             numbers = {name: one for name, one in metrics.items() if "/" in name}
-            export_weights(run_dir.export, tensors, step=model.step, metrics=numbers)
+            export_weights(
+                run_dir.export,
+                tensors,
+                step=model.step,
+                metrics=numbers,
+                is_average=setup.config.ema.decay is not None and setup.config.ema.evaluate,
+            )
             split = next(iter(setup.splits.values()))
             files = export_programs(
                 setup.config,
                 session.mode,
                 setup.dataset,
-                setup.step,
                 arguments=model.arguments,
                 tensors=tensors,
                 samples=first_samples(split, seed=setup.config.seed),

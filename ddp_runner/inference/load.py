@@ -5,20 +5,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from ddp_runner.checkpoint.weights import load_tensors
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import frozen_config, to_config
-from ddp_runner.config.schema import mode_needs
-from ddp_runner.errors import UserError
+from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.data.random_states import random_states, restore
+from ddp_runner.errors import UserError, one_line
 from ddp_runner.inference.weights import find_weights
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
-from ddp_runner.train.build import build_dataset, model_factory
+from ddp_runner.train.build import build_dataset, place_model
 
 
 def load_model(
@@ -36,22 +39,45 @@ def load_model(
     frozen = frozen_config(run_dir.config)
     # A config that came with somebody else's run must not allow itself to run code.
     frozen.allowed_targets = list(allowed_targets)
-    config = to_config(frozen)
+    noted = read_run_record(run_dir).get("model_arguments")
+    arguments = noted if isinstance(noted, Mapping) else None  # None: of an earlier version
+    config = _resolved(frozen, needs_data=arguments is None)
     validate_targets(config)
     if config.task != "train":
         raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
     if data_root is not None:
         config = replace(config, data_root=str(data_root))
     found = find_weights(run_dir, config, weights, log=print)
-    arguments = read_run_record(run_dir).get("model_arguments")
-    if not isinstance(arguments, Mapping):  # a run of an earlier version
+    if arguments is None:
         arguments = build_dataset(config, log=print).model_arguments
     mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=allowed_targets)
     devices = (device,) * mode_needs(config.parallelism).devices_per_rank
-    with torch.random.fork_rng():
-        seed_rng(config.seed)  # equal buffers that no file keeps
-        module = mode.place(model_factory(config, arguments), devices)
-    if config.model.get("channels_last"):
-        module = module.to(memory_format=torch.channels_last)
+    before = random_states()
+    try:
+        with torch.random.fork_rng():
+            seed_rng(config.seed)  # equal buffers that no file keeps
+            module = place_model(config, mode, arguments, devices)
+    finally:
+        restore(before)
     load_tensors(module, found.tensors, named=str(found.path))
     return module.eval()
+
+
+def _resolved(frozen: DictConfig, *, needs_data: bool) -> Config:
+    """Return a frozen config as the schema's object.
+
+    What reads the environment is left out of groups that the model does not need: a notebook need
+    not have the secrets of the training.
+    """
+    others = ("trackers", "metrics", "loop", "optimizer", "scheduler")
+    for group in (*others, *(() if needs_data else ("dataset",))):
+        plain = OmegaConf.to_container(frozen[group], resolve=False)
+        assert isinstance(plain, dict)
+        frozen[group] = {key: value for key, value in plain.items() if "${" not in str(value)}
+    try:
+        return to_config(frozen)
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"the run's config cannot be resolved ({one_line(error)}); set the variable, or "
+            "restore the config"
+        ) from error

@@ -26,7 +26,7 @@ from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
-from ddp_runner.train.build import build_dataset, build_metrics, build_step, model_factory
+from ddp_runner.train.build import build_dataset, build_metrics, build_step, place_model
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.programs import NUM_SAMPLES
 from ddp_runner.train.step import StepFunction
@@ -90,9 +90,7 @@ def open_model(session: Session) -> TrainedModel | None:
     seed_rng(config.seed)  # equal buffers that no file keeps
     if not isinstance(arguments, Mapping):  # a run of an earlier version
         arguments = dataset.model_arguments
-    module = session.mode.place(model_factory(config, arguments), session.devices)
-    if config.model.get("channels_last"):
-        module = module.to(memory_format=torch.channels_last)
+    module = place_model(config, session.mode, arguments, session.devices)
     if found:  # on rank 0
         validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
         load_tensors(module, found[0].tensors, named=str(found[0].path))

@@ -11,11 +11,18 @@ import torch.distributed as dist
 from ddp_runner.data.batches import MicroBatch, eval_batches
 from ddp_runner.data.dataset import NamedSamples
 from ddp_runner.data.splits import Piece
-from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.streams import AnySplit, StreamSplit, num_samples
 from ddp_runner.distributed import StopVote, broadcast_buffers
 from ddp_runner.errors import UserError
 from ddp_runner.inference.model import TrainedModel, open_model
-from ddp_runner.inference.predictions import Columns, Writer, columns_of, joined, open_writer
+from ddp_runner.inference.predictions import (
+    Columns,
+    Writer,
+    columns_of,
+    joined,
+    open_writer,
+    validate_columns,
+)
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
@@ -73,11 +80,15 @@ def _write(
     setup, num_done, vote = model.setup, 0, StopVote(model.setup.group)
     broadcast_buffers(model.evaluated, group=setup.group)
     names = _sample_names(model) if writer is not None else {}
+    first: Columns | None = None
     for name, split in setup.splits.items():
         for own in _own_rows(model, split, name=name):
             found = _gathered(own, model)
             if writer is not None and found:
-                writer.write(joined(found, names.get(name)))
+                rows = joined(found, names.get(name))
+                first = first or rows
+                validate_columns(rows, like=first)
+                writer.write(rows)
             num_done += 1
             logger.step_done(step=num_done, epoch=1)
             # After the last round nothing is left to stop.
@@ -93,7 +104,16 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     source = build_source(config)
     if not isinstance(source, NamedSamples):
         return {}
-    return source.sample_names(Path(config.data_root))
+    names = source.sample_names(Path(config.data_root))
+    counts = {name: num_samples(split) for name, split in model.setup.splits.items()}
+    found = {name: len(names[name]) for name in counts} if counts.keys() <= {*names} else None
+    if found != counts:
+        raise UserError(
+            f"sample_names of dataset={source.name} must return a mapping with a name for each "
+            f"sample of {', '.join(counts)} ({', '.join(map(str, counts.values()))}), not "
+            f"{found or type(names).__name__}"
+        )
+    return names
 
 
 def _num_rounds(model: TrainedModel, split: AnySplit) -> int:

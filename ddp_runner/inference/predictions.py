@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, listed
 from ddp_runner.train.step import Step
 
 MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
@@ -34,9 +34,9 @@ def columns_of(
         UserError: the outputs are not tensors with a row for each sample.
     """
     count = len(numbers)
-    found = {"split": np.full(count, split), "index": np.asarray(numbers)}
+    parts = [{"split": np.full(count, split), "index": np.asarray(numbers)}]
     if _has_rows(step.targets, count):
-        found |= _flat("target", step.targets)
+        parts.append(_flat("target", step.targets))
     named = step.outputs if isinstance(step.outputs, Mapping) else {"output": step.outputs}
     for name, output in named.items():
         if not _has_rows(output, count):
@@ -46,11 +46,16 @@ def columns_of(
                 "with a tensor, or a mapping of tensors"
             )
         if num_classes and output.ndim == 2 and output.shape[1] >= num_classes:
-            found |= _flat(
-                "prediction" if name == "output" else f"{name}_prediction", output.argmax(dim=1)
-            )
-        found |= _flat(str(name), output)
-    return found
+            prediction = "prediction" if name == "output" else f"{name}_prediction"
+            parts.append(_flat(prediction, output.argmax(dim=1)))
+        parts.append(_flat(str(name), output))
+    names = [name for part in parts for name in part] + ["sample"]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            f"the training step's outputs give a second column {twice[0]}; rename them: split, "
+            "index, sample, target and prediction are the table's own"
+        )
+    return {name: values for part in parts for name, values in part.items()}
 
 
 def joined(
@@ -59,13 +64,41 @@ def joined(
     """Return the rows of several batches as one table.
 
     With the `names` of all samples of the split it has a column ``sample``, after ``index``.
+
+    Raises:
+        UserError: the batches have other columns than the first one.
     """
+    for part in parts:
+        validate_columns(part, like=parts[0])
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if names is None:
         return rows
     split, index = rows.pop("split"), rows.pop("index")
-    sample = np.asarray([names[number] for number in index])
+    sample = np.asarray([_printable(names[number]) for number in index])
     return {"split": split, "index": index, "sample": sample, **rows}
+
+
+def validate_columns(rows: Columns, *, like: Columns) -> None:
+    """Reject rows that do not fit those before them: a table has the same columns throughout.
+
+    Raises:
+        UserError: their columns have other names, sizes or dtypes.
+    """
+    shapes = [
+        {name: (values.shape[1:], values.dtype.kind) for name, values in one.items()}
+        for one in (like, rows)
+    ]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"the outputs of a batch have {len(rows)} columns, and those before it {len(like)}: "
+            f"{listed(sorted(set(rows) ^ set(like))) or 'of other sizes'}; return outputs of one "
+            "size from the training step, padded if need be"
+        )
+
+
+def _printable(name: str | int) -> str | int:
+    """Return a sample's name with escapes for bytes of a file name that are no text."""
+    return name.encode(errors="backslashreplace").decode() if isinstance(name, str) else name
 
 
 class Writer(Protocol):

@@ -25,7 +25,7 @@ def open_logger(session: Session, model: TrainedModel, *, num_rounds: int = 0) -
     for note in (*(f"warning: {text}" for text in job.warnings), *setup.dataset.notes):
         session.log(note)
     counts = [
-        f"{'a stream' if (count := num_samples(split)) is None else f'{count:,}'} {NOUNS[name]}"
+        f"{'a stream of' if (count := num_samples(split)) is None else f'{count:,}'} {NOUNS[name]}"
         for name, split in setup.splits.items()
     ]
     facts = {

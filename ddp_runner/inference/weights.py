@@ -9,15 +9,23 @@ from torch import Tensor
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
+    checkpoints_by_step,
     first_whole,
     latest_checkpoint,
     load_checkpoint,
 )
 from ddp_runner.checkpoint.weights import read_export
+from ddp_runner.config.inference import Asked
 from ddp_runner.config.schema import Config
+from ddp_runner.config.validate_inference import validate_weights
 from ddp_runner.errors import UserError
+from ddp_runner.files import file_sha256
+from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.export import model_state
+
+TRIES = 5  # a run that goes on deletes a checkpoint while it is read
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Weights:
 
 
 def find_weights(
-    run_dir: RunDir, config: Config, asked: str | int, *, log: Callable[[str], None]
+    run_dir: RunDir, config: Config, asked: Asked, *, log: Callable[[str], None]
 ) -> Weights:
     """Return the weights that a run's evaluations have used: averaged ones with ema.evaluate.
 
@@ -43,44 +51,71 @@ def find_weights(
     Raises:
         UserError: the run has no such weights, or they are damaged.
     """
-    if asked == "best" and run_dir.export.exists():
-        path = run_dir.export
-        tensors, facts = read_export(path, named=str(path))
-        step = facts.get("step", "")
-        return Weights(tensors, int(step) if step.isdecimal() else 0, path)
-    checkpoint = _checkpoint(run_dir, config, asked, log=log)
-    content = load_checkpoint(checkpoint)
+    validate_weights(asked)
+    if not run_dir.path.is_dir():
+        raise UserError(f"the run's folder {run_dir} does not exist; name the folder of a run")
     is_average = config.ema.decay is not None and config.ema.evaluate
-    state = model_state(content, is_average=is_average)
-    if not isinstance(state, Mapping):
+    if asked == "best":
+        found = _exported(run_dir, is_average=is_average)
+        if found is not None:
+            return found
+    for is_last_try in (*[False] * (TRIES - 1), True):
+        checkpoint = _checkpoint(run_dir, config, asked, log=log)
+        try:
+            content, step = load_checkpoint(checkpoint), read_manifest(checkpoint).step
+        except UserError:
+            if checkpoint.exists() or is_last_try:
+                raise
+        else:
+            state = model_state(content, is_average=is_average)
+            if isinstance(state, Mapping):
+                return Weights(state, step, checkpoint)
+            raise UserError(f"{checkpoint} holds no model; name another checkpoint by its step")
+    raise AssertionError("the last try returns or raises")
+
+
+def _exported(run_dir: RunDir, *, is_average: bool) -> Weights | None:
+    """Return what a run has exported; None if it has trained on since, or exported another kind."""
+    path, record = run_dir.export, read_run_record(run_dir, missing_ok=True)
+    if not path.exists():
+        return None
+    wanted = record.get("export_sha256")
+    if wanted is not None and file_sha256(path) != wanted:
         raise UserError(
-            f"checkpoint {checkpoint} holds no model; name another by inference.weights"
+            f"{path} is damaged: its checksum differs from that in {run_dir.record.name}; restore "
+            "it, or write inference.weights=last"
         )
-    return Weights(state, read_manifest(checkpoint).step, checkpoint)
+    tensors, facts = read_export(path, named=str(path))
+    step = int(facts["step"]) if facts.get("step", "").isdecimal() else 0
+    later = max(checkpoints_by_step(run_dir.checkpoints), default=0)
+    has_gone_on = record.get("status") != Status.COMPLETED and later > step
+    if has_gone_on or (facts.get("weights") == "ema") != is_average:
+        return None
+    return Weights(tensors, step, path)
 
 
 def _checkpoint(
-    run_dir: RunDir, config: Config, asked: str | int, *, log: Callable[[str], None]
+    run_dir: RunDir, config: Config, asked: Asked, *, log: Callable[[str], None]
 ) -> Path:
     """Return the folder of a checkpoint that is asked for."""
     folder, settings = run_dir.checkpoints, config.checkpoint
-    found = None
+    by_step = checkpoints_by_step(folder)
     if isinstance(asked, int):
-        found = folder / f"step-{asked:08d}"
-        if not found.is_dir():
-            kept = ", ".join(str(int(one.name[5:])) for one in sorted(folder.glob("step-*")))
+        if asked not in by_step:
             raise UserError(
                 f"inference.weights ({asked}): {run_dir} has no checkpoint of that step; it has "
-                f"{kept or 'none'}"
+                f"{', '.join(map(str, by_step)) or 'none'}"
             )
-        return found
+        return by_step[asked]
+    found = None
     if asked == "best" and settings.monitor is not None:
-        ranking = best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode)
+        monitor, mode = settings.monitor, settings.mode
+        ranking = best_checkpoints(folder, monitor=monitor, mode=mode, log=log)
         found = first_whole(ranking, log=log)
     found = found or latest_checkpoint(folder, log=log)
     if found is None:
         raise UserError(
-            f"{run_dir} has neither {run_dir.export.name} nor a checkpoint: it has trained nothing "
-            "yet; name another run"
+            f"{run_dir} has no checkpoint, and no {run_dir.export.name} of these weights; name "
+            "another run"
         )
     return found

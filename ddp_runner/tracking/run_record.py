@@ -62,6 +62,7 @@ class RunFields(TypedDict, total=False):
     trains_on_stream: bool  # its steps depend on the number of ranks
     uses: Sequence[str]  # the groups that a loop of the user's own builds from
     model_arguments: Mapping[str, Any]  # facts of the data that the model was built with
+    export_sha256: str  # of model.safetensors
     of_run: str  # of an evaluation, a prediction or an export: the folder of the run
     weights_step: int  # the step of the weights that it took
     split: str

@@ -197,19 +197,31 @@ def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[...,
     return partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
 
 
+def place_model(
+    config: Config, mode: Mode, arguments: Mapping[str, Any], devices: Sequence[torch.device]
+) -> nn.Module:
+    """Return the bare model on its devices, in the memory format that the config asks for.
+
+    Raises:
+        UserError: see ``model_factory``.
+    """
+    module = mode.place(model_factory(config, arguments), devices)
+    if config.model.get("channels_last"):
+        module = module.to(memory_format=torch.channels_last)
+    return module
+
+
 def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
     """Return the bare model on its devices, with rank 0's weights loaded there."""
     keys = setup.config.model
-    factory = model_factory(setup.config, setup.dataset.model_arguments)
-    module = setup.mode.place(factory, setup.devices)
+    arguments = setup.dataset.model_arguments
+    module = place_model(setup.config, setup.mode, arguments, setup.devices)
     freeze(module, setup.config.params.freeze)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
             f"model={keys.get('name')} has no parameter that requires a gradient, so there is "
             "nothing to train; unfreeze some, or name another model"
         )
-    if keys.get("channels_last"):
-        module = module.to(memory_format=torch.channels_last)
     if weights is not None:
         load_weights(module, weights)
     if keys.get("weights") is not None:

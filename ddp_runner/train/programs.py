@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.mode import Mode
-from ddp_runner.train.build import model_factory
+from ddp_runner.train.build import build_step, place_model
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
@@ -34,7 +35,6 @@ def export_programs(
     config: RunConfig,
     mode: Mode,
     dataset: Dataset,
-    step: StepFunction,
     *,
     arguments: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
@@ -49,8 +49,7 @@ def export_programs(
     Args:
         config: of the run.
         mode: which places the model.
-        dataset: whose batches the step takes.
-        step: shows how the model is called.
+        dataset: whose batches the training step takes; the step shows how the model is called.
         arguments: facts of the data that the model is built with.
         tensors: the weights, a state_dict.
         samples: a batch of ``NUM_SAMPLES``, as the split loads it.
@@ -61,18 +60,28 @@ def export_programs(
     """
     devices = (CPU,) * mode_needs(config.parallelism).devices_per_rank
     with torch.random.fork_rng():
-        module = mode.place(model_factory(config, arguments), devices)
+        module = place_model(config, mode, arguments, devices)
+        step = build_step(config, devices)
     load_tensors(module, tensors, named="the exported model")
     module.eval()
-    args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
-    shapes = _dynamic_axes((args, kwargs), is_text=dataset.padding_id is not None)
     written = []
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), TemporaryDirectory(dir=folder, prefix=".export-") as temp:
         for name in config.checkpoint.export:
-            path = folder / FILES[name]
+            path = Path(temp, FILES[name])
             try:
+                args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
+                shapes = _dynamic_axes((args, kwargs), is_text=dataset.padding_id is not None)
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
                 _save(program, path)
+                for file in Path(temp).iterdir():  # large weights are in a second file
+                    written.append(file.replace(folder / file.name))
+            except UserError:
+                raise
+            except OSError as error:
+                raise UserError(
+                    f"{folder / path.name} cannot be written ({error.strerror or error}); free "
+                    "space or make the folder writable"
+                ) from error
             except Exception as error:  # torch raises anything for what it cannot trace
                 reason = typed(error.__cause__ or error)[:MOST_CHARACTERS]
                 raise UserError(
@@ -80,7 +89,6 @@ def export_programs(
                     f"model={config.model.get('name')} ({reason}); leave it out, or change the "
                     "model: model.safetensors has the weights"
                 ) from error
-            written.append(path)
     return written
 
 
