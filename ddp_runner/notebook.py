@@ -47,16 +47,22 @@ def load(
     """
     import torch
 
-    from ddp_runner.inference.load import load_model
+    from ddp_runner.data.random_states import random_states, restore
 
+    before = random_states()
     packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
-    return load_model(
-        Path(run),
-        weights=weights,
-        device=torch.device(device),
-        allowed_targets=packages,
-        data_root=None if data_root is None else Path(data_root),
-    )
+    try:
+        from ddp_runner.inference.load import load_model  # some libraries draw when imported
+
+        return load_model(
+            Path(run),
+            weights=weights,
+            device=torch.device(device),
+            allowed_targets=packages,
+            data_root=None if data_root is None else Path(data_root),
+        )
+    finally:
+        restore(before)
 
 
 def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":

@@ -68,7 +68,7 @@ ALLOWED = {
     },
     "new": {"errors"},
     "__main__": {"cli", "new"},
-    "notebook": {"compare", "errors", "inference"},
+    "notebook": {"compare", "data", "errors", "inference"},
     "torchx": GROUND,
 }
 TORCH_FREE = {

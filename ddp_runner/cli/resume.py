@@ -78,7 +78,8 @@ def with_resumed(
     if raw.resume in (None, AUTO):
         return raw
     frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
-    trained, own_metrics = frozen.task, frozen.metrics
+    trained = frozen.task
+    own_metrics: Any = OmegaConf.to_container(frozen.metrics)
     unresolved: Any = OmegaConf.to_container(raw)
     # What resume=auto finds does the same work, so its config has the experiment's keys already.
     if "experiment" in chosen and f"resume={AUTO}" not in overrides:

@@ -14,7 +14,6 @@ from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.schema import Config, mode_needs
-from ddp_runner.data.random_states import random_states, restore
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.inference.weights import find_weights
 from ddp_runner.parallelism.mode import Mode
@@ -52,13 +51,9 @@ def load_model(
         arguments = build_dataset(config, log=print).model_arguments
     mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=allowed_targets)
     devices = (device,) * mode_needs(config.parallelism).devices_per_rank
-    before = random_states()
-    try:
-        with torch.random.fork_rng():
-            seed_rng(config.seed)  # equal buffers that no file keeps
-            module = place_model(config, mode, arguments, devices)
-    finally:
-        restore(before)
+    with torch.random.fork_rng():
+        seed_rng(config.seed)  # equal buffers that no file keeps
+        module = place_model(config, mode, arguments, devices)
     load_tensors(module, found.tensors, named=str(found.path))
     return module.eval()
 

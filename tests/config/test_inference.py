@@ -97,3 +97,30 @@ def test_how_a_run_was_launched_does_not_count(tmp_path: Path) -> None:
     write_run_record(run, num_nodes=2)
     config, _ = resolved(f"resume={run}", "task=evaluate")
     assert (config.launch.nnodes, config.world_size) == (1, 2)
+
+
+def test_more_metrics_stand_beside_those_of_the_run(tmp_path: Path) -> None:
+    """What the training monitored is still there; without it, nothing is monitored here."""
+    run = frozen_run(
+        tmp_path,
+        *("model=convnet", "metrics=[auc]", "checkpoint.monitor=eval/auc"),
+    )
+    config, _ = resolved(f"resume={run}", "task=evaluate", "metrics=[top_k]")
+    assert list(config.metrics) == ["auc", "top_k"]
+
+
+def test_weights_that_the_training_began_with_may_be_gone(tmp_path: Path) -> None:
+    """They are in the run's own weights."""
+    run = frozen_run(tmp_path, "model=toy", "model.weights=gone")
+    assert resolved(f"resume={run}", "task=evaluate")[0].model["weights"] is None
+
+
+def test_an_evaluation_cannot_be_trained_on(tmp_path: Path) -> None:
+    """Its folder has no checkpoints; the run that it was about has."""
+    run = frozen_run(tmp_path, "model=toy")
+    config, _ = resolved(f"resume={run}", "task=evaluate")
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    RunDir(evaluation).freeze(config, overrides=(), choices={})
+    error = config_error(f"resume={evaluation}", "task=train")
+    assert f"which has nothing to train on; name the run that it was about: resume={run}" in error

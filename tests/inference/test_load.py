@@ -1,10 +1,14 @@
 """ddp_runner.load, read_runs and read_metrics, as a notebook uses them."""
 
+import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -12,7 +16,10 @@ from commands import run_command
 from run_folders import metrics, record
 
 import ddp_runner
+from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.errors import UserError
+from ddp_runner.files import file_sha256
+from ddp_runner.tracking.run_record import write_run_record
 
 SHORT = ("train.max_steps=4", "train.num_threads=1", "dataset.num_samples=64")
 CELL = """
@@ -46,9 +53,10 @@ def test_a_cell_of_a_notebook(sweep: Path) -> None:
 
 def test_loading_leaves_random_numbers_and_process_group_alone(sweep: Path) -> None:
     """A notebook goes on as if nothing had happened."""
-    before = torch.get_rng_state()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     ddp_runner.load(sweep / "optimizer.lr=0.01", weights="last")
-    assert torch.get_rng_state().equal(before)
+    assert torch.get_rng_state().equal(before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
     assert not torch.distributed.is_initialized()
 
 
@@ -125,3 +133,64 @@ def test_importing_the_package_is_cheap() -> None:
     code = "import sys, ddp_runner; print({'torch', 'pandas', 'hydra', 'yaml'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("weights", ["bset", "600", -1, True, None, 1.0])
+def test_weights_that_nothing_is_called_are_named(weights: Any, sweep: Path) -> None:
+    """Not taken for the newest checkpoint."""
+    with pytest.raises(UserError, match="must be best, last, or the step"):
+        ddp_runner.load(sweep / "optimizer.lr=0.01", weights=weights)
+
+
+@pytest.fixture
+def copy(sweep: Path, tmp_path: Path) -> Path:
+    """Return a run to damage."""
+    return Path(shutil.copytree(sweep / "optimizer.lr=0.01", tmp_path / "copy"))
+
+
+def test_a_flipped_bit_of_an_export_is_named(copy: Path) -> None:
+    """run.json has its checksum."""
+    path = copy / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged: its checksum differs"):
+        ddp_runner.load(copy)
+    ddp_runner.load(copy, weights="last")
+
+
+def test_an_export_that_the_run_has_trained_beyond_is_not_its_best(copy: Path) -> None:
+    """A run that was resumed and stopped has newer weights, and no newer export."""
+    old = ddp_runner.load(copy).state_dict()
+    args = (f"resume={str(copy).replace('=', chr(92) + '=')}", "train.max_steps=8")
+    assert run_command(*args, folder=copy.parent).exit_code == 0
+    new = ddp_runner.load(copy).state_dict()
+    assert any(not old[name].equal(new[name]) for name in old)
+    export = copy / "model.safetensors"
+    write_run_record(copy, status="preempted")
+    export.unlink()
+    export_weights(export, old, step=4, metrics={}, is_average=True)
+    write_run_record(copy, export_sha256=file_sha256(export))
+    found = ddp_runner.load(copy).state_dict()
+    assert all(found[name].equal(new[name]) for name in new)
+
+
+def test_a_secret_that_the_model_does_not_need_may_be_missing(copy: Path) -> None:
+    """A notebook need not have the environment of the training."""
+    path = copy / ".hydra" / "config.yaml"
+    path.write_text(path.read_text().replace("seed: 0\n", "seed: ${oc.env:NOT_SET_ANYWHERE}\n", 1))
+    with pytest.raises(UserError, match="NOT_SET_ANYWHERE"):
+        ddp_runner.load(copy)
+    text = path.read_text().replace("${oc.env:NOT_SET_ANYWHERE}", "0")
+    path.write_text(text.replace("  input_size: 10", "  input_size: ${oc.env:NOT_SET_ANYWHERE}"))
+    ddp_runner.load(copy)
+
+
+def test_a_run_that_goes_on_is_read_as_far_as_it_is(copy: Path) -> None:
+    """Its config and its lines, for a curve while it trains."""
+    lines = len(ddp_runner.read_metrics(copy))
+    write_run_record(copy, status="running")
+    assert len(ddp_runner.read_metrics(copy)) == lines > 0
+    (row,) = ddp_runner.read_runs(copy).to_dict("records")
+    assert row["optimizer.lr"] == 0.01
+    assert "still running" in row["reason"]

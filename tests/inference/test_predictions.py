@@ -90,3 +90,31 @@ def test_batches_are_joined_in_their_order_and_samples_are_named() -> None:
     assert list(found) == ["split", "index", "sample", "output"]
     assert found["sample"].tolist() == ["a", "b", "c", "d"]
     assert found["output"].tolist() == [0.5, 1.5, 2.5, 3.5]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"index": torch.zeros(2)},
+        {"target": torch.zeros(2)},
+        {"sample": torch.zeros(2)},
+        {"a": torch.zeros(2, 2), "a_0": torch.zeros(2)},
+    ],
+)
+def test_no_output_takes_the_place_of_another_column(outputs: Any) -> None:
+    """The table would show something else under its own name."""
+    with pytest.raises(UserError, match="give a second column"):
+        columns(outputs, torch.zeros(2))
+
+
+@pytest.mark.parametrize("other", [{"output": np.zeros((2, 3))}, {"output_0": np.zeros(2)}, {}])
+def test_batches_of_other_columns_are_refused(other: dict[str, Any]) -> None:
+    """An output that grows with its batch would lose columns, or shift them."""
+    with pytest.raises(UserError, match="return outputs of one size"):
+        joined([{"output": np.zeros((2, 2))}, other])
+
+
+def test_a_name_that_is_no_text_has_escapes() -> None:
+    """As a file's whose name is not UTF-8."""
+    rows = {"split": np.full(1, "eval"), "index": np.array([0]), "output": np.array([0.5])}
+    assert joined([rows], names=["a\udcff.png"])["sample"].tolist() == ["a\\udcff.png"]
