@@ -86,7 +86,7 @@ def _write_own(tracer: profile, own: Path, *, rank: int, on_gpu: bool) -> Summar
     start_ns = min(gather_objects(first_ns(trace) - ahead_ns))
     events = rank_events(trace, rank=rank, shift_ns=-ahead_ns - start_ns)
     write_part(own / _part(rank), events, is_first=rank == 0)
-    return summarize(tracer.key_averages(), peaks(trace), on_gpu=on_gpu)
+    return summarize(tracer.events(), peaks(trace), on_gpu=on_gpu)
 
 
 def _part(rank: int) -> str:

@@ -1,5 +1,6 @@
 """A profile of a run's steps: which are traced, what is written, and that nothing else changes."""
 
+import csv
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -142,6 +143,9 @@ def test_the_steps_and_their_parts_have_names(tmp_path: Path) -> None:
         for begin, end in spans(events, "evaluation")[rank]:
             assert not any(first < begin < last or first < end < last for first, last in steps)
         assert len(spans(events, "evaluation")[rank]) == 3  # after steps 3, 4 and 6
+    with (tmp_path / "steps-2-8" / "operators.csv").open() as file:
+        calls = {row["operator"]: float(row["calls"]) for row in csv.DictReader(file)}
+    assert calls["aten::linear"] == 1.0  # the evaluations call it, too
     sizes = {one["args"]["bytes"] for one in events if one["name"] == "gloo:all_reduce"}
     assert outcome.trace.weights.numel() * 4 in sizes  # the gradients, which are float32
 
