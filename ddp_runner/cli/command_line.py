@@ -1,5 +1,6 @@
 """Reads the command line: Hydra's options, the overrides, and which key a wrong key could mean."""
 
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import compose_config, parse_options
 from ddp_runner.cli.resume import resumed_overrides
-from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.config.schema import AUTO, CONFIG_DIR
 from ddp_runner.errors import UserError, nearest
 
 # Words of other programs for the last part of a key of this program.
@@ -83,6 +84,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     overrides, implied = parsed.overrides, list[str]()
     if not parsed.multirun:
         overrides, implied = resumed_overrides(overrides, folders=group_folders(folders))
+    default = default_experiment(overrides, folders)
+    overrides, implied = [*default, *overrides], [*default, *implied]
     return CommandLine(
         written=tuple(arguments),
         options=tuple(options),
@@ -164,6 +167,22 @@ def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[s
             value = override.value()
             folders += map(str, value if isinstance(value, list) else [])
     return folders
+
+
+def default_experiment(overrides: Sequence[str], urls: Sequence[str]) -> list[str]:
+    """Return the override that chooses the user's own experiment/default.yaml, if it counts.
+
+    It does unless the command names an experiment, or resumes a run, which has its own config.
+
+    Args:
+        overrides: as written, or with those that a resumed run implies.
+        urls: of the user's own groups; see ``own_folders``.
+    """
+    own = [folder / "experiment" / "default.yaml" for folder in group_folders(urls)[1:]]
+    chosen = any(re.match(r"[~+]*experiment(=|$)", one) for one in overrides)
+    resumes = any(one.startswith("resume=") and one != f"resume={AUTO}" for one in overrides)
+    is_there = any(path.is_file() for path in own)
+    return ["experiment=default"] if is_there and not chosen and not resumes else []
 
 
 def group_folders(urls: Sequence[str]) -> list[Path]:
