@@ -1,6 +1,8 @@
 """The operators that take the most time: each rank's own numbers, and the table over all ranks."""
 
 import csv
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,32 +52,50 @@ class Row:
     mib: float
 
 
-def summarize(averages: Sequence[Any], peaks: Sequence[Peak], *, on_gpu: bool) -> Summary:
-    """Return the numbers of a rank from what ``key_averages`` of torch's profiler returns."""
-    (steps,) = [one for one in averages if one.key.startswith(STEP[:-1]) and _is_on_cpu(one)]
-    num_steps, costs = steps.count, {}
-    for one in averages:
-        is_annotation = one.is_user_annotation and not one.key.startswith(GLOO)
-        if is_annotation or not _is_on_cpu(one):  # a kernel's time is in its operator's
-            continue
-        self_us, total_us, num_bytes = (
-            (one.self_device_time_total, one.device_time_total, one.device_memory_usage)
-            if on_gpu
-            else (one.self_cpu_time_total, one.cpu_time_total, one.cpu_memory_usage)
-        )
-        if one.key.startswith(GLOO):  # it is under way on threads that call nothing else
-            self_us = total_us = one.cpu_time_total
-        costs[one.key] = Cost(
-            self_ms=self_us / 1000 / num_steps,
-            total_ms=total_us / 1000 / num_steps,
-            calls=one.count / num_steps,
-            mib=num_bytes / 2**20 / num_steps,
-        )
+def summarize(events: Sequence[Any], peaks: Sequence[Peak], *, on_gpu: bool) -> Summary:
+    """Return the numbers of a rank from the ``events`` of torch's profiler.
+
+    Only what starts within a step counts, on whichever thread. An evaluation or a checkpoint
+    between two steps does not.
+    """
+    on_cpu = [one for one in events if one.device_type.name == "CPU"]  # kernels are in operators
+    spans = sorted(
+        (one.time_range.start, one.time_range.end)
+        for one in on_cpu
+        if one.key.startswith(STEP[:-1])
+    )
+    starts, calls_of = [start for start, _ in spans], defaultdict[str, list[Any]](list)
+    for one in on_cpu:
+        start, is_gloo = one.time_range.start, one.key.startswith(GLOO)
+        step = bisect_right(starts, start) - 1
+        if (is_gloo or not one.is_user_annotation) and step >= 0 and start < spans[step][1]:
+            calls_of[one.key].append(one)
+    costs = {
+        name: _cost(calls, num_steps=len(spans), on_gpu=on_gpu) for name, calls in calls_of.items()
+    }
     first = sorted(costs, key=lambda name: -costs[name].self_ms)[:MOST_ROWS]
     return Summary(
-        step_ms=steps.cpu_time_total / 1000 / num_steps,
+        step_ms=sum(end - start for start, end in spans) / 1000 / len(spans),
         costs={name: costs[name] for name in first},
         peaks=peaks,
+    )
+
+
+def _cost(calls: Sequence[Any], *, num_steps: int, on_gpu: bool) -> Cost:
+    """Return what all calls of an operator cost in a step, from microseconds and bytes."""
+    kind = "device" if on_gpu else "cpu"
+    self_time, total_time = f"self_{kind}_time_total", f"{kind}_time_total"
+    if calls[0].key.startswith(GLOO):  # it is under way on threads that call nothing else
+        self_time = total_time = "cpu_time_total"
+
+    def a_step(attribute: str) -> float:
+        return float(sum(getattr(one, attribute) for one in calls)) / num_steps
+
+    return Cost(
+        self_ms=a_step(self_time) / 1000,
+        total_ms=a_step(total_time) / 1000,
+        calls=len(calls) / num_steps,
+        mib=a_step(f"{kind}_memory_usage") / 2**20,
     )
 
 
@@ -135,7 +155,3 @@ def peak_line(ranks: Sequence[Summary]) -> str:
     where = f", in {peak.operator}" if peak.operator else ""
     amount = f"{peak.num_bytes / 2**20:.1f} MiB{what}"
     return f"most memory: {amount} (rank {rank}, {peak.device}){where}"[:WIDTH]
-
-
-def _is_on_cpu(average: Any) -> bool:
-    return bool(average.device_type.name == "CPU")

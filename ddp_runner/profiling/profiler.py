@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_runner.config.profiling import WARMUP_STEPS, traced_steps
 from ddp_runner.profiling.cuda_memory import dump_history, record_history
-from ddp_runner.profiling.output import write_profile
+from ddp_runner.profiling.output import NotWrittenError, write_profile
 from ddp_runner.profiling.traces import STEP
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class NullProfiler:
         """Return all metrics: no trace slows the steps down."""
         return metrics
 
-    def begin(self, *_: object) -> None:
+    def begin(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
     step_done = close = __exit__ = begin
@@ -54,8 +54,10 @@ class Profiler:
         done: the steps that the run has taken before.
         device: of this rank's computation, the first.
         folder: the run's folder for profiles; each has a folder in it.
+        scratch: see ``write_profile``.
         restart_timer: begins a new interval of the step timer.
         log: takes a sentence for the user.
+        warn: takes a warning, which run.json keeps, too.
     """
 
     def __init__(
@@ -65,14 +67,16 @@ class Profiler:
         done: int,
         device: torch.device,
         folder: Path,
+        scratch: Path | None,
         restart_timer: Callable[[], None],
         log: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         steps = traced_steps(asked, done=done)
-        self._asked, self._folder = asked, folder
+        self._asked, self._folder, self._scratch = asked, folder, scratch
         self._first, self._last = max(steps[0], done + 1), steps[-1]
         self._done, self._on_gpu = done, device.type == "cuda"
-        self._restart_timer, self._log = restart_timer, log
+        self._restart_timer, self._log, self._warn = restart_timer, log, warn
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         # NCCL tells the bytes of a collective, gloo only the shape.
         self._tracer = profile(
@@ -121,31 +125,33 @@ class Profiler:
         }
 
     def step_done(self, step: int) -> None:
-        """End a step; after the last one gather the traces. Collective: every rank must call.
-
-        Raises:
-            UserError: the run's folder cannot be written.
-        """
+        """End a step; after the last one gather the traces. Collective: every rank must call."""
         self._done = step
         if self._is_tracing:
             self._end_step()
             if step == self._last:
                 self._finish()
 
-    def close(self) -> None:
+    def close(self, *, is_stopped: bool) -> None:
         """End the trace of a run that ends before the last step to be traced.
 
         Collective: every rank must call.
 
-        Raises:
-            UserError: the run's folder cannot be written.
+        Args:
+            is_stopped: whether the ranks may soon be killed, so there is no time to write.
         """
-        if self._is_tracing and self._done >= self._first:
+        if self._is_tracing and is_stopped:
+            self._stop()
+            self._log(
+                f"the profile of steps {self._first} to {self._last} was stopped with the run: "
+                "nothing is written"
+            )
+        elif self._is_tracing and self._done >= self._first:
             self._finish()
         elif not self._is_over:
-            self._log(
-                f"warning: train.profile={self._asked} traced nothing: this run ends at step "
-                f"{self._done}, before step {self._first}"
+            self._warn(
+                f"train.profile={self._asked} traced nothing: this run ends at step {self._done}, "
+                f"before step {self._first}"
             )
 
     def _before_step(self, step: int) -> None:
@@ -180,21 +186,27 @@ class Profiler:
         self._part.close()
         self._step.close()
 
-    def _finish(self) -> None:
-        """Stop tracing and write the files. Collective: every rank must call."""
+    def _stop(self) -> None:
+        self._end_step()
         self._tracer.stop_trace()
         self._is_ready = self._is_tracing = False
         self._is_over = True
-        began = time.perf_counter()
-        self.report = write_profile(
-            self._tracer, self._folder, steps=(self._first, self._done), on_gpu=self._on_gpu
-        )
+
+    def _finish(self) -> None:
+        """Stop tracing and write the files. Collective: every rank must call."""
+        self._stop()
+        began, span = time.perf_counter(), (self._first, self._done)
+        steps = "{} to {}".format(*span)
+        try:
+            self.report = write_profile(
+                self._tracer, self._folder, steps=span, on_gpu=self._on_gpu, scratch=self._scratch
+            )
+        except NotWrittenError as error:  # no reason to lose the training
+            self._warn(f"the profile of steps {steps} is not written: {error}")
+        else:
+            took_s = time.perf_counter() - began
+            self._log(f"traced steps {steps} into {self._folder}, written in {took_s:.1f} s")
         self._has_history = False
-        took_s = time.perf_counter() - began
-        self._log(
-            f"traced steps {self._first} to {self._done} into {self._folder}, written in "
-            f"{took_s:.1f} s"
-        )
         self._restart_timer()
 
 
@@ -207,14 +219,31 @@ def open_profiler(
     done: int,
     device: torch.device,
     folder: Path,
+    scratch: Path | None,
     restart_timer: Callable[[], None],
     log: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> AnyProfiler:
     """Return what traces the steps of ``train.profile``; nothing if they are past. See Profiler."""
-    if asked is None or traced_steps(asked, done=done)[-1] <= done:
+    if asked is None:
+        return NullProfiler()
+    steps = traced_steps(asked, done=done)
+    if steps[-1] <= done:
+        if not any(folder.glob(f"steps-*-{steps[-1]}")):  # it has been written before a restart
+            warn(
+                f"train.profile={asked} traces nothing: this run goes on after step {done}; name "
+                "later steps, or their number: train.profile=5"
+            )
         return NullProfiler()
     return Profiler(
-        asked, done=done, device=device, folder=folder, restart_timer=restart_timer, log=log
+        asked,
+        done=done,
+        device=device,
+        folder=folder,
+        scratch=scratch,
+        restart_timer=restart_timer,
+        log=log,
+        warn=warn,
     )
 
 

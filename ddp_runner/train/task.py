@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.data.streams import num_samples
+from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.profiling.profiler import open_profiler
 from ddp_runner.rank.rank_log import log_to_file
@@ -15,7 +17,7 @@ from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.heartbeat import ENDING
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
-from ddp_runner.tracking.run_record import RunFields, write_run_record
+from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.auto_batch import with_largest_batch
 from ddp_runner.train.build import build_session_state
@@ -51,19 +53,20 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         return served
     if scratch is not None:
         scratch.begin_loop()
-    profiler = open_profiler(
+    session_logger = _logger(
+        session, state, warnings, directions=known.directions, resume_step=resume_step
+    )
+    profiler = open_profiler(  # its warnings come after those of the logger, in run.json as well
         config.train.profile,
         done=state.position.step,
         device=session.devices[0],
         folder=run_dir.path / "profile",
+        scratch=scratch.path if scratch else None,
         restart_timer=state.setup.timer.restart,
         log=session.log,
+        warn=partial(_warn, session),
     )
     state.setup = replace(state.setup, profiler=profiler)
-
-    session_logger = _logger(
-        session, state, warnings, directions=known.directions, resume_step=resume_step
-    )
     with session_logger as logger:
         with _writer(session, resume_step=resume_step) as writer, profiler:
 
@@ -74,7 +77,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
                     writer.save(content, step=position.step, metrics=dict(position.metrics))
 
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
-            profiler.close()
+            profiler.close(is_stopped=status == Status.PREEMPTED)
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
         state.gradients.close(status)
         if status == Status.COMPLETED:
@@ -92,6 +95,15 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if profiler.report:
         session.log(profiler.report)
     return status
+
+
+def _warn(session: Session, text: str) -> None:
+    """Warn on the terminal, in this rank's log and, from rank 0, in run.json."""
+    session.log(f"warning: {text}")
+    if session.env.is_rank_zero:
+        with suppress(UserError):  # a full disk, which the run itself reports
+            known = read_run_record(session.run_dir.path).get("warnings") or []
+            write_run_record(session.run_dir.path, warnings=[*known, text])
 
 
 def _logger(

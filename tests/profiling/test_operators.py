@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from ddp_runner.profiling.operators import (
     COLUMNS,
@@ -21,10 +22,9 @@ from ddp_runner.profiling.operators import (
 from ddp_runner.profiling.traces import Peak
 
 
-def average(key: str, **numbers: Any) -> Any:
-    """Return an operator of two steps as torch's profiler sums it up, in microseconds and bytes."""
+def event(key: str, *, start: float = 100.0, us: float = 10.0, **others: Any) -> Any:
+    """Return an event as torch's profiler has it, in microseconds and bytes."""
     usual = {
-        "count": 4,
         "self_cpu_time_total": 1000.0,
         "cpu_time_total": 3000.0,
         "self_device_time_total": 8000.0,
@@ -34,29 +34,40 @@ def average(key: str, **numbers: Any) -> Any:
         "is_user_annotation": False,
         "device_type": DeviceType.CPU,
     }
-    return SimpleNamespace(key=key, **(usual | numbers))
+    return SimpleNamespace(key=key, time_range=Interval(start, start + us), **(usual | others))
 
 
-STEPS = average("ProfilerStep*", count=2, cpu_time_total=20_000.0, is_user_annotation=True)
+# Two steps of 10 ms. Torch gives the steps of a GPU's trace a second time, as the GPU sees them.
+STEPS = [event("ProfilerStep*", start=start, us=1e4, is_user_annotation=True) for start in (0, 3e4)]
+ON_GPU = event("ProfilerStep*", start=0, us=9e4, device_type=DeviceType.CUDA)
 
 
 @pytest.mark.parametrize(
     ("on_gpu", "cost"),
-    [(False, Cost(0.5, 1.5, 2.0, 0.5)), (True, Cost(4.0, 4.5, 2.0, 2.0))],
+    [(False, Cost(1.0, 3.0, 1.0, 1.0)), (True, Cost(8.0, 9.0, 1.0, 4.0))],
     ids=["CPU", "GPU"],
 )
 def test_an_operator_costs_so_much_a_step(on_gpu: bool, cost: Cost) -> None:
-    """On a GPU the time of its kernels, whose own rows would count it twice."""
-    kernel = average("sgemm", device_type=DeviceType.CUDA)
-    annotation = average("forward", is_user_annotation=True)
-    own = summarize([STEPS, average("aten::mm"), kernel, annotation], [], on_gpu=on_gpu)
+    """On a GPU the time of its kernels, whose own events would count it twice."""
+    kernel = event("sgemm", device_type=DeviceType.CUDA)
+    annotation = event("forward", is_user_annotation=True)
+    calls = [event("aten::mm", start=start) for start in (500, 3.5e4)]
+    own = summarize([*STEPS, ON_GPU, *calls, kernel, annotation], [], on_gpu=on_gpu)
     assert own == Summary(step_ms=10.0, costs={"aten::mm": cost}, peaks=[])
+
+
+def test_what_starts_between_steps_is_no_part_of_a_step() -> None:
+    """An evaluation has the same operators. What a step starts may end after it."""
+    inside = [event("aten::mm", start=start, us=2e4) for start in (0, 9999, 3e4)]
+    between = [event("aten::mm", start=start) for start in (-5, 1e4, 2.9e4, 4e4)]
+    own = summarize([*STEPS, *inside, *between, event("aten::eq", start=2e4)], [], on_gpu=False)
+    assert {name: cost.calls for name, cost in own.costs.items()} == {"aten::mm": 1.5}
 
 
 def test_a_collective_of_gloo_counts_as_a_whole() -> None:
     """Torch gives it no time of its own: it is under way on another thread."""
-    gloo = average("gloo:all_reduce", is_user_annotation=True, self_cpu_time_total=0.0)
-    assert summarize([STEPS, gloo], [], on_gpu=False).costs["gloo:all_reduce"].self_ms == 1.5
+    gloo = event("gloo:all_reduce", is_user_annotation=True, self_cpu_time_total=0.0)
+    assert summarize([*STEPS, gloo], [], on_gpu=False).costs["gloo:all_reduce"].self_ms == 1.5
 
 
 def test_the_table_is_over_all_ranks(tmp_path: Path) -> None:

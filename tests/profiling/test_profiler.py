@@ -1,5 +1,7 @@
 """A profile of a run's steps: which are traced, what is written, and that nothing else changes."""
 
+import csv
+import resource
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +17,8 @@ from torch.profiler import profile
 from train_states import Trace, build, compose_config, run_loop
 
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.host.temp_folder import PREFIX
+from ddp_runner.job import Status
 from ddp_runner.profiling import clocks, output, profiler, traces
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, open_profiler
 
@@ -30,6 +34,7 @@ class Outcome:
     trace: Trace
     report: str
     logged: list[str] = field(default_factory=list)
+    temporary: Path | None = None  # where its own files were, for rank 0 to take
 
 
 def train(
@@ -39,8 +44,30 @@ def train(
     keys: tuple[str, ...] = BUSY,
     stop_after: int | None = None,
     ahead_ns: int = 0,
+    scratch: Path | None = None,
+    full_disk_of: int | None = None,
 ) -> Outcome:
-    """Train with a profile. The clock of rank 1, and so its trace, is ahead by nanoseconds."""
+    """Train with a profile.
+
+    Args:
+        env: this rank's place.
+        folder: of the profiles.
+        asked: the value of ``train.profile``.
+        keys: of the command line.
+        stop_after: the step after which the last rank asks to stop.
+        ahead_ns: by how much the clock of rank 1, and so its trace, is ahead.
+        scratch: the launcher's folder.
+        full_disk_of: a rank that cannot write a file of more than some bytes.
+    """
+    if env.rank == full_disk_of:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    temporary, gather = list[Path](), output.gather_files
+
+    def noted(own: Path, target: Path | None) -> OSError | None:
+        temporary.append(own.parent)
+        return gather(own, target)
+
+    output.gather_files = noted
     if env.rank == 1 and ahead_ns:
         _shift_clock(ahead_ns)
     config = compose_config(*keys, world_size=env.world_size)
@@ -55,13 +82,15 @@ def train(
         done=0,
         device=torch.device("cpu"),
         folder=folder,
+        scratch=scratch,
         restart_timer=restart_timer,
         log=logged.append,
+        warn=lambda text: logged.append(f"warning: {text}"),
     ) as own:
         state.setup = replace(state.setup, profiler=own)
         trace = run_loop(env, config, max_steps=None, stop_after=stop_after, state=state)
-        own.close()
-    return Outcome(trace, own.report, logged)
+        own.close(is_stopped=trace.status == Status.PREEMPTED)
+    return Outcome(trace, own.report, logged, *temporary)
 
 
 def opened(asked: Any, folder: Path, *, done: int = 0, device: str = "cpu") -> AnyProfiler:
@@ -71,8 +100,10 @@ def opened(asked: Any, folder: Path, *, done: int = 0, device: str = "cpu") -> A
         done=done,
         device=torch.device(device),
         folder=folder,
+        scratch=None,
         restart_timer=lambda: None,
         log=print,
+        warn=print,
     )
 
 
@@ -142,6 +173,9 @@ def test_the_steps_and_their_parts_have_names(tmp_path: Path) -> None:
         for begin, end in spans(events, "evaluation")[rank]:
             assert not any(first < begin < last or first < end < last for first, last in steps)
         assert len(spans(events, "evaluation")[rank]) == 3  # after steps 3, 4 and 6
+    with (tmp_path / "steps-2-8" / "operators.csv").open() as file:
+        calls = {row["operator"]: float(row["calls"]) for row in csv.DictReader(file)}
+    assert calls["aten::linear"] == 2.0  # two layers; the evaluations call it, too
     sizes = {one["args"]["bytes"] for one in events if one["name"] == "gloo:all_reduce"}
     assert outcome.trace.weights.numel() * 4 in sizes  # the gradients, which are float32
 
@@ -166,21 +200,71 @@ def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "stop_after", "name"),
-    [("5-100", None, "steps-5-8"), ("2-8", 4, "steps-2-5"), (3, None, "steps-6-8")],
-    ids=["the run ends first", "stopped", "to the last step"],
+    ("asked", "name"),
+    [("5-100", "steps-5-8"), (3, "steps-6-8")],
+    ids=["the run ends first", "to the last step"],
 )
-def test_a_run_that_ends_leaves_what_it_has_traced(
-    tmp_path: Path, asked: Any, stop_after: int | None, name: str
-) -> None:
-    """A stop is agreed on in the step after, and its checkpoint is saved before."""
-    outcome, _ = run_ranks(train, 2, tmp_path, asked, BUSY, stop_after)
+def test_a_run_that_ends_leaves_what_it_has_traced(tmp_path: Path, asked: Any, name: str) -> None:
+    """Whether or not these are all steps that were to be traced."""
+    outcome, _ = run_ranks(train, 2, tmp_path, asked)
     first, last = map(int, name.split("-")[1:])
     assert {rank: len(found) for rank, found in steps_of(tmp_path / name).items()} == {
         f"rank {rank}": last - first + 1 for rank in (0, 1)
     }
     assert outcome.report.startswith(f"profile of steps {first} to {last}")
-    assert (outcome.trace.status == "preempted") == (stop_after is not None)
+
+
+def test_a_run_that_is_stopped_writes_no_profile(tmp_path: Path) -> None:
+    """Its ranks may be killed soon after the checkpoint; the log says what is missing."""
+    for outcome in run_ranks(train, 2, tmp_path, "2-8", BUSY, 4):
+        assert outcome.trace.status == "preempted"
+        assert outcome.logged == [
+            "the profile of steps 2 to 8 was stopped with the run: nothing is written"
+        ]
+        assert outcome.report == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_training_goes_on_without_a_profile_if_a_disk_is_full(tmp_path: Path, rank: int) -> None:
+    """Of any rank; nothing stays on it."""
+    folder, scratch = tmp_path / "profile", tmp_path / "scratch"
+    scratch.mkdir()
+    for outcome in run_ranks(train, 2, folder, "4-6", BUSY, None, 0, scratch, rank):
+        assert outcome.logged[:1] == [
+            f"warning: the profile of steps 4 to 6 is not written: rank {rank} cannot write its "
+            "temporary files (torch has written no trace; is the disk full?); free space, or set "
+            "TMPDIR to a folder of another disk"
+        ]
+        assert outcome.trace.status == "completed"
+        assert outcome.report == ""
+    assert [list(one.iterdir()) for one in (folder, scratch)] == [[], []]
+
+
+def test_training_goes_on_if_the_runs_folder_takes_no_profile(tmp_path: Path) -> None:
+    """Rank 0 alone writes there, and the others do not wait for it."""
+    (tmp_path / "file").touch()
+    for outcome in run_ranks(train, 2, tmp_path / "file" / "profile", "4-6"):
+        assert outcome.logged[0] == (
+            f"warning: the profile of steps 4 to 6 is not written: rank 0 cannot write to "
+            f"{tmp_path}/file/profile (Not a directory); free space or make the folder writable"
+        )
+        assert outcome.trace.status == "completed"
+
+
+@pytest.mark.parametrize("has_launcher", [True, False])
+def test_what_a_killed_rank_leaves_is_found(tmp_path: Path, has_launcher: bool) -> None:
+    """Its launcher removes its files, or the next one, which knows folders with an owner."""
+    scratch = tmp_path / "scratch" if has_launcher else None
+    if scratch is not None:
+        scratch.mkdir()
+    for outcome in run_ranks(train, 2, tmp_path / "profile", "4-6", BUSY, None, 0, scratch):
+        assert outcome.temporary is not None
+        assert not outcome.temporary.exists()
+        if scratch is None:
+            assert outcome.temporary.name.startswith(PREFIX)
+        else:
+            assert outcome.temporary.parent == scratch
 
 
 @pytest.mark.parametrize("asked", ["9-10", 4], ids=["after the run", "ready, but never begun"])
@@ -195,10 +279,18 @@ def test_a_profile_that_never_began_is_a_warning(tmp_path: Path, asked: Any) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_steps_before_a_resume_are_past(tmp_path: Path) -> None:
+def test_steps_before_a_resume_are_past(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A range may be past as a whole, or in part; a number counts anew."""
-    assert isinstance(opened("4-6", tmp_path, done=6), NullProfiler)
     assert isinstance(opened(None, tmp_path), NullProfiler)
+    assert capsys.readouterr().out == ""
+    assert isinstance(opened("4-6", tmp_path, done=6), NullProfiler)
+    assert capsys.readouterr().out == (
+        "train.profile=4-6 traces nothing: this run goes on after step 6; name later steps, or "
+        "their number: train.profile=5\n"
+    )
+    (tmp_path / "steps-5-6").mkdir()  # before a restart of the ranks
+    assert isinstance(opened("4-6", tmp_path, done=6), NullProfiler)
+    assert capsys.readouterr().out == ""
     for asked, done, first in (("4-6", 5, 6), (2, 100, 106)):
         own = opened(asked, tmp_path, done=done)
         assert isinstance(own, Profiler)

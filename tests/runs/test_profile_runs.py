@@ -25,14 +25,23 @@ def test_a_profiled_run_prints_and_keeps_its_profile(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_can_be_profiled(tmp_path: Path) -> None:
-    """By the steps of the run, which need no quotes in a shell; the first five are past."""
+    """By the steps of the run, which need no quotes in a shell; those that are past are left out.
+
+    If all are, the run says so.
+    """
     begin = run_command(*TOY, "train.max_steps=8", folder=tmp_path)
     assert begin.exit_code == 0
-    keys = ("train.profile=5-12", "train.max_steps=18")
+    keys = ("train.profile=5-12", "train.max_steps=14")
     end = run_command(f"resume={RUN}", *keys, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert "profile of steps 9 to 12, 2 ranks: " in end.stdout
     assert [path.name for path in (end.run_dir / "profile").iterdir()] == ["steps-9-12"]
+    keys = ("train.profile=3-7", "train.max_steps=18")
+    end = run_command(f"resume={RUN}", *keys, folder=tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    (warning,) = record(end.run_dir)["warnings"]
+    assert warning.startswith("train.profile=3-7 traces nothing: this run goes on after step 14; ")
+    assert f"warning: {warning}" in " ".join(end.stdout.split())
 
 
 def test_a_profile_after_the_end_is_an_error_before_the_start(tmp_path: Path) -> None:
