@@ -19,7 +19,7 @@ from ddp_runner.config.own_loop import has_own_loop, only_used
 from ddp_runner.config.schema import leaves
 from ddp_runner.metric_names import LISTED, METRICS
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.run_record import read_run_record, repeating_command
 
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 # The keys of the config that are hyperparameters.
@@ -88,7 +88,10 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
 
 
 def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
-    """Return a run's notes, command, tags, machine and versions, as Markdown."""
+    """Return a run's notes, command, tags, machine and versions, as Markdown.
+
+    Where no known command repeats the run, show the keys of the last one under that name.
+    """
     versions = record.get("versions") or {}
     rows = {
         "tags": ", ".join(record.get("tags") or ()),
@@ -101,10 +104,14 @@ def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
         **{name: version for name, version in versions.items() if version},
     }
     lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    command = " \\\n        ".join(["python -m ddp_runner", *map(shlex.quote, overrides)])
+    words = repeating_command(record, overrides)
+    title = "Keys of its last command" if words is None else "Command"
+    parts = overrides if words is None else [" ".join(words[:3]), *map(shlex.quote, words[3:])]
+    joint = "\n    " if words is None else " \\\n        "
     notes = [f"    {line}" for line in (record.get("notes") or "").splitlines()]  # verbatim
-    own = [*notes, "", "Command:", ""] if notes else []
-    return "\n".join([*own, f"    {command}", "", "| fact | value |", "| --- | --- |", *lines])
+    own = [*notes, "", f"{title}:", ""] if notes or words is None else []
+    shown = [f"    {joint.join(parts)}", ""] if parts else ["none", ""]
+    return "\n".join([*own, *shown, "| fact | value |", "| --- | --- |", *lines])
 
 
 def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
