@@ -121,26 +121,6 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     return fields
 
 
-def repeating_command(record: Mapping[str, Any], overrides: Sequence[str]) -> list[str] | None:
-    """Return the words of the command that repeats a run; None if no known command does.
-
-    A resumed run has only the overrides of its last command, so not the keys it began with.
-
-    Args:
-        record: The fields of run.json, unchecked.
-        overrides: What the run folder keeps of its last command.
-    """
-    groups = record.get("own_groups")
-    if not isinstance(groups, list) or not all(
-        isinstance(one, str) and one.startswith(("--config-dir=", "hydra.searchpath="))
-        for one in groups
-    ):
-        return None
-    if any(one.lstrip("+").startswith("resume=") for one in overrides):
-        return None
-    return ["python", "-m", "ddp_runner", *groups, *overrides]
-
-
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
     """Merge fields into run.json, which is replaced whole: a reader sees the old one or the new.
 

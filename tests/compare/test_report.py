@@ -483,3 +483,33 @@ def test_a_browser_sorts_filters_and_asks_for_nothing(written: Path) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth") == 400
         assert not faults
         assert requests == [address]
+
+
+@pytest.mark.browser
+def test_filters_find_what_is_shown(tmp_path: Path) -> None:
+    """Not in hidden columns, not across cells, and a choice whatever spaces it has."""
+    outputs = tmp_path / "outputs"
+    names = ["  a  b", "a b", "c", "d", "e", "f"]
+    for number, name in enumerate(names):
+        keys = {"optimizer.name": name, "optimizer.lr": 0.1 * (number + 1)}
+        write_run(outputs / str(number), config=keys, lines=lines_of([1.0, 77.0 + number]))
+    with browser_tab(browser_path(), width=1400, height=900) as tab:
+        tab.goto(report(outputs).as_uri())
+        count = tab.locator("output[data-count]")
+        hidden = tab.locator("#results tbody tr").first.locator(".more")
+        words = hidden.evaluate_all("all => all.map(one => one.textContent.trim())")
+        shown = tab.locator("#results tbody").inner_text()
+        word = next(one for one in words if one not in shown)
+        for text, expected in ((word, "0 of 6"), ("c0.3", "0 of 6"), ("0.3", "1 of 6")):
+            tab.fill("input[type=search]", text)
+            assert count.text_content() == expected, text
+        tab.fill("input[type=search]", word)
+        tab.check("[data-all]")  # now it is shown
+        assert count.text_content() != "0 of 6"
+        tab.fill("input[type=search]", "")
+        menu = tab.locator(
+            "select[data-title='optimizer.name'], select[data-title=optimizer]"
+        ).first
+        for place in range(1, len(names) + 1):
+            menu.select_option(index=place)
+            assert count.text_content() == "1 of 6"

@@ -21,6 +21,7 @@ from tensorboard_server import get_json, serve_tensorboard
 
 from ddp_runner.metric_names import METRICS
 from ddp_runner.tracking.metric_files import MetricFiles
+from ddp_runner.tracking.run_card import run_card
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.run_record import begin_session, write_run_record
@@ -31,7 +32,6 @@ from ddp_runner.tracking.tensorboard import (
     confusion_picture,
     header,
     hyperparameters,
-    run_card,
 )
 
 STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]

@@ -26,12 +26,12 @@ from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.compare.runs import LOADER
 from ddp_runner.compare.speedup import REST
 from ddp_runner.metric_names import StepPart, headlines
+from ddp_runner.tracking.run_card import repeating_command
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import repeating_command
 
 MAX_CLASSES = 30  # of a confusion matrix that a reader can follow
 MAX_TRACEBACK = 4_000  # bytes; its end says what went wrong
-MAX_OVERRIDES = 100_000  # bytes
+MAX_OVERRIDES = 8_000  # bytes; a command that is cut would be another one
 MAX_RECORDS = 500  # lines of task=check or task=collectives
 # Fields of run.json that have a place of their own, or that mean nothing to a reader.
 ELSEWHERE = {
@@ -115,12 +115,12 @@ def details(one: NumberedRun, *, num_points: int, has_config: bool) -> Details:
         name=one.name,
         folder=str(run.folder),
         status=text_of(record.get("status") or "unknown"),
-        label=one.row.label if one.row else "",
-        reason=run.reason or "",
+        label=text_of(one.row.label) if one.row else "",
+        reason=text_of(run.reason or ""),
         headline=tuple((name, digits(last[name])) for name in headlines(last)[:4]),
         tags=tuple(text_of(tag) for tag in _list(record.get("tags"))),
         notes=text_of(record.get("notes") or ""),
-        remarks=(*warnings, *run.notes),
+        remarks=(*warnings, *map(text_of, run.notes)),
         command=shlex.join(words or ()),
         last_keys="" if words else "\n".join(overrides or ()),
         times=_times(run),
