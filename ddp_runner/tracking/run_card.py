@@ -1,4 +1,4 @@
-"""How to repeat a run, and the card that says so: its notes, its command, where and by what it ran."""
+"""The command that repeats a run, and the card with it: notes, tags, machine and versions."""
 
 import shlex
 from collections.abc import Mapping, Sequence
