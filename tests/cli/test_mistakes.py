@@ -66,7 +66,7 @@ ANSWERS = {
     "--cfg nope": "argument --cfg/-c: invalid choice: 'nope'",
     "model=toy --config-dir": "--config-dir/-cd: expected one argument; see --help",
     "model=toy -m seed=1,2 train.epoch=3": UNKNOWN,
-    "--nonsense": "--nonsense is not an option; see --help",
+    "--gibberish": "--gibberish is not an option; see --help",
     "--experimental-rerun nowhere": "write resume=RUN_FOLDER",
     "--shell-completion": "install=bash",
     "--cfg nothing": "argument --cfg/-c: invalid choice",

@@ -7,6 +7,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from ddp_runner.cli.command_line import default_experiment
 from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import with_resumed
@@ -36,7 +37,8 @@ def resolved(
 ) -> tuple[Config, list[str]]:
     """Return the resolved config of a command line, and its warnings."""
     register()
-    raw = compose_raw(*overrides, folders=folders)
+    default = default_experiment(overrides, [path.as_uri() for path in folders])
+    raw = compose_raw(*default, *overrides, folders=folders)
     return resolve(
         to_config(with_resumed(raw, overrides)),
         hardware=hardware,
