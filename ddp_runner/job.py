@@ -50,6 +50,7 @@ class Job:
     title: str = ""  # its name in a sweep
     shows_header: bool = True  # a sweep shows it once, for the first job that it runs
     overrides: tuple[str, ...] = ()
+    own_groups: tuple[str, ...] | None = None  # see ``RunFields``
     secrets: Secrets = field(default_factory=Secrets)  # what the config took from the environment
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
     warnings: tuple[str, ...] = ()

@@ -160,3 +160,12 @@ def assert_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor
     """Compare bit for bit."""
     assert weights.keys() == others.keys()
     assert all(torch.equal(weights[name], others[name].cpu()) for name in weights)
+
+
+def test_what_its_programs_leave_is_no_part_of_the_repository() -> None:
+    """They are started in the clone, and write where they are started."""
+    programs = "".join(path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py"))
+    left = set(re.findall(r'"(net\.\w+)"', programs))
+    assert left == {"net.pt", "net.ckpt"}
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {f"/{name}" for name in left} | {"/lightning_logs/"} <= set(ignored)

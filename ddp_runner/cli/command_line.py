@@ -39,6 +39,7 @@ class CommandLine:
     overrides: tuple[Override, ...]  # every key=value, parsed
     implied: tuple[str, ...] = ()  # those that the user did not write: the groups of a resumed run
     folders: tuple[str, ...] = ()  # URLs of the user's own groups
+    config_dir: Path | None = None  # the absolute folder of --config-dir
     is_multirun: bool = False  # -m is given; a YAML may ask for a sweep as well
     only_shows: bool = False  # --help, --cfg, --info, --shell-completion: nothing is to run
 
@@ -53,6 +54,13 @@ class CommandLine:
     def arguments_with(self, *added: str) -> list[str]:
         """Return the arguments with further overrides, which win over the others."""
         return [*(str(one.input_line) for one in self.overrides), *added, *self.options]
+
+    @property
+    def own_groups(self) -> tuple[str, ...]:
+        """The words by which Hydra finds the user's own groups: no job's overrides hold them."""
+        folder = () if self.config_dir is None else (f"--config-dir={self.config_dir}",)
+        places = [one for one in self.overrides if one.key_or_group == "hydra.searchpath"]
+        return (*folder, *(str(one.input_line) for one in places))
 
     @property
     def fixed(self) -> list[str]:
@@ -90,6 +98,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         overrides=tuple(read(overrides)),
         implied=tuple(implied),
         folders=tuple(folders),
+        config_dir=Path(parsed.config_dir).absolute() if parsed.config_dir else None,
         is_multirun=parsed.multirun,
         only_shows=bool(parsed.help or parsed.hydra_help or parsed.cfg or parsed.info),
     )

@@ -148,6 +148,7 @@ def plan_at(
             lacks_run=lacks_run,
             code=invocation.code,
             overrides=overrides,
+            own_groups=command.own_groups if invocation.env is None else None,
             secrets=secrets,
             choices=_choices(node, config),
             warnings=(*invocation.warnings, *map(secrets.hide, [*notes, *warnings])),

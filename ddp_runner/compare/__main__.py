@@ -5,6 +5,7 @@ python -m ddp_runner.compare outputs/SWEEP --target eval/accuracy=0.95 --out rep
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from ddp_runner.errors import UserError
 
 def main() -> None:
     """Run the command and exit."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a run may hold what no encoding has
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         run(sys.argv[1:])
     except UserError as error:
@@ -71,7 +74,8 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
         folder.mkdir(parents=True, exist_ok=True)
         for name, form in FORMATS.items():
             path = folder / f"comparison.{SUFFIXES[name]}"
-            path.write_text(form(comparison) + "\n", encoding="utf-8")
+            text = form(comparison) + "\n"
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
             lines.append(f"wrote {path}")
         drawn = figures(comparison)
         pictures, plot_lines = write_plots(drawn, folder)

@@ -1,7 +1,6 @@
 """One run folder as data: run.json, the config, the metrics, and the numbers that follow."""
 
 import statistics
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +16,8 @@ IGNORED = (
     *("seed", "name", "tags", "notes", "resume", "data_root", "allowed_targets", "verbose"),
     "train.profile",
 )
+# No measurement reaches it, and sums, squares and differences of numbers below stay floats.
+MAX_NUMBER = 1e150
 IGNORED_GROUPS = ("launch.", "sweep.", "metrics.", "trackers.")
 
 
@@ -181,5 +182,5 @@ def stat(values: Iterable[float | None]) -> Stat | None:
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a number within the range of a float."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    """Return whether a value is a number with which a comparison can calculate."""
+    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER

@@ -7,9 +7,11 @@ ddp-runner new work/my_project
 import argparse
 import importlib.util
 import keyword
+import os
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +34,12 @@ TAKEN = {
     "outputs",
     "tests",
 }  # folders of every project, and Hydra's
+# What the project itself takes from others, whether or not it is installed where the command runs.
+NEEDED = {
+    *("ddp_runner", "torch", "sklearn", "scikit_learn", "hydra", "hydra_core", "omegaconf"),
+    *("numpy", "scipy", "pytest", "pluggy", "iniconfig", "hatchling", "packaging", "pathspec"),
+    *("trove_classifiers", "editables", "pip", "uv", "setuptools", "wheel"),
+}
 EXIT_USER_ERROR = 2
 
 
@@ -43,9 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         run(sys.argv[2:] if arguments is None else arguments)
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+    except BrokenPipeError:  # for example `| head`; the project is written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -60,10 +71,11 @@ def run(arguments: Sequence[str]) -> None:
         given = f", not {' '.join(words)}" if words else ""
         raise UserError(f"new takes the folder of one project{given}; write ddp-runner new NAME")
     folder = Path(words[0])
-    name = folder.resolve().name
-    validate_name(name)
     found = origin()
     try:
+        validate_folder(folder)
+        name = folder.resolve().name
+        validate_name(name)
         paths = create(folder, name, found)
     except OSError as error:
         where = error.filename or folder
@@ -102,6 +114,23 @@ def create(folder: Path, name: str, found: Origin) -> list[Path]:
     return written
 
 
+def validate_folder(folder: Path) -> None:
+    """Reject a folder that no name belongs to, or that a dead link stands for.
+
+    Raises:
+        UserError: it says which, and what to write instead.
+        OSError: the file system cannot have such a folder.
+    """
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise UserError(
+                f"{path} is a link to {path.readlink()}, which does not exist; give the name of a "
+                "new folder"
+            )
+    if not folder.resolve().name:
+        raise UserError(f"{folder} is no folder of a project; write ddp-runner new {PLACEHOLDER}")
+
+
 def validate_name(name: str) -> None:
     """Reject a name that Python cannot import, or that would hide another package.
 
@@ -114,21 +143,27 @@ def validate_name(name: str) -> None:
         raise UserError(f"{name} is a word of Python's own; write {name}_project")
     taken_by = _taken_by(name)
     if taken_by:
-        raise UserError(f"{name} would hide {taken_by}; write {name}_project")
+        raise UserError(f"{name} would hide {taken_by}; write {_nearest(name)}")
 
 
 def _nearest(name: str) -> str:
     """Return the valid name that is most like an invalid one."""
-    meant = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+    # Without the accents of its letters, which are characters of their own after this.
+    letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    meant = re.sub(r"[^A-Za-z0-9]+", "_", letters).strip("_")
     if not meant:
         return PLACEHOLDER
-    return meant if NAME.fullmatch(meant) else f"project_{meant}"
+    if not NAME.fullmatch(meant):
+        return f"project_{meant}"
+    return f"{meant}_project" if keyword.iskeyword(meant) or _taken_by(meant) else meant
 
 
 def _taken_by(name: str) -> str | None:
     """Return what a package of this name would hide; None: nothing."""
     if name in sys.stdlib_module_names:
         return f"Python's module {name}"
+    if name.lower() in NEEDED:
+        return f"the package {name.lower()}, which the project needs"
     if name in TAKEN:
         return f"the folder {name} of the project"
     spec = importlib.util.find_spec(name)

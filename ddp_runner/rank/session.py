@@ -212,6 +212,7 @@ def _record_start(session: Session, *, hosts: Sequence[str]) -> None:
         notes=written.notes,
         config_hash=config_hash(config),
         work_hash=work_hash(config),
+        own_groups=job.own_groups,
         **job.code,
         host=socket.gethostname(),
         hosts=hosts,

@@ -40,6 +40,9 @@ class RunFields(TypedDict, total=False):
     task: str
     tags: Sequence[str]
     notes: str | None
+    # The words of the command that name the user's own config folders; None: its ranks were started
+    # by another launcher, whose command is unknown.
+    own_groups: Sequence[str] | None
     config_hash: str
     work_hash: str  # of the keys that decide what is computed
     git_revision: str | None

@@ -5,7 +5,6 @@ last values of the curves with them.
 """
 
 import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ddp_runner.config.measuring import OPS
 from ddp_runner.config.own_loop import has_own_loop, only_used
 from ddp_runner.config.schema import leaves
 from ddp_runner.metric_names import LISTED, METRICS
+from ddp_runner.tracking.run_card import run_card
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -85,26 +85,6 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
     if has_own_loop(task):
         config = only_used(dict(leaves(config)), uses=record.get("uses"))
     return [*cards, session_start(config, varied=varied)]
-
-
-def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
-    """Return a run's notes, command, tags, machine and versions, as Markdown."""
-    versions = record.get("versions") or {}
-    rows = {
-        "tags": ", ".join(record.get("tags") or ()),
-        "host": record.get("host"),
-        "ranks": record.get("world_size"),
-        "machines": record.get("num_nodes"),
-        "devices of rank 0": ", ".join(record.get("devices") or ()),
-        "CPU threads of a rank": record.get("num_threads"),
-        "git revision": record.get("git_revision"),
-        **{name: version for name, version in versions.items() if version},
-    }
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    command = " \\\n        ".join(["python -m ddp_runner", *map(shlex.quote, overrides)])
-    notes = [f"    {line}" for line in (record.get("notes") or "").splitlines()]  # verbatim
-    own = [*notes, "", "Command:", ""] if notes else []
-    return "\n".join([*own, f"    {command}", "", "| fact | value |", "| --- | --- |", *lines])
 
 
 def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from ddp_runner.cli.app import main
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+HERE = Path(__file__).resolve().parent
+# An installed package holds its own copy of conf/; see pyproject.toml.
+CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"
 
 if __name__ == "__main__":
     main(["--config-dir", str(CONF), "allowed_targets=[my_project]", *sys.argv[1:]])

@@ -56,3 +56,15 @@ def test_a_job_is_named_by_what_the_sweep_varies() -> None:
     for subdir, name in (("job-${seed}", "job-2"), ("toy/${seed}", "toy-2"), ("..", "_..")):
         named = compose_config(["seed=2", f"hydra.sweep.subdir={subdir}"])
         assert job_folder(named, command) == name
+
+
+def test_a_command_knows_how_it_finds_the_users_own_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By words that find them from any folder; no override of a job holds them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    place = "hydra.searchpath=[file:///elsewhere]"
+    command = parse(["--config-dir", "conf", place, "seed=1"])
+    assert command.own_groups == (f"--config-dir={tmp_path / 'conf'}", place)
+    assert parse(["seed=1"]).own_groups == ()

@@ -2,12 +2,14 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from generated_runs import lines_of, write_run
 
+from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.tables import FORMATS
 from ddp_runner.compare.runs import read_runs
@@ -196,3 +198,52 @@ def test_values_from_a_foreign_run_cannot_forge_output(tmp_path: Path, form: str
     assert "toy\\x1b[2J\\nbest of all" in text
     assert "\x1b" not in text
     assert not any(line.startswith("best of all") for line in text.splitlines())
+
+
+def test_one_odd_run_does_not_stop_a_comparison(
+    tmp_path: Path,
+    capsysbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers whose difference no float holds, and names that no encoding has."""
+    high = 1.7e308
+    lines = lines_of([1.0, high, high], losses=[1.0, high, -high], eval__far=[high, -high, high])
+    metrics = {"eval/\ud800": 1, "eval/far": -high, "eval/near": 0.5}
+    for seed in (0, 1):
+        folder = tmp_path / "outputs" / str(seed)
+        write_run(folder, config={"seed": seed}, lines=lines, record={"metrics": metrics})
+    config = folder / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("name: sgd", 'name: "s\\ud800"'))
+    for form in FORMATS:
+        out = tmp_path / "report"
+        words = ["compare", str(tmp_path / "outputs"), "--format", form, "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", words)
+        main()
+        assert b"near" in capsysbinary.readouterr().out
+    assert "eval/\\ud800" in (out / "comparison.csv").read_text(encoding="utf-8")
+
+
+def test_a_text_of_megabytes_is_cut_for_people(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the terminal and in the report; CSV and JSON are whole."""
+    long = "x" * 1_000_000
+    record = dict.fromkeys(("git_revision", "host", "notes"), long) | {"tags": [long]}
+    config = {"optimizer.name": long}
+    metrics = {f"eval/{long}": 1.0}
+    outputs = tmp_path / "outputs"
+    write_run(outputs / "plain", lines=lines_of([1.0, 2.0]))
+    write_run(
+        outputs / "a",
+        config=config,
+        lines=lines_of([1.0, 2.0]),
+        record=record | {"metrics": metrics},
+    )
+    error = {"status": "failed", "error": {"sentence": long}}
+    write_run(outputs / "b", record=error)
+    run([str(outputs), "--out", str(tmp_path / "report")])
+    assert len(capsys.readouterr().out) < 30_000
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "report").iterdir()}
+    assert sizes["comparison.md"] < 30_000
+    assert sizes["report.html"] < 500_000
+    assert sizes["comparison.csv"] > len(long)

@@ -253,6 +253,7 @@ def test_one_run_has_a_page_of_its_own(tmp_path: Path) -> None:
         "confusion_matrix": [[9, 1], [0, 5]],
         "num_parameters": 29034,
         "field_of_tomorrow": {"flops": 5},
+        "own_groups": ["--config-dir=/my conf"],
     }
     lines = lines_of(
         [1.0, 2.0, 3.0], perf__forward_ms=[1.0, 8000.0, 8000.0], eval__accuracy=[0.5, 0.75, 0.625]
@@ -265,7 +266,8 @@ def test_one_run_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert not page.all("table", id="results")
     assert "completed" in page.all("header")[0].text
     (command,) = page.all("pre", class_="command")
-    assert command.text == """python -m ddp_runner optimizer.lr=0.1 'name='"'"'two words'"'"''"""
+    start, own = "python -m ddp_runner", "'--config-dir=/my conf'"
+    assert command.text == f"""{start} {own} optimizer.lr=0.1 'name='"'"'two words'"'"''"""
     assert texts(captioned(page, "Sessions")) == [
         ["1", "2001-09-09 01:46:40 UTC", "2.000 s", "60.00 s"],
         ["2", "2001-09-09 01:48:20 UTC", "1.000 s", "2 h 5 min"],
@@ -284,6 +286,28 @@ def test_one_run_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert [tag.text for tag in page.all("p", class_="tags")[0].all("span")] == record["tags"]
     assert page.all("p", class_="notes")[0].text == record["notes"]
     assert "the data are few" in page.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups"),
+    [
+        (["resume=outputs/a", "train.epochs=9"], []),  # the keys it began with are gone
+        (["train.epochs=9"], None),  # another launcher's command, or an older version's
+        (["train.epochs=9"], ["; rm -r ."]),
+    ],
+)
+def test_a_command_that_does_not_repeat_the_run_is_not_shown_as_one(
+    tmp_path: Path, overrides: list[str], groups: list[str] | None
+) -> None:
+    """Its keys are, under their own name."""
+    record = {"own_groups": groups}
+    folder = write_run(tmp_path / "run", lines=lines_of([1.0]), record=record)
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
+    page = read_page(report(folder))
+    (shown,) = page.all("pre", class_="command")
+    assert shown.text == "\n".join(overrides)
+    labels = [one.text for one in page.all("p", class_="label")]
+    assert labels == ["Keys of its last command"]
 
 
 @pytest.mark.parametrize("status", ["failed", "preempted", "running"])
@@ -459,3 +483,33 @@ def test_a_browser_sorts_filters_and_asks_for_nothing(written: Path) -> None:
         assert tab.evaluate("document.documentElement.scrollWidth") == 400
         assert not faults
         assert requests == [address]
+
+
+@pytest.mark.browser
+def test_filters_find_what_is_shown(tmp_path: Path) -> None:
+    """Not in hidden columns, not across cells, and a choice whatever spaces it has."""
+    outputs = tmp_path / "outputs"
+    names = ["  a  b", "a b", "c", "d", "e", "f"]
+    for number, name in enumerate(names):
+        keys = {"optimizer.name": name, "optimizer.lr": 0.1 * (number + 1)}
+        write_run(outputs / str(number), config=keys, lines=lines_of([1.0, 77.0 + number]))
+    with browser_tab(browser_path(), width=1400, height=900) as tab:
+        tab.goto(report(outputs).as_uri())
+        count = tab.locator("output[data-count]")
+        hidden = tab.locator("#results tbody tr").first.locator(".more")
+        words = hidden.evaluate_all("all => all.map(one => one.textContent.trim())")
+        shown = tab.locator("#results tbody").inner_text()
+        word = next(one for one in words if one not in shown)
+        for text, expected in ((word, "0 of 6"), ("c0.3", "0 of 6"), ("0.3", "1 of 6")):
+            tab.fill("input[type=search]", text)
+            assert count.text_content() == expected, text
+        tab.fill("input[type=search]", word)
+        tab.check("[data-all]")  # now it is shown
+        assert count.text_content() != "0 of 6"
+        tab.fill("input[type=search]", "")
+        menu = tab.locator(
+            "select[data-title='optimizer.name'], select[data-title=optimizer]"
+        ).first
+        for place in range(1, len(names) + 1):
+            menu.select_option(index=place)
+            assert count.text_content() == "1 of 6"

@@ -1,8 +1,11 @@
 """`ddp-runner new`: what it writes, how fast, and which names it rejects."""
 
+import importlib.util
+import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -52,12 +55,22 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         ("my project", "cannot be the name of a Python package; write my_project"),
         ("3d_shapes", "cannot be the name of a Python package; write project_3d_shapes"),
         ("_shapes", "cannot be the name of a Python package; write shapes"),
-        ("été", "cannot be the name of a Python package; write t"),
+        ("été", "cannot be the name of a Python package; write ete"),
+        ("ünï", "cannot be the name of a Python package; write uni"),
+        ("数据", "cannot be the name of a Python package; write my_project"),
+        ("ddp-runner", "cannot be the name of a Python package; write ddp_runner_project"),
+        ("class-", "cannot be the name of a Python package; write class_project"),
+        ("/", "/ is no folder of a project; write ddp-runner new my_project"),
         ("class", "class is a word of Python's own; write class_project"),
         ("random", "random would hide Python's module random; write random_project"),
-        ("torch", "torch would hide the package torch, which is installed; write torch_project"),
+        (
+            "torch",
+            "torch would hide the package torch, which the project needs; write torch_p",
+        ),
         ("ddp_runner", "ddp_runner would hide the package ddp_runner"),
-        ("scikit_learn", "scikit_learn would hide the distribution scikit_learn"),
+        ("scikit_learn", "scikit_learn would hide the package scikit_learn"),
+        ("yaml", "yaml would hide the package yaml, which is installed; write yaml_project"),
+        ("pyyaml", "pyyaml would hide the distribution pyyaml, which is installed; write pyyaml_"),
         ("tests", "tests would hide the folder tests of the project; write tests_project"),
     ],
 )
@@ -70,6 +83,42 @@ def test_a_name_that_would_not_work_is_rejected(
         run([name])
     assert answer in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["pytest", "PyTest", "pip", "hatchling", "pluggy", "iniconfig"])
+def test_a_name_that_the_project_needs_is_rejected_wherever_the_command_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing of it is installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metadata, "distribution", not_found)
+    with pytest.raises(UserError, match=f"{name.lower()}, which the project needs; write {name}_p"):
+        run([name])
+    run(["shapes"])  # as opposed to another name
+
+
+def not_found(name: str) -> metadata.Distribution:
+    """Find no distribution."""
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_a_link_to_nothing_is_one_line(tmp_path: Path) -> None:
+    """As the folder, or above it."""
+    (tmp_path / "gone").symlink_to(tmp_path / "no-where")
+    for folder in (tmp_path / "gone", tmp_path / "gone" / "shapes"):
+        with pytest.raises(UserError, match=r"gone is a link to .*no-where, which does not exist"):
+            run([str(folder)])
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    """As in `| head -2`."""
+    program = f"{sys.executable} -m ddp_runner new shapes | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert (tmp_path / "shapes" / "README.md").is_file()
 
 
 @pytest.mark.parametrize("words", [[], ["one", "two"], ["--force"], ["one", "--force"]])
@@ -112,3 +161,21 @@ def test_every_file_has_the_new_name(tmp_path: Path) -> None:
     assert f"ddp-runner>={__version__}" in project["project"]["dependencies"]
     source = project["tool"]["uv"]["sources"]["ddp-runner"]
     assert source == {"path": str(TEMPLATE.parent), "editable": True}
+
+
+def test_an_installed_project_finds_its_config_groups(tmp_path: Path) -> None:
+    """A wheel holds what its pyproject.toml says; the folder of the project is not there then."""
+    project, site = tmp_path / "shapes", tmp_path / "site"
+    run([str(project)])
+    text = (project / "pyproject.toml").read_text(encoding="utf-8")
+    wheel = tomllib.loads(text)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for name in wheel["packages"]:
+        shutil.copytree(project / name, site / name)
+    for source, target in wheel["force-include"].items():
+        shutil.copytree(project / source, site / target)
+    for place in (site, project):
+        command = [sys.executable, "-c", "import shapes.__main__ as main; print(main.CONF)"]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True)
+        conf = Path(done.stdout.strip())
+        assert conf.is_relative_to(place)
+        assert (conf / "model" / "small_net.yaml").is_file()

@@ -51,6 +51,7 @@ def test_its_two_commands_run_and_pass(project: Path) -> None:
     (run_dir,) = run_dirs(project / "outputs")
     result = record(run_dir)
     assert result["status"] == "completed"
+    assert result["own_groups"] == [f"--config-dir={project / 'conf'}"]  # to repeat it
     assert result["metrics"]["eval/accuracy"] > 0.9
     assert result["metrics"]["eval/worst_class"] > 0.7
     assert "3 passed" in carry_out(test, project)

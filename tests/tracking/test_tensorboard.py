@@ -21,6 +21,7 @@ from tensorboard_server import get_json, serve_tensorboard
 
 from ddp_runner.metric_names import METRICS
 from ddp_runner.tracking.metric_files import MetricFiles
+from ddp_runner.tracking.run_card import run_card
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.run_record import begin_session, write_run_record
@@ -31,7 +32,6 @@ from ddp_runner.tracking.tensorboard import (
     confusion_picture,
     header,
     hyperparameters,
-    run_card,
 )
 
 STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
@@ -256,18 +256,28 @@ def test_a_logger_that_ends_well_records_no_failure(tmp_path: Path) -> None:
 
 def test_the_card_of_a_run_has_its_command_and_its_versions(tmp_path: Path) -> None:
     """As Markdown: the command can be pasted; what is not known is left out."""
-    fields = {"host": "here", "world_size": 2, "versions": {"torch": "2.15.0", "hydra-core": None}}
+    groups = ["--config-dir=/my conf"]
+    fields = {
+        "own_groups": groups,
+        "host": "here",
+        "world_size": 2,
+        "versions": {"torch": "2.15.0", "hydra-core": None},
+    }
     card = run_card(["model=toy", "name=a b"], fields)
     *command, _, _, _, host, ranks, torch = card.splitlines()
     shell = ["sh", "-c", "printf '%s;' " + "\n".join(command).lstrip()]
     words = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
-    assert words == "python;-m;ddp_runner;model=toy;name=a b;"
+    assert words == "python;-m;ddp_runner;--config-dir=/my conf;model=toy;name=a b;"
     assert all(line.startswith("    ") for line in command), "else Markdown joins the lines"
     assert [host, ranks, torch] == ["| host | here |", "| ranks | 2 |", "| torch | 2.15.0 |"]
     assert len(header(tmp_path, yaml.safe_dump(CONFIG))) == 3  # also without run.json
     noted = run_card(["model=toy"], fields | {"notes": "why *I*\nran it", "tags": ["a", "b"]})
     assert noted.startswith("    why *I*\n    ran it\n\nCommand:\n\n    python -m ddp_runner")
     assert "| tags | a, b |" in noted
+    resumed = run_card(["resume=outputs/a", "model=toy"], fields)
+    assert resumed.startswith(
+        "\nKeys of its last command:\n\n    resume=outputs/a\n    model=toy\n\n| fact |"
+    )
 
 
 def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from ddp_runner.host.streams import line_width, wrapped
 
 WIDTH = 120  # characters, without a terminal
 MAX_LINES = 20  # in lists for people
+MAX_CELL = 200  # characters of a cell, for people
+MAX_SENTENCE = 2000  # characters of a line below the table
 PARITY_HINTS = (
     "dropout, and BatchNorm that is not synchronised, differ by rank and break parity",
     "a training that is about to diverge breaks it by rounding alone: try a smaller optimizer.lr",
@@ -47,6 +49,7 @@ def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> I
     padded = []
     for column in shown:
         texts = [column.title, *(cell_text(column, row) for row in comparison.rows)]
+        texts = [cut(text, MAX_CELL) for text in texts]
         size = max(map(len, texts))
         is_text = any(isinstance(column.cell(row), str) for row in comparison.rows)
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
@@ -69,7 +72,8 @@ def as_markdown(comparison: Comparison) -> str:
     rows += [[cell_text(column, row) for column in shown] for row in comparison.rows]
     lines = [headline(comparison), ""]
     for row in rows if comparison.rows else ():
-        lines.append(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in row)} |")
+        texts = [cut(text, MAX_CELL).replace("|", "\\|") for text in row]
+        lines.append(f"| {' | '.join(texts)} |")
     for title, sentences in sections(comparison, shown):
         lines += ["", f"**{title}**", "", *(f"- {sentence}" for sentence in sentences)]
     return "\n".join(map(printable, lines))
@@ -113,7 +117,13 @@ def headline(comparison: Comparison) -> str:
     """Return how many runs are compared, and what all of them share."""
     num_runs = sum(len(row.runs) for row in comparison.rows)
     same = ", ".join(f"{title_of(key)} {value}" for key, value in comparison.same.items())
-    return f"{counted(num_runs, 'run')} compared" + (f"; all with {same}" if same else "")
+    text = f"{counted(num_runs, 'run')} compared" + (f"; all with {same}" if same else "")
+    return cut(text, MAX_SENTENCE)
+
+
+def cut(text: str, size: int) -> str:
+    """Return the beginning of a text: a value in a run folder may have megabytes."""
+    return text if len(text) <= size else f"{text[:size]}…"
 
 
 def cell_text(column: Column, row: ComparisonRow) -> str:
@@ -135,6 +145,13 @@ def sections(
     comparison: Comparison, shown: Sequence[Column]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the titles and lines of the lists below the table."""
+    for title, lines in _sections(comparison, shown):
+        yield title, [cut(line, MAX_SENTENCE) for line in lines]
+
+
+def _sections(
+    comparison: Comparison, shown: Sequence[Column]
+) -> Iterator[tuple[str, Sequence[str]]]:
     has_several = any(len(row.runs) > 1 for row in comparison.rows)
     if best := comparison.best:
         lines = [f"best run: {digits(best.value)} ({best.run.folder}, seed {best.run.seed})"]
@@ -197,7 +214,7 @@ def _by_sentence(notes: Sequence[RunNote]) -> list[str]:
 def _shortened(lines: Sequence[str]) -> list[str]:
     num_more = len(lines) - MAX_LINES
     more = [f"and {num_more} more; --format json shows all"] if num_more > 0 else []
-    return [*lines[:MAX_LINES], *more]
+    return [*(cut(line, MAX_SENTENCE) for line in lines[:MAX_LINES]), *more]
 
 
 def _json_value(value: Any) -> Any:

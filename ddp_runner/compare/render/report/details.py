@@ -26,17 +26,19 @@ from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.compare.runs import LOADER
 from ddp_runner.compare.speedup import REST
 from ddp_runner.metric_names import StepPart, headlines
+from ddp_runner.tracking.run_card import repeating_command
 from ddp_runner.tracking.run_dir import RunDir
 
 MAX_CLASSES = 30  # of a confusion matrix that a reader can follow
 MAX_TRACEBACK = 4_000  # bytes; its end says what went wrong
-MAX_OVERRIDES = 100_000  # bytes
+MAX_OVERRIDES = 8_000  # bytes; a command that is cut would be another one
 MAX_RECORDS = 500  # lines of task=check or task=collectives
 # Fields of run.json that have a place of their own, or that mean nothing to a reader.
 ELSEWHERE = {
     *("status", "error", "metrics", "sessions", "started_at", "startup_s", "wall_s", "versions"),
     *("finished_at", "confusion_matrix", "warnings", "checks", "collectives", "not_in_backend"),
     *("directions", "launches", "launch_id", "tags", "notes", "host", "stopped_early"),
+    "own_groups",
 }
 RECORDS = {
     "checks": "Checks",
@@ -77,7 +79,8 @@ class Details:
     tags: tuple[str, ...]
     notes: str  # the user's own
     remarks: tuple[str, ...]  # warnings, and what a reader must know
-    command: str  # empty: unknown
+    command: str  # that repeats it; empty: unknown
+    last_keys: str  # of its last command, which does not repeat it; empty: unknown, or none
     times: Table
     facts: tuple[tuple[str, str], ...]
     values: Table | None
@@ -100,6 +103,8 @@ def details(one: NumberedRun, *, num_points: int, has_config: bool) -> Details:
     run, record = one.run, one.run.record
     last = _last_values(run)
     tables = (records_table(title, _list(record.get(name))) for name, title in RECORDS.items())
+    overrides = _overrides(run.folder)
+    words = repeating_command(record, overrides) if overrides is not None else None
     stopped = record.get("stopped_early")
     warnings = [text_of(warning) for warning in _list(record.get("warnings"))]
     warnings += [f"stopped early: {text_of(stopped)}"] if stopped else []
@@ -110,13 +115,14 @@ def details(one: NumberedRun, *, num_points: int, has_config: bool) -> Details:
         name=one.name,
         folder=str(run.folder),
         status=text_of(record.get("status") or "unknown"),
-        label=one.row.label if one.row else "",
-        reason=run.reason or "",
+        label=text_of(one.row.label) if one.row else "",
+        reason=text_of(run.reason or ""),
         headline=tuple((name, digits(last[name])) for name in headlines(last)[:4]),
         tags=tuple(text_of(tag) for tag in _list(record.get("tags"))),
         notes=text_of(record.get("notes") or ""),
-        remarks=(*warnings, *run.notes),
-        command=_command(run.folder),
+        remarks=(*warnings, *map(text_of, run.notes)),
+        command=shlex.join(words or ()),
+        last_keys="" if words else "\n".join(overrides or ()),
         times=_times(run),
         facts=tuple(_facts(record)),
         values=_values(run, last),
@@ -225,16 +231,16 @@ def _confusion(counts: Any) -> Confusion | None:
     )
 
 
-def _command(folder: Path) -> str:
-    """Return the command line that repeats a run; empty if its overrides cannot be read."""
+def _overrides(folder: Path) -> list[str] | None:
+    """Return the overrides of a run's last command; None if they cannot be read."""
     text = _end_of(RunDir(folder).overrides, folder, MAX_OVERRIDES)
     try:
         overrides = yaml.load(text, Loader=LOADER) if len(text) < MAX_OVERRIDES else None
     except Exception:  # PyYAML raises errors of any type
-        return ""
+        return None
     if not isinstance(overrides, list) or not all(isinstance(one, str) for one in overrides):
-        return ""
-    return f"python -m ddp_runner {shlex.join(overrides)}"
+        return None
+    return overrides
 
 
 def _end_of(path: Path, folder: Path, num_bytes: int) -> str:

@@ -37,25 +37,32 @@ for (const bar of all(".filters")) {
   const titles = all("thead th", table).map((head) => head.dataset.title);
   const apply = () => {
     let shown = 0;
+    const isWide = table.classList.contains("wide");
     for (const row of table.tBodies[0].rows) {
-      const text = row.textContent.toLowerCase();
+      // Only what a reader sees; no word has the line end that separates the cells.
+      const cells = [...row.cells].filter((cell) => isWide || !cell.classList.contains("more"));
+      const text = cells.map((cell) => cell.textContent).join("\n").toLowerCase();
       row.hidden = !fields.every((field) => {
         if (field.tagName !== "SELECT")
           return field.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
         const cell = row.cells[titles.indexOf(field.dataset.title)];
-        return field.selectedIndex === 0 || cell.textContent === field.value;
+        return field.selectedIndex === 0 || Number(cell.dataset.choice) === field.selectedIndex - 1;
       });
       shown += !row.hidden;
     }
     count.value = `${shown} of ${table.tBodies[0].rows.length}`;
   };
   for (const field of fields) field.addEventListener("input", apply);
+  table.addEventListener("columns", apply);
   bar.hidden = false;
 }
 
 for (const box of all("[data-all]")) {
   const table = document.getElementById(box.dataset.all);
-  const apply = () => table.classList.toggle("wide", box.checked);
+  const apply = () => {
+    table.classList.toggle("wide", box.checked);
+    table.dispatchEvent(new Event("columns"));
+  };
   box.addEventListener("change", apply);
   box.closest("label").hidden = false;
   apply(); // a browser may restore the box of an earlier visit

@@ -26,7 +26,7 @@ from ddp_runner.compare.render.report.tables import (
     skipped_table,
 )
 from ddp_runner.compare.render.report.views import Table, date_text
-from ddp_runner.compare.render.tables import PARITY_HINTS, headline, sections
+from ddp_runner.compare.render.tables import PARITY_HINTS, cut, headline, sections
 from ddp_runner.compare.runs import read_run, with_what_is_there
 from ddp_runner.errors import printable
 from ddp_runner.files import replace_file
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 NAME = "report.html"
 MAX_DETAILED = 100  # runs with details of their own; more would take megabytes and minutes
+MAX_SHOWN = 50_000  # characters of any text; a curve and a command are shorter
 NUM_POINTS = 6000  # of one metric's curves, over all runs
 FEWEST_POINTS, MOST_POINTS = 60, 300  # of a curve
 
@@ -159,11 +160,11 @@ def _report(
 def _visible(value: Any) -> Any:
     """Return a value of the template; in a text, what is invisible or turns its direction shows.
 
-    The line ends of a text stay. What is markup already comes from this package.
+    A text of megabytes is cut, and line ends stay. What is markup already comes from this package.
     """
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    return "\n".join(map(printable, value.split("\n")))
+    return "\n".join(map(printable, cut(value, MAX_SHOWN).split("\n")))
 
 
 def _hash(text: str) -> str:
