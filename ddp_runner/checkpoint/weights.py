@@ -3,6 +3,7 @@
 Rank 0 alone loads them: the mode's wrap sends them to the other ranks.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ def export_weights(
     step: int,
     metrics: Mapping[str, float | None],
     is_average: bool = False,
-) -> None:
-    """Write a state_dict as safetensors, whole or not at all. Rank 0 only.
+) -> str:
+    """Write a state_dict as safetensors, whole or not at all; return its SHA-256. Rank 0 only.
 
     Its tensors may be on any device; tied ones are written once for each of their names. The
     optimizer step and its metrics become the file's metadata, as strings, with ``weights: ema`` for
@@ -107,12 +108,14 @@ def export_weights(
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
     facts |= {"weights": "ema"} if is_average else {}
     try:
-        replace_file(path, save(tensors, {"format": "pt", "step": str(step), **facts}))
+        content = save(tensors, {"format": "pt", "step": str(step), **facts})
+        replace_file(path, content)
     except OSError as error:
         raise UserError(
             f"{path} could not be written ({error.strerror or error}); free space or make the "
             "folder writable, then resume: the checkpoints are intact"
         ) from error
+    return hashlib.sha256(content).hexdigest()
 
 
 def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str, str]]:

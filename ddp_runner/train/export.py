@@ -13,7 +13,7 @@ from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
-from ddp_runner.files import file_sha256, json_safe
+from ddp_runner.files import json_safe
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
@@ -63,14 +63,14 @@ def export_best(
             epoch=position.epoch,
         )
     if best is not None:
-        export_weights(
+        digest = export_weights(
             run_dir.export,
             best.state,
             step=best.step,
             metrics=json_safe(best.metrics),
             is_average=best.is_average,
         )
-        write_run_record(run_dir, export_sha256=file_sha256(run_dir.export))
+        write_run_record(run_dir, export_sha256=digest)
         if settings.export:
             _export_programs(state, best, run_dir, log=log)
         if settings.monitor is not None:

@@ -100,6 +100,7 @@ def test_a_lost_machine_is_named_and_so_is_the_one_where_they_meet(
         assert (record(run)["status"], record(run)["error"]["kind"]) == ("failed", "machine")
 
 
+@pytest.mark.slow
 def test_a_short_cut_costs_nothing_and_a_long_one_ends_both_sides(
     net: Network, tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_machines_that_do_not_come_in_time_are_said_to_be_missing(
         assert sentence in end.stderr
 
 
+@pytest.mark.slow
 def test_an_elastic_run_goes_on_when_machines_are_lost_join_and_leave(
     net: Network, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def numbers(cluster: Slurm) -> set[str]:
     return {line.split()[0] for line in shown if " sweep" in line}
 
 
+@pytest.mark.slow
 def test_a_sweep_of_several_shapes_outlives_its_command(cluster: Slurm, tmp_path: Path) -> None:
     """Killed and given again, the command submits nothing twice and collects every result."""
     before = numbers(cluster)

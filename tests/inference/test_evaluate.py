@@ -17,17 +17,14 @@ SHORT = (
 )
 RUN, EVALUATION = "run", "evaluation"
 MODES = {
-    "1 rank": ("model=toy", "world_size=1"),
-    "2 ranks": ("model=toy", "world_size=2"),
-    "3 ranks": ("model=toy", "world_size=3"),
     "single": ("model=toy", "parallelism=single"),
+    "2 ranks, averaged weights": ("model=toy", "world_size=2", "ema.decay=0.5"),
+    "3 ranks, bf16, BatchNorm, classes": (
+        *("model=mnist_net", "dataset=fake_images", "world_size=3", "train.precision=bf16"),
+    ),
     "dp": ("model=toy", "parallelism=dp"),
     "ddp_mp": ("model=toy_mp", "parallelism=ddp_mp", "world_size=2"),
     "ps": ("model=toy", "parallelism=ps", "world_size=3"),
-    "averaged weights": ("model=toy", "world_size=2", "ema.decay=0.5"),
-    "bf16, BatchNorm, classes": (
-        *("model=mnist_net", "dataset=fake_images", "world_size=2", "train.precision=bf16"),
-    ),
 }
 
 

@@ -14,6 +14,7 @@ from texts import write_reviews
 import ddp_runner
 
 RUN = "run"
+OWN_DATA = {"DDP_RUNNER_DATA_ROOT": "data"}
 BOTH = "checkpoint.export=[onnx,torch_export]"
 MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
     "pictures": (
@@ -41,12 +42,12 @@ def test_programs_give_what_the_model_gives(
     """At the end of a training, and by task=export; batches of other sizes than were traced."""
     (tmp_path / "data").mkdir()
     write_reviews(tmp_path / "data" / "reviews.csv")
-    end = run_command(*args, "train.max_steps=2", BOTH, f"hydra.run.dir={RUN}", folder=tmp_path)
+    keys = (*args, "train.max_steps=2", BOTH, f"hydra.run.dir={RUN}")
+    end = run_command(*keys, folder=tmp_path, environ=OWN_DATA)
     assert end.exit_code == 0, end.stderr
     assert "torch.onnx" not in end.stdout + end.stderr
-    again = run_command(
-        "task=export", f"resume={RUN}", BOTH, "hydra.run.dir=exported", folder=tmp_path
-    )
+    keys = ("task=export", f"resume={RUN}", BOTH, "hydra.run.dir=exported")
+    again = run_command(*keys, folder=tmp_path, environ=OWN_DATA)
     assert again.exit_code == 0, again.stderr
     model = ddp_runner.load(tmp_path / RUN)
     for folder in (tmp_path / RUN, tmp_path / "exported"):
