@@ -3,7 +3,7 @@
 In a notebook, ``load`` returns the model of a run, ``read_runs`` and ``read_metrics`` data frames.
 """
 
-from ddp_runner.notebook import load, read_metrics, read_runs
+from ddp_runner.inference.notebook import load, read_metrics, read_runs
 
 __all__ = ["load", "read_metrics", "read_runs"]
 __version__ = "0.1.0"

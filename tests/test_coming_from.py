@@ -153,7 +153,7 @@ def test_the_config_learns(tmp_path: Path) -> None:
 def require(library: str) -> None:
     """Skip a test without a library that only benchmarks need."""
     if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: uv sync --all-extras --group benchmarks")
+        pytest.skip(f"needs {library}: uv sync --all-extras --group benchmarks")
 
 
 def assert_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:

@@ -22,8 +22,8 @@ GIT = {"vcs": "git", "requested_revision": "main", "commit_id": "4cf8f1d"}
         ({"url": "file:///src/ddp_runner", "dir_info": {}}, {"path": "/src/ddp_runner"}),
         ({"url": "file:///one.whl", "archive_info": {}}, {"path": "/one.whl"}),
         (
-            {"url": "https://host/one.whl", "archive_info": {"hash": "sha256=2dc"}},
-            {"url": "https://host/one.whl"},
+            {"url": "https://host/one.tar.gz", "archive_info": {"hash": "sha256=2dc"}},
+            {"url": "https://host/one.tar.gz"},
         ),
         (
             {"url": "https://host/a.git", "vcs_info": GIT, "subdirectory": "runner"},

