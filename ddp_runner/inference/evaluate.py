@@ -9,7 +9,7 @@ from ddp_runner.inference.model import TrainedModel, open_model
 from ddp_runner.inference.run_files import dataset_keys, logged_at
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session
 from ddp_runner.tracking.heartbeat import EVALUATING
 from ddp_runner.train.evaluation import evaluate
 
@@ -23,7 +23,6 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     Raises:
         UserError: see ``open_model`` and ``evaluate``.
     """
-    note_restart(session, step=0)
     model = open_model(session)
     if model is None:
         return Status.COMPLETED

@@ -7,7 +7,7 @@ from ddp_runner.inference.model import first_samples, open_model
 from ddp_runner.inference.run_files import logged_at
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.programs import export_programs
 
@@ -20,7 +20,6 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
     Raises:
         UserError: see ``open_model`` and ``export_programs``.
     """
-    note_restart(session, step=0)
     model = open_model(session)
     if model is None:
         return Status.COMPLETED

@@ -23,7 +23,7 @@ from ddp_runner.inference.run_files import logged_at, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.rank.rng import seed_rng
-from ddp_runner.rank.session import Session
+from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.build import build_dataset, build_metrics, build_step, place_model
@@ -66,8 +66,10 @@ def open_model(session: Session) -> TrainedModel | None:
     Rank 0 reads the weights, and the others get them. Collective: every rank must call.
 
     Raises:
-        UserError: the weights or the data are unusable, or do not fit the model.
+        UserError: the weights or the data are unusable, or do not fit the model; or see
+            ``note_restart``.
     """
+    note_restart(session, step=0)
     config, run = session.config, session.config.inference.run
     assert run is not None
     run_dir = RunDir(Path(run))

@@ -25,7 +25,7 @@ from ddp_runner.inference.predictions import (
 )
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
@@ -42,7 +42,6 @@ def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Stat
     Raises:
         UserError: see ``open_model`` and ``columns_of``; or the file cannot be written.
     """
-    note_restart(session, step=0)
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
