@@ -56,7 +56,7 @@ def test_the_keys_of_the_tables_exist() -> None:
             if re.fullmatch(r"[a-z_]+\.[a-z_]+", key) and section in sections:
                 assert key in known, word
             elif sign and key in groups:
-                assert (CONFIG_DIR / key / f"{option}.yaml").is_file(), word
+                assert (CONFIG_DIR / key / f"{option.strip('[]')}.yaml").is_file(), word
             elif sign and section == key and re.fullmatch(r"[a-z_]+", key) and word[0] != "-":
                 assert key in known, word
             elif section == "ddp_runner":

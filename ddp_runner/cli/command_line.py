@@ -116,6 +116,11 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
             "--config-name and --config-path are not for this program; give your own groups by "
             "--config-dir=FOLDER"
         )
+    if sum(bool(re.match(r"--config-d|-cd(=|$)", one)) for one in arguments) > 1:
+        raise UserError(
+            f"--config-dir is given twice, and {parsed.config_dir} would replace the other one; "
+            "give one of them by 'hydra.searchpath=[file:///FOLDER]'"
+        )
     if parsed.config_dir is not None and not Path(parsed.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {Path(parsed.config_dir).absolute()}")
     modes = (parsed.cfg, parsed.info, parsed.shell_completion, parsed.multirun, parsed.run)

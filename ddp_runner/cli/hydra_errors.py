@@ -14,7 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from ddp_runner.cli.command_line import known_keys, nearest_key
-from ddp_runner.config.schema import CONFIG_DIR, KINDS, Config
+from ddp_runner.config.schema import CONFIG_DIR, KINDS, LIST_GROUPS, Config
 from ddp_runner.errors import UserError
 
 OURS = "ddp_runner"
@@ -23,6 +23,8 @@ DEFAULT_HINT = "write key=value, and quote what the shell would change"
 # Class names of errors, which tell a user nothing.
 EVALUATING = re.compile(r" \w+ while evaluating ")
 RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
+# Values of a group that are no option's name, and at which Hydra fails without naming the group.
+NO_TEXT = re.compile(r"null|true|false|[+-]?[\d._]+(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE)
 # What has no attributes to ask: a pattern of Hydra's or OmegaConf's message, and what to print. The
 # first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
@@ -187,12 +189,19 @@ def _schema_type(key: str) -> Any:
 def _group_value(error: BaseException, arguments: Sequence[str]) -> str | None:
     """Explain a group whose value is no option's name; Hydra does not say which group it is."""
     says_nothing = isinstance(error, AssertionError) and not str(error)
-    if not (says_nothing or str(error).startswith("Config group override ")):
+    in_list = isinstance(error, TypeError) and str(error).endswith("is not iterable")
+    if not (says_nothing or in_list or str(error).startswith("Config group override ")):
         return None
     groups = {one.name for one in fields(Config) if one.name not in ("sweep", "train")}
     for argument in arguments:
         key, sign, value = argument.partition("=")
-        if sign and (key.lstrip("+~") in groups or not re.match(r"[+~]*\w", key)):
+        values = value.strip("[] ").split(",")
+        is_wrong = key.lstrip("+~") in groups and any(
+            NO_TEXT.fullmatch(one.strip()) for one in values
+        )
+        if sign and (is_wrong or not re.match(r"[+~]*\w", key)):
+            if key in LIST_GROUPS:
+                return f"{key} ({value}) must be a list of options; write {key}=[] for none of them"
             name = key.lstrip("+~") or "the empty key"
             return f"{name} ({value}) must be the name of an option; see --help for the options"
     return "a group must be given the name of an option; see --help for the options"

@@ -11,12 +11,13 @@ from typing import Any
 from ddp_runner.compare.parity import Parity, parities
 from ddp_runner.compare.rows import ComparisonRow, warnings_about
 from ddp_runner.compare.run import Run, Stat, Target, stat
-from ddp_runner.compare.settings import Setting, identity, same_keys, varied_keys
+from ddp_runner.compare.settings import Setting, identity, labels, same_keys, varied_keys
 from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import is_lower_better
 
 NO_PARTS = ("step_time_ms", "skew_ms", "all_reduce_ms")  # other times that perf/ has
+NO_QUANTITIES = {"perf/skew_rank"}  # a mean of ranks is none
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 
 
@@ -97,7 +98,9 @@ def compare(
     groups: dict[str, list[Run]] = {}
     for run in usable:
         groups.setdefault(str(run.folder) if each else identity(run.setting), []).append(run)
-    rows = [_row(group, keys, target, parity) for group in groups.values()]
+    shown = [{key: _value(group[0], key) for key in keys} for group in groups.values()]
+    named = zip(labels(shown), shown, groups.values(), strict=True)
+    rows = [_row(*one, target=target, parity=parity) for one in named]
     rows = with_speedups(rows, fits, include_parallel_jobs=include_parallel_jobs)
     rows.sort(key=lambda row: [_order(value) for value in row.setting.values()])
     return Comparison(
@@ -136,24 +139,33 @@ def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str |
             raise UserError(f"{option} ({metric}) is a metric of no run; use one of {known}")
 
 
+def _value(run: Run, key: str) -> Any:
+    return run.seed if key == "seed" else run.setting.get(key)
+
+
 def _row(
-    runs: Sequence[Run], keys: Sequence[str], target: Target | None, parity: Mapping[Path, Parity]
+    label: str,
+    setting: Setting,
+    runs: Sequence[Run],
+    *,
+    target: Target | None,
+    parity: Mapping[Path, Parity],
 ) -> ComparisonRow:
     """Return the row of runs that differ only in their seeds, without its scalings."""
 
     def result(name: str) -> Stat | None:
         return stat(run.result(f"perf/{name}") for run in runs)
 
-    setting = {"seed": runs[0].seed, **runs[0].setting}
     finals = [run.final for run in runs]
-    names = sorted(set[str]().union(*finals))
+    names = sorted(set[str]().union(*finals) - NO_QUANTITIES)
     metrics = {name: stat(final.get(name) for final in finals) for name in names}
     logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
     perf = [name.removeprefix("perf/") for name in logged if name.startswith("perf/")]
     times = [name for name in perf if name.endswith("_ms") and name not in NO_PARTS]
     parts = {name.removesuffix("_ms"): result(name) for name in times}
     return ComparisonRow(
-        setting={key: setting.get(key) for key in keys},
+        label=label,
+        setting=setting,
         world_size=runs[0].world_size,
         num_devices=runs[0].num_devices,
         runs=tuple(runs),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ddp_runner.compare.parity import Parity
 from ddp_runner.compare.run import Run, Stat
-from ddp_runner.compare.settings import Setting, label, missing_keys
+from ddp_runner.compare.settings import Setting, missing_keys
 from ddp_runner.errors import listed
 
 SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
@@ -39,6 +39,7 @@ class Prediction:
 class ComparisonRow:
     """The runs of one setting, which differ only in their seeds; or a single run."""
 
+    label: str  # its setting in a few words
     setting: Setting  # values of Comparison.keys
     world_size: int
     num_devices: int
@@ -59,11 +60,6 @@ class ComparisonRow:
     step_time_ms: Stat | None
     step_parts_ms: Mapping[str, float]  # means
     parity: tuple[Parity, ...]  # one per run that was compared with a reference
-
-    @property
-    def label(self) -> str:
-        """Its setting in a few words."""
-        return label(self.setting, self.setting)
 
     @property
     def scalings(self) -> Mapping[str, Scaling]:

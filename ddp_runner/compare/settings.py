@@ -20,6 +20,8 @@ FIRST_KEYS = (
     *BATCH_SIZES,
 )
 
+LONGEST_LABEL = 60  # characters; a longer one leaves no room for what it names
+
 Setting = Mapping[str, Any]  # dotted keys and values
 
 
@@ -96,6 +98,23 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
         else:
             words.append(str(value) if key.endswith(".name") else f"{key} {value}")
     return printable(", ".join(words))  # plots and TensorBoard show it as it is
+
+
+def labels(settings: Sequence[Setting]) -> list[str]:
+    """Return the labels of settings with the same keys.
+
+    If one is longer than LONGEST_LABEL, they only have the keys that tell the settings apart.
+    """
+    whole = [label(one, one) for one in settings]
+    if max(map(len, whole), default=0) <= LONGEST_LABEL:
+        return whole
+    keys = list[str]()
+    for key in settings[0]:
+        more = {identity({name: one.get(name) for name in (*keys, key)}) for one in settings}
+        fewer = {identity({name: one.get(name) for name in keys}) for one in settings}
+        if key in ALWAYS_SHOWN or len(more) > len(fewer):
+            keys.append(key)
+    return [label(one, keys) for one in settings]
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:

@@ -35,7 +35,8 @@ STOP_SIGNALS = (
 PRELOAD = "ddp_runner.launch.preload"  # what the fork server imports
 _SERVER: Any = forkserver._forkserver  # the module's only ForkServer object
 PROC = Path("/proc")
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+ENDS_ITSELF = "ddp-tracker"  # the name of a process that has something left to send
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
 LIMIT_S = 1.0  # for killed processes to be gone
 
@@ -59,6 +60,15 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Let the kernel signal this process when its parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
+
+
+def outlive_launcher() -> None:
+    """Let the functions below spare this process: it ends by itself soon after its run. Linux only.
+
+    The name is that of the main thread, which must call.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, ENDS_ITSELF.encode())
 
 
 @contextmanager
@@ -123,9 +133,21 @@ def children() -> set[int]:
 
 
 def end_adopted(own: Collection[int]) -> None:
-    """Kill the children that this process did not start itself, and then the children of those."""
+    """Kill the children that this process did not start itself, and then the children of those.
+
+    Those that end by themselves live on.
+    """
     deadline = time.monotonic() + LIMIT_S
-    while (adopted := children() - set(own)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        adopted = set[int]()
+        for pid in children() - set(own):
+            if not _ends_itself(pid):
+                adopted.add(pid)
+                continue
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # it may have ended, and a name outlives its process
+        if not adopted:
+            break
         for pid in adopted:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
@@ -134,13 +156,23 @@ def end_adopted(own: Collection[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process."""
+    """Kill all descendants of this process, except those that end by themselves."""
     parents, found = _parents(), {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+    while more := {
+        pid
+        for pid, parent in parents.items()
+        if parent in found and pid not in found and not _ends_itself(pid)
+    }:
         found |= more
     for pid in found - {os.getpid()}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _ends_itself(pid: int) -> bool:
+    with suppress(OSError):  # it has just ended
+        return Path(PROC, str(pid), "comm").read_text().rstrip("\n") == ENDS_ITSELF
+    return False
 
 
 def is_suspended(pid: int | None) -> bool:

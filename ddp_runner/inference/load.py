@@ -27,11 +27,12 @@ def load_model(
     run: Path,
     *,
     weights: str | int,
-    device: torch.device,
+    device: str | torch.device,
     allowed_targets: Sequence[str],
     data_root: Path | None,
 ) -> nn.Module:
     """Return the model of a run with its weights, in evaluation mode; see ``notebook.load``."""
+    place = _usable(device)
     run_dir = RunDir(run)
     if not run_dir.config.exists():
         raise UserError(f"{run} is not a run folder: it has no {run_dir.config.name} in .hydra")
@@ -50,12 +51,22 @@ def load_model(
     if arguments is None:
         arguments = build_dataset(config, log=print).model_arguments
     mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=allowed_targets)
-    devices = (device,) * mode_needs(config.parallelism).devices_per_rank
+    devices = (place,) * mode_needs(config.parallelism).devices_per_rank
     with torch.random.fork_rng():
         seed_rng(config.seed)  # equal buffers that no file keeps
         module = place_model(config, mode, arguments, devices)
     load_tensors(module, found.tensors, named=str(found.path))
     return module.eval()
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    # AssertionError: torch was compiled without it.
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device={str(device)!r} cannot be used ({one_line(error)}); leave it out for the CPU"
+        ) from error
 
 
 def _resolved(frozen: DictConfig, *, needs_data: bool) -> Config:

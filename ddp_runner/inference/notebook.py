@@ -42,11 +42,9 @@ def load(
         data_root: folder of the datasets. Only a run of an early version needs its data.
 
     Raises:
-        UserError: the folder holds no such run, its config names what is not allowed, or the
-            weights are missing, damaged or of another model.
+        UserError: the folder holds no such run, its config names what is not allowed, the weights
+            are missing, damaged or of another model, or torch cannot use the device.
     """
-    import torch
-
     from ddp_runner.data.random_states import random_states, restore
 
     before = random_states()
@@ -57,7 +55,7 @@ def load(
         return load_model(
             Path(run),
             weights=weights,
-            device=torch.device(device),
+            device=device,
             allowed_targets=packages,
             data_root=None if data_root is None else Path(data_root),
         )

@@ -24,6 +24,7 @@ class NullProfiler:
     """Traces nothing: the profiler of a run without ``train.profile``."""
 
     report = ""
+    is_slow = False
 
     def steps(self, batches: Iterable[T]) -> Iterable[T]:
         """Return the batches themselves."""
@@ -55,7 +56,7 @@ class Profiler:
         device: of this rank's computation, the first.
         folder: the run's folder for profiles; each has a folder in it.
         scratch: see ``write_profile``.
-        restart_timer: begins a new interval of the step timer.
+        restart_timer: begins a new interval of the step timer, which forgets the slow steps.
         log: takes a sentence for the user.
         warn: takes a warning, which run.json keeps, too.
     """
@@ -82,7 +83,8 @@ class Profiler:
         self._tracer = profile(
             activities=activities, profile_memory=True, record_shapes=not self._on_gpu
         )
-        self._is_ready = self._is_tracing = self._has_history = self._is_over = False
+        self.is_slow = False  # whether the steps are slower now than without a trace
+        self._is_tracing = self._has_history = self._is_over = False
         self._step, self._part = ExitStack(), ExitStack()
         self.report = ""  # rank 0's summary for the end of the run
 
@@ -116,7 +118,7 @@ class Profiler:
 
     def untraced(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return a log line's metrics, without the times if the trace has slowed its steps down."""
-        if not self._is_ready:
+        if not self.is_slow:
             return metrics
         return {
             name: value
@@ -160,11 +162,11 @@ class Profiler:
         if self._on_gpu and not self._has_history and step >= self._first - WARMUP_STEPS:
             record_history()
             self._has_history = True
-        if not self._is_ready and step >= self._first - 1:
+        if not self.is_slow and step >= self._first - 1:
             # Else Kineto writes to stderr that a trace begins, and that a machine has no GPU.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._tracer.prepare_trace()
-            self._is_ready = True
+            self.is_slow = True
         if step >= self._first:
             if not self._is_tracing:
                 self._start()
@@ -189,7 +191,7 @@ class Profiler:
     def _stop(self) -> None:
         self._end_step()
         self._tracer.stop_trace()
-        self._is_ready = self._is_tracing = False
+        self.is_slow = self._is_tracing = False
         self._is_over = True
 
     def _finish(self) -> None:
@@ -213,38 +215,20 @@ class Profiler:
 AnyProfiler = NullProfiler | Profiler
 
 
-def open_profiler(
-    asked: Any,
-    *,
-    done: int,
-    device: torch.device,
-    folder: Path,
-    scratch: Path | None,
-    restart_timer: Callable[[], None],
-    log: Callable[[str], None],
-    warn: Callable[[str], None],
-) -> AnyProfiler:
-    """Return what traces the steps of ``train.profile``; nothing if they are past. See Profiler."""
+def has_steps_to_trace(asked: Any, *, done: int, folder: Path, warn: Callable[[str], None]) -> bool:
+    """Tell whether a run still comes to steps of ``train.profile``. See Profiler for the arguments.
+
+    A warning says so if it does not, unless their profile has been written before a restart.
+    """
     if asked is None:
-        return NullProfiler()
-    steps = traced_steps(asked, done=done)
-    if steps[-1] <= done:
-        if not any(folder.glob(f"steps-*-{steps[-1]}")):  # it has been written before a restart
-            warn(
-                f"train.profile={asked} traces nothing: this run goes on after step {done}; name "
-                "later steps, or their number: train.profile=5"
-            )
-        return NullProfiler()
-    return Profiler(
-        asked,
-        done=done,
-        device=device,
-        folder=folder,
-        scratch=scratch,
-        restart_timer=restart_timer,
-        log=log,
-        warn=warn,
-    )
+        return False
+    last = traced_steps(asked, done=done)[-1]
+    if last <= done and not any(folder.glob(f"steps-*-{last}")):
+        warn(
+            f"train.profile={asked} traces nothing: this run goes on after step {done}; name later "
+            "steps, or their number: train.profile=5"
+        )
+    return last > done
 
 
 @contextmanager

@@ -88,8 +88,9 @@ class RunLogger:
         )
         if resume_step is None:
             begin_anew(run_dir)
-        self._trackers = []
+        self._trackers, self._shutdown_timeout_s = [], 0.0
         if job is not None:
+            self._shutdown_timeout_s = job.config.launch.shutdown_timeout_s
             self._trackers = start_trackers(
                 job, run_dir, resume_step=resume_step, clock=self._files.clock
             )
@@ -141,7 +142,7 @@ class RunLogger:
         if error[0] is not None:
             self._progress.close()
             self._files.close(status=Status.FAILED)
-            end_trackers(self._trackers, Status.FAILED)
+            self._end_trackers(Status.FAILED)
 
     def finish(self, status: str, /, **fields: Unpack[RunFields]) -> None:
         """Close the files, write the status and further fields into run.json, and print the end."""
@@ -151,7 +152,7 @@ class RunLogger:
         ended = RunFields(status=status, metrics=metrics)
         ended["load"] = load_record(self._load, measure_load())
         end_session(self._run_dir, **(ended | self._last | fields))
-        end_trackers(self._trackers, status)
+        self._end_trackers(status)
         record = read_run_record(self._run_dir)
         first, last = record.get("first_loss"), metrics.get("train/loss")
         if (
@@ -182,6 +183,9 @@ class RunLogger:
             waiting=waiting_line(record),
         )
         print(summary, flush=True)
+
+    def _end_trackers(self, status: str) -> None:
+        end_trackers(self._trackers, status, shutdown_timeout_s=self._shutdown_timeout_s)
 
 
 Logger = NullLogger | RunLogger

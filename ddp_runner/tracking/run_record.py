@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -79,8 +79,8 @@ class RunFields(TypedDict, total=False):
     directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
-    skew_ms_by_rank: Sequence[float]  # of the last session; see docs/where_time_goes.md
-    skew_step_ms: float  # the mean of the steps in which it was measured
+    skew_ms_by_rank: Sequence[float] | None  # of the last session; see docs/where_time_goes.md
+    skew_step_ms: float | None  # the mean of the steps in which it was measured
     flops_per_sample: float | None  # of a forward and backward; None: they cannot be counted
     matmul_flops_per_s: float | None  # of all ranks
     lost_ranks: Sequence[int]
@@ -130,26 +130,40 @@ def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> 
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    replace_run_record(run_dir, fields, keep_others=True)
+    _rewrite(run_dir, lambda known: {**known, **fields})
 
 
-def replace_run_record(
-    run_dir: os.PathLike[str], fields: Mapping[str, Any], *, keep_others: bool = False
-) -> None:
-    """Write these fields into run.json, and no others unless they are to be kept.
+def replace_run_record(run_dir: os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Write these fields into run.json, and no others.
 
     Raises:
         UserError: it cannot be written.
     """
+    _rewrite(run_dir, lambda _: fields)
+
+
+def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
+    """Add a warning to those of run.json; several threads and processes may do so at once.
+
+    Raises:
+        UserError: the existing run.json is damaged, or the new one cannot be written.
+    """
+    _rewrite(
+        run_dir, lambda known: {**known, "warnings": [*(known.get("warnings") or ()), sentence]}
+    )
+
+
+def _rewrite(
+    run_dir: os.PathLike[str], change: Callable[[dict[str, Any]], Mapping[str, Any]]
+) -> None:
     folder, path = Path(run_dir), Path(run_dir, RUN_RECORD)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder_descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
-            known = read_run_record(folder, missing_ok=True) if keep_others else {}
-            text = json.dumps(json_safe({**known, **fields}), indent=2, allow_nan=False)
-            replace_file(path, text + "\n")
+            fields = change(read_run_record(folder, missing_ok=True))
+            replace_file(path, json.dumps(json_safe(fields), indent=2, allow_nan=False) + "\n")
         finally:
             os.close(folder_descriptor)
     except OSError as error:

@@ -1,14 +1,17 @@
-"""The sentence about the rank that the others waited for. Torch-free."""
+"""The sentence about the ranks that the others waited for. Torch-free."""
 
 import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 LEAST_SHARE, LEAST_MS = 0.1, 2.0  # of a mean step; less is the noise of any machine
+MOST_NAMED = 4  # ranks
 
 
 def waiting_line(record: Mapping[str, Any]) -> str | None:
-    """Return which rank kept the others waiting, and how long; None if it hardly matters.
+    """Return which ranks kept the others waiting, and how long; None if it hardly matters.
+
+    Ranks that are late together or in turns, as those of a busy machine are, are all named.
 
     Args:
         record: the fields of run.json, unchecked.
@@ -18,11 +21,17 @@ def waiting_line(record: Mapping[str, Any]) -> str | None:
         return None
     if not all(map(_is_time, by_rank)):
         return None
-    late_ms = max(by_rank)
-    if late_ms < max(LEAST_MS, LEAST_SHARE * step_ms):
+    most_ms = max(by_rank)
+    if most_ms < max(LEAST_MS, LEAST_SHARE * step_ms):
         return None
-    rank = by_rank.index(late_ms)
-    return f"rank {rank} kept the others waiting {_ms(late_ms)} of a {_ms(step_ms)} step"
+    late = {rank: ms for rank, ms in enumerate(by_rank) if ms >= most_ms / 2}
+    if len(late) == 1:
+        return f"rank {min(late)} kept the others waiting {_ms(most_ms)} of a {_ms(step_ms)} step"
+    more = ["…"] if len(late) > MOST_NAMED else []
+    ranks = ", ".join([*map(str, late)][:MOST_NAMED] + more)
+    times = ", ".join([*map(_ms, late.values())][:MOST_NAMED] + more)
+    whom = "each other" if len(late) == len(by_rank) else "the others"
+    return f"ranks {ranks} kept {whom} waiting: {times} of a {_ms(step_ms)} step"
 
 
 def _is_time(value: Any) -> TypeGuard[float]:

@@ -68,7 +68,8 @@ def build_setup(
     train, evaluation = (
         split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
     )
-    batches = build_batches(config, dataset, role, split=train, group=group)
+    timer = StepTimer(devices[0])
+    batches = build_batches(config, dataset, role, split=train, group=group, mark=timer.mark)
     if isinstance(batches, StreamBatches):
         notes = (*dataset.notes, *batches.split.notes(role.num_shares))
         dataset = replace(dataset, notes=notes)
@@ -83,7 +84,7 @@ def build_setup(
         eval_batch_size=config.batch.eval_size,
         step=build_step(config, devices),
         metrics=build_metrics(config),
-        timer=StepTimer(devices[0]),
+        timer=timer,
         group=group,
     )
 

@@ -1,5 +1,6 @@
 """Builds a rank's share of the training batches: of numbered samples, or of a stream."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -10,6 +11,7 @@ from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.errors import UserError
+from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Role
 from ddp_runner.train.stream_batches import StreamBatches
 
@@ -21,6 +23,7 @@ def build_batches(
     *,
     split: AnySplit,
     group: ProcessGroup | None,
+    mark: Callable[[StepPart], None],
 ) -> GlobalBatches | StreamBatches:
     """Return a rank's share of the training batches.
 
@@ -30,6 +33,7 @@ def build_batches(
         role: of this rank.
         split: the training split, perhaps on the rank's GPU.
         group: the ranks of the loop; None: all.
+        mark: adds the time since the last mark to a part of the step.
 
     Raises:
         UserError: there are fewer samples than ranks, or the mode cannot use a stream.
@@ -54,4 +58,4 @@ def build_batches(
             f"parallelism={config.parallelism.get('name')} gives out batches by their numbers, and "
             f"the batches of dataset={dataset.name}, a stream, have none; write parallelism=ddp"
         )
-    return StreamBatches(split=split, group=group, **common)
+    return StreamBatches(split=split, group=group, mark=mark, **common)

@@ -16,7 +16,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.tracking.run_record import read_run_record, write_run_record
+from ddp_runner.tracking.run_record import add_warning, write_run_record
 from ddp_runner.train.ema import averaged_weights
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.programs import NUM_SAMPLES, export_programs
@@ -100,8 +100,7 @@ def _export_programs(
             folder=run_dir.path,
         )
     except UserError as error:
-        warnings = read_run_record(run_dir).get("warnings", [])
-        write_run_record(run_dir, warnings=[*warnings, str(error)])
+        add_warning(run_dir, str(error))
         log(f"warning: {error}")
     else:
         log(f"exported {', '.join(path.name for path in files)}")

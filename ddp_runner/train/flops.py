@@ -1,56 +1,150 @@
-"""Counts the floating-point operations of a forward and backward, and of a device's best second."""
+"""Counts the floating-point operations of a step, and of a device's best second."""
 
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_runner.errors import typed
+
 BUDGET_S = 0.05  # to measure the matrix products of one device
 SMALLEST, LARGEST = 256, 4096  # rows of the matrices; the largest two take 0.13 GB in fp32
 # How operators are called that multiply much, beside those for which torch has a formula.
 PRODUCTS = {"addmm", "addmv", "baddbmm", "bmm", "linear", "mm", "mv", "trilinear"}
 FAMILIES = ("attention", "cdist", "conv", "fft", "linalg", "matmul", "rnn", "transformer")
+CHEAP = {"linalg_vector_norm"}  # named like a family, but only a sum
+PLAIN = (Tensor, nn.Parameter)
+# Of operators that multiply little: torch's own, and the exchange of gradients. All others are
+# kernels of somebody.
+NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d"}
 
 
-def count_flops(loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> int | None:
-    """Return the operations of a loss and its gradients; None if torch cannot count them all.
+class FlopCounter:
+    """Counts the operations of a forward and backward, once.
+
+    Results stay the same bit for bit, but for the gradient of ``torch.prod``, in which torch takes
+    another formula meanwhile.
 
     Those of matrix products, convolutions and attention count, a multiplication and an addition as
-    two; the others are few. ``.grad`` stays as it is, and so do the hooks of DDP.
+    two; the others are few. What torch's activation checkpointing computes twice counts once.
 
     Source: torch.utils.flop_counter
     """
-    # A tenth of a second, of which a short run needs nothing.
-    from torch.utils.flop_counter import FlopCounterMode
 
-    counter = FlopCounterMode(display=False)
-    with torch.enable_grad(), counter, _Uncounted() as uncounted:
-        torch.autograd.grad(loss(), parameters, allow_unused=True)
-    return None if uncounted.found else counter.get_total_flops() or None
+    def __init__(self) -> None:
+        self.num_samples, self.is_over = 0, False
+        self._mode = _Counting()
+
+    @contextmanager
+    def counting(self, *, num_samples: int) -> Iterator[None]:
+        """Count in the block, in which this rank computes the loss of so many samples."""
+        self.num_samples, self.is_over = num_samples, True
+        with self._mode:
+            yield
+
+    @property
+    def flops(self) -> int | None:
+        """The operations of this rank; None if they cannot all be counted."""
+        return None if self.why_unknown else self._mode.flops
+
+    @property
+    def why_unknown(self) -> str:
+        """Why there is no count; empty if there is one."""
+        return self._mode.unknown or ("" if self._mode.flops else "the step multiplies nothing")
 
 
-class _Uncounted(TorchDispatchMode):
-    """Notes whether there are operators that multiply much and have no formula."""
+class _Counting(TorchDispatchMode):
+    """Sees each operator that runs meanwhile."""
+
+    supports_higher_order_operators = True  # else they fail
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)  # mypy knows torch's untyped functions by their names
-        self.found = False
+        self.flops, self.unknown, self._adding = 0, "", threading.Lock()
+        self._formulas = _formulas()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
-        from torch.utils.flop_counter import flop_registry
+        """Run one operator, and count it."""
+        for one in types:
+            if one not in PLAIN:  # such as a nested tensor, which runs other operators
+                self.unknown = self.unknown or f"{one.__name__} is no plain tensor"
+        result = func(*args, **(kwargs or {}))
+        try:
+            self._count(func, args, kwargs or {}, result)
+        except Exception as error:  # of a formula: no reason to fail in the middle of a step
+            self.unknown = f"{func}: {typed(error)}"
+        return result
 
-        if func.overloadpacket not in flop_registry:
-            words = func.overloadpacket.__name__.strip("_").split("_")
-            self.found |= (
-                func.namespace not in ("aten", "prim", "prims", "profiler")  # a kernel of somebody
-                or not PRODUCTS.isdisjoint(words)
-                or any(word.startswith(FAMILIES) for word in words)
-            )
-        return func(*args, **(kwargs or {}))
+    def _count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        packet = getattr(func, "overloadpacket", func)
+        formula = self._formulas.get(packet)
+        if formula is None:
+            if _may_multiply(packet, getattr(func, "namespace", "")):
+                self.unknown = self.unknown or f"{packet} has no formula"
+        elif any(isinstance(one, Tensor) and one.is_complex() for one in args):
+            self.unknown = self.unknown or f"{packet} multiplies complex numbers"
+        elif any(isinstance(one, Tensor) and one.layout != torch.strided for one in args):
+            self.unknown = self.unknown or f"{packet} multiplies sparse tensors"
+        elif not _is_recomputed():
+            flops = formula(*args, **kwargs, out_val=result)
+            with self._adding:  # autograd has a thread for each GPU
+                self.flops += flops
+
+
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    """Return a function for each operator that multiplies much: (arguments, out_val) -> FLOPs."""
+    # A tenth of a second to import, which a short run need not spend.
+    from torch.utils.flop_counter import conv_flop_count, flop_registry
+
+    def convolution_backward(
+        grad: Tensor, inputs: Tensor, weight: Tensor, *others: Any, out_val: Any
+    ) -> int:
+        """Count as many for each gradient as for the forward; torch's formula ignores groups."""
+        transposed, mask = others[4], others[7]
+        before, kernel, after = (list(one.shape) for one in (inputs, weight, grad))
+        once: int = conv_flop_count(before, kernel, after, transposed=transposed)
+        return once * int(sum(mask[:2]))
+
+    return {**flop_registry, torch.ops.aten.convolution_backward: convolution_backward}
+
+
+def _may_multiply(packet: Any, namespace: str) -> bool:
+    name = packet.__name__
+    if namespace not in NAMESPACES:
+        return True
+    words = name.strip("_").split("_")
+    return name not in CHEAP and (
+        not PRODUCTS.isdisjoint(words) or any(word.startswith(FAMILIES) for word in words)
+    )
+
+
+def _is_recomputed() -> bool:
+    """Return whether activation checkpointing computes an operator of the forward once more."""
+    # It does so within the backward, and for gradients. Checked with torch 2.11 to 2.15.
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False  # the gradient of a gradient
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled anything here.
+
+    While somebody looks at its operators, compiled code runs uncompiled, and rounds differently.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"]["ok"])
 
 
 def matmul_flops_per_s(devices: Sequence[torch.device], dtype: torch.dtype) -> float:
@@ -65,29 +159,29 @@ def matmul_flops_per_s(devices: Sequence[torch.device], dtype: torch.dtype) -> f
 @torch.no_grad()
 def _one_device(device: torch.device, dtype: torch.dtype) -> float:
     """Double the matrices until a product takes a tenth of the budget; then take the mean."""
-    size, deadline = SMALLEST, time.perf_counter() + BUDGET_S
+    size = SMALLEST
     while True:
         # Not zeros: a GPU multiplies them faster.
         factor = torch.linspace(0.1, 1.0, size * size, device=device).to(dtype).view(size, size)
-        product = factor @ factor  # allocates, and chooses a kernel
+        product = factor @ factor  # allocates, and chooses a kernel, which may take long
         took_s = _timed(factor, product, count=1)
-        if took_s > BUDGET_S / 10 or size == LARGEST or time.perf_counter() > deadline:
-            count = max(1, int((deadline - time.perf_counter()) / took_s))
+        if took_s > BUDGET_S / 10 or size == LARGEST:
+            count = max(1, int(BUDGET_S / took_s))
             return 2 * size**3 * count / _timed(factor, product, count=count)
         size *= 2
 
 
 def _timed(factor: Tensor, product: Tensor, *, count: int) -> float:
     """Return the seconds of some products."""
-    wait(factor.device)
+    synchronize(factor.device)
     began = time.perf_counter()
     for _ in range(count):
         torch.mm(factor, factor, out=product)
-    wait(factor.device)
+    synchronize(factor.device)
     return time.perf_counter() - began
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

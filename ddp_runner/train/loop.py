@@ -20,7 +20,7 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
-from ddp_runner.train.measuring import peaks_of
+from ddp_runner.train.measuring import measure_once_settled
 from ddp_runner.train.metrics import gradient_norm, step_metrics
 from ddp_runner.train.state import Position, TrainState
 
@@ -69,10 +69,9 @@ def train(
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= profiler.untraced(step_metrics(state, loss, lr=lr))
                 logger.log(position.metrics, step=position.step, epoch=epoch)
-            if state.has_settled and state.peaks is None:
-                state.peaks = peaks_of(state, batch.micro_batches[0])
-                timer.restart()
             profiler.step_done(position.step)
+            if not finished and measure_once_settled(state):
+                timer.forget()  # the step that was counted, too
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
                 finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)
@@ -109,7 +108,8 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     """
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
-    loss = state.gradients.compute(state, batch)
+    with state.counted(batch):
+        loss = state.gradients.compute(state, batch)
     setup.profiler.begin(StepPart.OPTIMIZER)
     _clip(state)
     scale = scaler.get_scale()

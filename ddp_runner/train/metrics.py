@@ -6,13 +6,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.distributed import sum_over_ranks
+from ddp_runner.distributed import add_over_ranks, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib
-from ddp_runner.train.peaks import AFTER_S
 from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
+
+EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
+SETTLED_S = 30.0  # since the session's warm-up
 
 
 def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, float]:
@@ -28,16 +30,18 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     """
     env, own_loss, norm = state.setup.env, loss.item(), state.grad_norm
     lap = state.setup.timer.lap()
-    times = table(lap.exchanges, rank=env.rank, world_size=env.world_size)
-    parts = {part: ms for part, ms in lap.parts.items() if part is not StepPart.COMM}
-    is_settled = state.setup.timer.trained_s >= AFTER_S
+    exchanges = () if state.setup.profiler.is_slow else lap.exchanges
+    times = table(exchanges, rank=env.rank, world_size=env.world_size)
+    parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
+    is_settled = state.setup.timer.running_s > SETTLED_S
     own = [own_loss, is_settled, *parts.values(), *(one.item() for one in state.scalars.values())]
-    total, num_settled, *sums = sum_over_ranks(
-        [*own, *times.flatten().tolist()], group=state.setup.group
-    )
-    means = [value / env.world_size for value in sums[: len(parts)]]
-    scalars = sums[len(parts) : len(own) - 2]
-    times = torch.tensor(sums[len(own) - 2 :], dtype=torch.float64).view_as(times)
+    # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
+    packed = torch.cat([torch.tensor(own, dtype=torch.float64), times.flatten()])
+    sums = add_over_ranks(packed, state.setup.group)
+    total, num_settled, *rest = sums[: len(own)].tolist()
+    means = [value / env.world_size for value in rest[: len(parts)]]
+    scalars = rest[len(parts) :]
+    times = sums[len(own) :].view_as(times)
     state.has_settled = num_settled == env.world_size
     if norm is None:
         norm = gradient_norm(state.module.parameters())

@@ -1,8 +1,4 @@
-"""Measures once what the ranks of a run can do at most, to compare its steps with it.
-
-A run does so after a log line, once it has trained for a while: it takes a hundredth of that time,
-and the short jobs of a sweep do not pay for it.
-"""
+"""Measures once what the ranks of a run can do at most, to compare its steps with it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,16 +7,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import typed
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.tracking.run_record import RunFields
-from ddp_runner.train.flops import count_flops, matmul_flops_per_s, wait
+from ddp_runner.train.flops import FlopCounter, matmul_flops_per_s, synchronize
 
 T = TypeVar("T")
-AFTER_S = 30.0  # of training
 REPEATS = 3  # of all all-reduces of a step, after one to warm up
 MIB = 2**20
 
@@ -29,10 +24,10 @@ MIB = 2**20
 class Peaks:
     """What was measured, over all ranks; None where it cannot be measured."""
 
-    flops_per_sample: float | None  # of a forward and backward
-    flops_per_s: float | None  # of matrix products, on all devices at once
-    all_reduce_bytes: Sequence[int]  # of each all-reduce of a step
-    all_reduce_ms: float | None  # their mean: one after another, while nothing is computed
+    flops_per_sample: float | None = None  # of a forward and backward
+    flops_per_s: float | None = None  # of matrix products, on all devices at once
+    all_reduce_bytes: Sequence[int] = ()  # of each all-reduce of a step
+    all_reduce_ms: float | None = None  # their mean: one after another, while nothing is computed
 
     def metrics(self, *, samples_per_s: float) -> dict[str, float]:
         """Return the metrics of a log line."""
@@ -53,10 +48,8 @@ class Peaks:
 
 
 def measure_peaks(
-    loss: Callable[[], Tensor] | None,
+    counter: FlopCounter | str,
     *,
-    parameters: Sequence[nn.Parameter],
-    num_samples: int,
     all_reduces: Sequence[int],
     devices: Sequence[torch.device],
     dtype: torch.dtype,
@@ -67,47 +60,53 @@ def measure_peaks(
     What cannot be measured on one rank is None on all, and the rank's log says why.
 
     Args:
-        loss: computes the loss of some samples, a scalar; None: do not count its operations.
-        parameters: of which the loss has gradients.
-        num_samples: those of the loss.
+        counter: has counted this rank's operations of a step; or why none has, on all ranks.
         all_reduces: bytes of each all-reduce of a step.
         devices: of this rank.
         dtype: of the matrix products in a forward.
         group: the ranks of the loop; None: all.
     """
+    flops = own_peak = None
+    if isinstance(counter, str):
+        _log_missing("perf/mfu", counter)
+    elif (flops := counter.flops) is None:
+        _log_missing("perf/mfu", counter.why_unknown)
     buffer = _tried(
         lambda: torch.zeros(max(all_reduces, default=0) // 4, device=devices[0]),
         missing="perf/all_reduce_ms",
     )
-    flops = own_peak = None
-    if loss is not None:
-        flops = _tried(lambda: count_flops(loss, parameters), missing="perf/mfu")
     # A rank that lacks memory must not leave the others alone in an all-reduce.
     num_ready, num_ranks = sum_over_ranks([buffer is not None, 1], group=group)
     all_reduce_ms = None
     if buffer is not None and num_ready == num_ranks and all_reduces:
         all_reduce_ms = _all_reduce_ms(buffer, all_reduces, group=group)
+    del buffer
     if flops is not None:
         own_peak = _tried(lambda: matmul_flops_per_s(devices, dtype), missing="perf/mfu")
-    num_known, flops_sum, samples, peak = sum_over_ranks(
-        [own_peak is not None, flops or 0, num_samples, own_peak or 0], group=group
+    own_samples = 0 if isinstance(counter, str) else counter.num_samples
+    num_known, total_flops, num_samples, peak = sum_over_ranks(
+        [own_peak is not None, flops or 0, own_samples, own_peak or 0], group=group
     )
-    all_known = num_known == num_ranks
+    is_known = num_known == num_ranks
     return Peaks(
-        flops_per_sample=flops_sum / samples if all_known else None,
-        flops_per_s=peak if all_known else None,
+        flops_per_sample=total_flops / num_samples if is_known else None,
+        flops_per_s=peak if is_known else None,
         all_reduce_bytes=tuple(all_reduces),
         all_reduce_ms=all_reduce_ms,
     )
 
 
 def _tried(measure: Callable[[], T], *, missing: str) -> T | None:
-    """Measure; without memory, or with an error in a user's code, log it and return None."""
+    """Measure; without memory, log it and return None."""
     try:
         return measure()
     except Exception as error:
-        log_to_file(f"this run has no {missing}: {typed(error)}")
+        _log_missing(missing, typed(error))
         return None
+
+
+def _log_missing(metric: str, reason: str) -> None:
+    log_to_file(f"this run has no {metric}: {reason}")
 
 
 def _all_reduce_ms(
@@ -117,9 +116,9 @@ def _all_reduce_ms(
     began = 0.0
     for repeat in range(1 + REPEATS):
         if repeat == 1:
-            wait(buffer.device)
+            synchronize(buffer.device)
             began = time.perf_counter()
         for size in sizes:
             dist.all_reduce(buffer[: size // 4], group=group)
-    wait(buffer.device)
+    synchronize(buffer.device)
     return 1000 * (time.perf_counter() - began) / (REPEATS * len(sizes))

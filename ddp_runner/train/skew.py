@@ -15,6 +15,8 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.step_timer import Exchange
 
+FEWEST_STEPS = 5  # for figures of a session; a single one may be the noise of the machine
+
 
 def table(exchanges: Sequence[Exchange], *, rank: int, world_size: int) -> Tensor:
     """Return this rank's times in a table for all ranks; summed over ranks it holds everybody's.
@@ -24,8 +26,10 @@ def table(exchanges: Sequence[Exchange], *, rank: int, world_size: int) -> Tenso
         for the other ranks.
     """
     times = torch.zeros(2, len(exchanges), world_size, dtype=torch.float64)
-    times[0, :, rank] = torch.tensor([one.work_ms for one in exchanges])
-    times[1, :, rank] = torch.tensor([one.comm_ms for one in exchanges])
+    times[:, :, rank] = torch.tensor(
+        [[one.work_ms for one in exchanges], [one.comm_ms for one in exchanges]],
+        dtype=torch.float64,
+    )
     return times
 
 
@@ -47,7 +51,7 @@ class Skew:
 
     num_steps: int = 0
     step_ms: float = 0.0  # of all these steps together
-    late_ms: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  # by rank
+    late_ms: list[float] = field(default_factory=list)  # by rank, of all these steps together
 
     def add(self, times: Tensor, *, step_time_ms: float) -> dict[str, float]:
         """Count the steps of a log line, and return its metrics.
@@ -63,26 +67,27 @@ class Skew:
         num_steps, world_size = work_ms.shape
         if not num_steps:
             return {}
-        late_ms = lateness(work_ms).sum(dim=0)
-        if not self.num_steps:
-            self.late_ms = torch.zeros(world_size, dtype=torch.float64)
+        late_ms = lateness(work_ms).sum(dim=0).tolist()
         self.num_steps += num_steps
-        self.step_ms += float((work_ms + comm_ms).mean(dim=1).sum())
-        self.late_ms += late_ms
-        exchange_ms = float(comm_ms.min(dim=1).values.mean())
+        self.step_ms += float(times.sum()) / world_size
+        self.late_ms = [
+            before + late
+            for before, late in zip(self.late_ms or [0.0] * world_size, late_ms, strict=True)
+        ]
+        exchange_ms = float(comm_ms.amin(dim=1).mean())
         return {
             StepPart.COMM.metric: exchange_ms,
             StepPart.WAIT.metric: float(comm_ms.mean()) - exchange_ms,
             "perf/comm_share": exchange_ms / step_time_ms,
-            "perf/skew_ms": float(late_ms.max()) / num_steps,
-            "perf/skew_rank": float(late_ms.argmax()),
+            "perf/skew_ms": max(late_ms) / num_steps,
+            "perf/skew_rank": float(late_ms.index(max(late_ms))),
         }
 
     def fields(self) -> RunFields:
-        """Return what run.json keeps of it."""
-        if not self.num_steps:
-            return RunFields()
-        by_rank = [round(ms, 3) for ms in (self.late_ms / self.num_steps).tolist()]
+        """Return what run.json keeps of it: also that nothing was measured, in a later session."""
+        if self.num_steps < FEWEST_STEPS:
+            return RunFields(skew_ms_by_rank=None, skew_step_ms=None)
+        by_rank = [round(ms / self.num_steps, 3) for ms in self.late_ms]
         return RunFields(
             skew_ms_by_rank=by_rank, skew_step_ms=round(self.step_ms / self.num_steps, 3)
         )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,10 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
+from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
+from ddp_runner.train.flops import FlopCounter
 from ddp_runner.train.peaks import Peaks
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
@@ -82,6 +84,7 @@ class TrainState:
     ema: Ema | None = None  # the averaged weights; None without ema.decay
     skew: Skew = field(default_factory=Skew)  # of this session
     has_settled: bool = False  # every rank has trained for long enough to measure its peaks
+    counter: FlopCounter | str | None = None  # of the operations of a step; or why there is none
     peaks: Peaks | None = None  # of this session; None: not measured yet
 
     @property
@@ -137,7 +140,15 @@ class TrainState:
     @property
     def measured(self) -> RunFields:
         """What run.json keeps of this session's measurements."""
-        return self.skew.fields() | (self.peaks.fields() if self.peaks else RunFields())
+        return self.skew.fields() | (self.peaks or Peaks()).fields()
+
+    def counted(self, batch: StepBatch) -> AbstractContextManager[None]:
+        """Return a context in which the operations of a step are counted, once in a session."""
+        counter, profiler = self.counter, self.setup.profiler
+        if not isinstance(counter, FlopCounter) or counter.is_over or profiler.is_slow:
+            return nullcontext()
+        # Placeholders, too: they are computed.
+        return counter.counting(num_samples=sum(one.num_samples for one in batch.micro_batches))
 
     def ends_with(self, batch: StepBatch) -> bool:
         """Return whether this batch, the last one that was taken, is the last of the run."""
@@ -148,15 +159,28 @@ class TrainState:
 
 @contextmanager
 def restored_after(state: TrainState) -> Iterator[None]:
-    """Evaluate in the block, then restore random numbers, buffers and the model's mode."""
-    module, was_training = state.module, state.module.training
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    cuda = [device for device in state.setup.devices if device.type == "cuda"]
-    module.eval()
+    """Evaluate in the block, then restore random numbers, buffers and each module's mode.
+
+    The modules are those of the model, and of a training step that is a module.
+    """
+    step, device = state.setup.step, state.setup.devices[0]
+    roots = [state.module, *([step] if isinstance(step, nn.Module) else [])]
+    modules = [(one, one.training) for root in roots for one in root.modules()]
+    buffers = [
+        (owner, name, buffer, None if buffer is None else buffer.clone())
+        for owner, _ in modules
+        for name, buffer in owner._buffers.items()
+    ]
+    before = rng_state(device)
+    state.module.eval()
     try:
-        with torch.random.fork_rng(devices=cuda):
-            yield
+        yield
     finally:
-        module.train(was_training)
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        set_rng_state(before, device)
+        for module, was_training in modules:
+            module.training = was_training
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                owner._buffers[name] = buffer  # the block may have assigned another tensor
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)

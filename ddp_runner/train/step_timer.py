@@ -12,6 +12,7 @@ from torch import Tensor
 from ddp_runner.metric_names import StepPart
 
 MOST_EVENTS = 1024  # CUDA events kept; past this, the older half is read and dropped
+WARMUP_STEPS = 2  # in the first ranks connect; in the second DDP forms its buckets anew
 MOST_EXCHANGES = 128  # kept for a log line: what a line sends must not grow with its steps
 
 
@@ -29,7 +30,7 @@ class Lap:
 
     metrics: Mapping[str, float]
     parts: Mapping[StepPart, float]  # milliseconds of a mean step
-    exchanges: Sequence[Exchange]  # the last MOST_EXCHANGES; without the session's first, a warm-up
+    exchanges: Sequence[Exchange]  # the last MOST_EXCHANGES; without the session's first two
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class StepTimer:
         """Measure on a device, the rank's first."""
         self._device, self._on_gpu = device, device.type == "cuda"
         self._parts_ms = defaultdict[StepPart | None, float](float)
-        self._work_ms, self._exchanges = 0.0, deque[Exchange](maxlen=MOST_EXCHANGES)
-        self._is_warm = False
-        self.trained_s = 0.0  # in all laps
+        self._work_ms = self._wait_ms = 0.0
+        self._exchanges = deque[Exchange](maxlen=MOST_EXCHANGES)
+        self._num_exchanges = self._num_steps = 0
+        self._warm_since: float | None = None
         self._last = time.perf_counter()
         self._events: list[_Event] = []
         self.restart()
@@ -64,11 +66,18 @@ class StepTimer:
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
         self._mark(None, restarts=True)
 
+    def forget(self) -> None:
+        """Begin the interval anew, without the exchanges since the last lap: they were slowed."""
+        self._read_events()
+        self._exchanges.clear()
+        self.restart()
+
     def mark(self, part: StepPart | None, *, ends_on: torch.device | None = None) -> None:
         """Add the time since the last mark to a part of the step.
 
         Args:
-            part: what the time was spent on; None drops it. COMM ends the exchange of a step.
+            part: what the time was spent on; None drops it. COMM ends the exchange of a step, and
+                WAIT is for other ranks before it.
             ends_on: the device that finishes the part; None for the rank's first.
         """
         self._mark(part, ends_on=ends_on)
@@ -107,13 +116,19 @@ class StepTimer:
         """Count a step and the samples of its global batch."""
         self._steps += 1
         self._samples += samples
+        self._num_steps += 1
+        if self._num_steps == WARMUP_STEPS:
+            self._warm_since = time.perf_counter()
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the warm-up, with evaluations and checkpoints; 0 during the warm-up."""
+        return 0.0 if self._warm_since is None else time.perf_counter() - self._warm_since
 
     def lap(self) -> Lap:
         """Return what was measured since the last lap or restart; begin a new interval."""
-        if self._on_gpu:
-            self._add_up(len(self._events) - 1)
+        self._read_events()
         elapsed_s = time.perf_counter() - self._started
-        self.trained_s += elapsed_s
         lap = Lap(
             metrics={
                 "perf/samples_per_s": self._samples / elapsed_s,
@@ -132,11 +147,18 @@ class StepTimer:
         if restarts:
             self._parts_ms.clear()
         elif part is StepPart.COMM:
-            if self._is_warm:
-                self._exchanges.append(Exchange(self._work_ms, ms))
-            self._is_warm, self._work_ms = True, 0.0
+            self._num_exchanges += 1
+            if self._num_exchanges > WARMUP_STEPS:
+                self._exchanges.append(Exchange(self._work_ms, self._wait_ms + ms))
+            self._work_ms = self._wait_ms = 0.0
+        elif part is StepPart.WAIT:
+            self._wait_ms += ms
         elif part is not None:  # also the optimizer, after an exchange: it delays the next one
             self._work_ms += ms
+
+    def _read_events(self) -> None:
+        if self._on_gpu:
+            self._add_up(len(self._events) - 1)
 
     def _add_up(self, count: int) -> None:
         """Wait for the oldest events and count their times for their parts."""

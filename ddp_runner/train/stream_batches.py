@@ -6,7 +6,7 @@ ended: no collective hangs, and every sample counts.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -21,6 +21,7 @@ from ddp_runner.data.stream_reader import Part
 from ddp_runner.data.streams import OpenStream, StreamSplit
 from ddp_runner.distributed import add_over_ranks
 from ddp_runner.errors import UserError
+from ddp_runner.metric_names import StepPart
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class StreamBatches:
     seed: int
     group: ProcessGroup | None = None  # the ranks of the loop; None: all
     resumed: Mapping[str, Any] | None = None  # this rank's state in a checkpoint
+    mark: Callable[[StepPart], None] = field(default=lambda _: None, repr=False)  # of the timer
     instead: Mapping[int, int] = field(default_factory=dict)  # always empty: no batch has a number
     _now: dict[str, Any] = field(default_factory=dict, repr=False)  # the state after the last step
 
@@ -102,7 +104,10 @@ class StreamBatches:
         )
         sizes = torch.zeros(self.num_shares, 2, dtype=torch.int64)
         sizes[self.share] = torch.tensor([sum(one.num_samples for one in parts), len(parts)])
-        return _Loaded(parts, add_over_ranks(sizes, self.group), stream.state())
+        self.mark(StepPart.DATA)  # the ranks meet here, so a slow one lets the others wait
+        all_sizes = add_over_ranks(sizes, self.group)
+        self.mark(StepPart.WAIT)
+        return _Loaded(parts, all_sizes, stream.state())
 
     def _padded(self, step: "_Loaded") -> tuple[MicroBatch, ...]:
         """Return as many micro-batches as the rank with the most has: collectives match."""

@@ -5,19 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.profiling.profiler import open_profiler
+from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.heartbeat import ENDING
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
-from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
+from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
 from ddp_runner.train.auto_batch import with_largest_batch
 from ddp_runner.train.build import build_session_state
@@ -26,6 +28,7 @@ from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train
+from ddp_runner.train.measuring import count_before_compiling
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
@@ -41,6 +44,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     warnings = warnings_of(try_first_batch(state), state)
     known = try_evaluation(state)
     validate_known(config, known)
+    if config.train.compile:
+        count_before_compiling(state)
     written = session.job.secrets.written(config)
     resume_step = restore(state, written, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.position.step)
@@ -56,16 +61,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     session_logger = _logger(
         session, state, warnings, directions=known.directions, resume_step=resume_step
     )
-    profiler = open_profiler(  # its warnings come after those of the logger, in run.json as well
-        config.train.profile,
-        done=state.position.step,
-        device=session.devices[0],
-        folder=run_dir.path / "profile",
-        scratch=scratch.path if scratch else None,
-        restart_timer=state.setup.timer.restart,
-        log=session.log,
-        warn=partial(_warn, session),
-    )
+    # Its warnings come after those of the logger, in run.json as well.
+    profiler = _profiler(session, state, run_dir, scratch=scratch.path if scratch else None)
     state.setup = replace(state.setup, profiler=profiler)
     with session_logger as logger:
         with _writer(session, resume_step=resume_step) as writer, profiler:
@@ -97,13 +94,36 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     return status
 
 
+def _profiler(
+    session: Session, state: TrainState, run_dir: RunDir, *, scratch: Path | None
+) -> AnyProfiler:
+    """Return what traces the steps of ``train.profile``."""
+    asked, done, folder = (
+        session.config.train.profile,
+        state.position.step,
+        run_dir.path / "profile",
+    )
+    warn = partial(_warn, session)
+    if not has_steps_to_trace(asked, done=done, folder=folder, warn=warn):
+        return NullProfiler()
+    return Profiler(
+        asked,
+        done=done,
+        device=session.devices[0],
+        folder=folder,
+        scratch=scratch,
+        restart_timer=state.setup.timer.forget,
+        log=session.log,
+        warn=warn,
+    )
+
+
 def _warn(session: Session, text: str) -> None:
     """Warn on the terminal, in this rank's log and, from rank 0, in run.json."""
     session.log(f"warning: {text}")
     if session.env.is_rank_zero:
         with suppress(UserError):  # a full disk, which the run itself reports
-            known = read_run_record(session.run_dir.path).get("warnings") or []
-            write_run_record(session.run_dir.path, warnings=[*known, text])
+            add_warning(session.run_dir, text)
 
 
 def _logger(

@@ -32,6 +32,7 @@ COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
 PARTS = {"perf__forward_ms": [1.0, 4.0], "perf__backward_ms": [1.0, 8.0]}
 SHARE = {"perf__comm_share": [0.9, 0.25]}
 RANKS = {"perf__skew_ms": [9.0, 6.0], "perf__all_reduce_ms": [9.0, 3.0], "perf__mfu": [0.9, 0.5]}
+RANKS |= {"perf__skew_rank": [0.0, 1.0]}
 
 
 @pytest.fixture
@@ -187,8 +188,29 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
     assert [row.skew_ms.mean for row in comparison.rows if row.skew_ms] == [6.0]
     assert [row.mfu.mean for row in comparison.rows if row.mfu] == [0.5]
+    names = {name for row in comparison.rows for name in row.metrics}
+    assert "perf/mfu" in names
+    assert "perf/skew_rank" not in names  # ranks have no mean
     shown = {column.key: column.title for column in columns(comparison)}
     assert (shown["skew_ms"], shown["mfu"]) == ("skew ms", "MFU")
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+def test_settings_of_many_keys_have_short_names_in_plots(tmp_path: Path) -> None:
+    """Names of all keys would leave no room, and be cut before the one that differs."""
+    keys = {f"train.a_rather_long_key_{number}": number for number in range(12)}
+    last = {"first": {"train.z": 1}, "second": {"train.z": 2}, "third": dict.fromkeys(keys, 99)}
+    for name, differing in last.items():
+        lines = lines_of([1.0, 100.0], **PARTS)
+        write_run(tmp_path / name, config={**keys, "train.z": 1, **differing}, lines=lines)
+    for name, plot in figures(compare(read_runs([tmp_path]))).items():
+        if isinstance(plot, str):
+            continue
+        plot.savefig(tmp_path / "plot.svg")  # here the layout is computed, and warns
+        texts = {" ".join(one.get_text().split()) for one in plot.findobj(Text)}
+        shown = [one for one in texts if one.startswith("ddp, 1 rank")]
+        assert all(any(f"train.z {z}" in one for one in shown) for z in (1, 2)), name
+        assert not any("…" in one for one in texts), name
 
 
 def test_a_doubtful_speed_is_marked_wherever_it_is_shown(

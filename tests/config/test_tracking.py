@@ -7,6 +7,7 @@ import pytest
 from configs import config_error, resolved
 
 from ddp_runner.config.schema import config_hash, work_hash
+from ddp_runner.config.tracking import validate_installed
 
 
 def test_tags_notes_and_trackers_change_no_identity() -> None:
@@ -33,6 +34,12 @@ def test_a_number_is_a_tag() -> None:
         ("tags=['']", "tags (): a tag is up to 64 letters"),
         ("tags=['a,b']", "tags (a,b): a tag is up to 64 letters"),
         (f"tags=[{'x' * 65}]", "a tag is up to 64 letters"),
+        ("tags=[a//b]", "tags (a//b): MLflow takes no tag with nothing, . or .. beside a /"),
+        ("tags=[./x]", "tags (./x): MLflow takes no tag with nothing, . or .. beside a /"),
+        ("tags=[a/]", "tags (a/): MLflow takes no tag with nothing, . or .. beside a /"),
+        ("tags=[/a]", "tags (/a): MLflow takes no tag with nothing, . or .. beside a /"),
+        ("tags=[.]", "tags (.): MLflow takes no tag with nothing, . or .. beside a /"),
+        ("tags=[mlflow.runName]", "a tag must not begin with mlflow. or"),
         ("tags=[a,a]", "tags (a, a) names one twice"),
         ("trackers=[mlflw]", "did you mean mlflow?"),
         ("+trackers.mine.path=x", "trackers.mine has no _target_, the class of the tracker"),
@@ -50,6 +57,45 @@ def test_wait_s_is_a_time() -> None:
     """It is the runner's own key."""
     sentence = config_error("trackers=[mlflow]", "trackers.mlflow.wait_s=0")
     assert sentence.startswith("trackers.mlflow.wait_s (0) must be a number of seconds")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trackers.mlflow.timeout_s=2.5", "(2.5) must be a whole number of seconds, more than 0"),
+        ("trackers.mlflow.timeout_s=abc", "(abc) must be a whole number of seconds, more than 0"),
+        ("trackers.mlflow.timeout_s=true", "(True) must be a whole number of seconds"),
+        ("trackers.mlflow.experiment_name=null", "(None) must be a text"),
+        ("+trackers.mlflow.foo=1", "is not a key of this tracker; its keys are tracking_uri, "
+         "experiment_name, timeout_s, wait_s"),
+        ("+trackers.mlflow.timeout=1", "is not a key of this tracker; did you mean timeout_s?"),
+        ("trackers.wandb.mode=ofline", "(ofline) must be online or offline, or null"),
+        ("trackers.wandb.timeout_s=0", "(0) must be a number of seconds, more than 0"),
+        ("trackers.wandb.project=7", "(7) must be a text, or null"),
+    ],
+)  # fmt: skip
+def test_a_key_of_our_trackers_has_its_kind(override: str, sentence: str) -> None:
+    """The tracker itself would say so minutes later, and the run would go on without it."""
+    error = config_error("trackers=[mlflow,wandb]", override)
+    assert error.startswith(override.lstrip("+").partition("=")[0])
+    assert sentence in error
+
+
+def test_mlflow_needs_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its default needs more than its client. An address without http:// is a folder for it."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    error = (
+        "trackers.mlflow.tracking_uri, or else the variable MLFLOW_TRACKING_URI, must name a "
+        "server; write trackers.mlflow.tracking_uri=http://HOST:PORT"
+    )
+    assert config_error("trackers=[mlflow]") == error
+    uri = "trackers.mlflow.tracking_uri"
+    assert config_error("trackers=[mlflow]", f"{uri}=a:secret@127.0.0.1:5000") == error
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://a:secret@127.0.0.1:5000")
+    validate_installed(resolved("trackers=[mlflow]")[0])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "127.0.0.1:5000")
+    assert config_error("trackers=[mlflow]") == error
+    validate_installed(resolved("trackers=[mlflow]", f"{uri}=https://mlflow.example")[0])
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])

@@ -1,4 +1,4 @@
-"""Processes that a rank has started end with its run."""
+"""Processes that a rank has started end with its run; those of trackers end soon after it."""
 
 import os
 import shutil
@@ -7,16 +7,21 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
+import own_trackers
 import psutil
+import pytest
 from commands import Started, background, wait_for, wait_for_end, wait_until_gone
+from injection import At, Fault, call_all, raise_error, send_launcher, wait_until
 from ranks import run_ranks
-from run_folders import record
-from trainings import CHILD_STARTER, LONG, is_training
+from run_folders import record, scalars
+from trainings import CHILD_STARTER, LONG, RUN, is_training, run_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import (
+    ENDS_ITSELF,
     adopt_orphans,
     children,
     end_adopted,
@@ -131,3 +136,51 @@ def test_adopted_orphans_end_whatever_their_name(tmp_path: Path) -> None:
     program.symlink_to(str(shutil.which("sh")))
     (seen,) = run_ranks(end_adopted_orphans, 1, str(program), backend=None)
     assert seen == {"own": True, "adopted": True, "own lives": True, "others live": False}
+
+
+def end_adopted_tracker(env: DistEnv, program: str) -> list[bool]:
+    """Adopt an orphan with a tracker's name; return whether it is a child, and after its end."""
+    adopt_orphans()
+    parent = ["sh", "-c", '"$@" >&- & echo $!', "sh", program, "-c", "kill -STOP $$"]
+    orphan = int(subprocess.run(parent, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    wait_for(lambda: psutil.Process(orphan).name() == ENDS_ITSELF)
+    end_adopted(set())
+    seen = [orphan in children()]
+    os.kill(orphan, signal.SIGKILL)
+    wait_for(lambda: is_gone(orphan))
+    end_adopted(set())
+    return [*seen, orphan in children()]
+
+
+def test_a_tracker_lives_on_and_leaves_no_zombie(tmp_path: Path) -> None:
+    """It ends by itself; a launcher with further jobs collects it then."""
+    program = tmp_path / ENDS_ITSELF
+    program.symlink_to(str(shutil.which("sh")))
+    assert run_ranks(end_adopted_tracker, 1, str(program), backend=None) == [[True, False]]
+
+
+@pytest.mark.parametrize("how", ["the launcher is killed", "rank 0 raises"])
+def test_a_tracker_sends_what_is_left_after_its_run(tmp_path: Path, how: str) -> None:
+    """All lines, and that the run has failed; run.json, whose error is not written yet, stays."""
+    path = tmp_path / "calls"
+    what = raise_error if "raises" in how else partial(send_launcher, signal.SIGKILL)
+    has_begun = partial(wait_until, str(path), '"log"')
+    end = run_training(
+        tmp_path,
+        Fault(partial(call_all, has_begun, what), At(0, 11)),
+        args=(
+            "world_size=1",
+            "allowed_targets=[own_trackers]",
+            "+trackers.mine._target_=own_trackers.Lingering",
+            f"+trackers.mine.path={path}",
+        ),
+        environ={"PYTHONPATH": str(Path(own_trackers.__file__).parent)},
+    )
+    run_dir, is_raised = tmp_path / RUN, what is raise_error
+    assert end.exit_code == (1 if is_raised else -signal.SIGKILL)
+    last = {"end": "failed", "metrics": {}, "files": ["config.yaml"]}
+    assert own_trackers.calls(path)[-1] == last
+    shown = [(step, name) for step, name, _ in own_trackers.points(path)]
+    assert sorted(shown) == sorted(scalars(run_dir))
+    late = "trackers.mine had not ended 2 s after the run, and gets 10 s more"
+    assert record(run_dir)["warnings"] == ([late] if is_raised else [])

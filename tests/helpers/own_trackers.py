@@ -16,8 +16,8 @@ from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 class Recorder:
     """Appends every call to a file; its calls fail while the file `broken` exists."""
 
-    def __init__(self, *, path: str, broken: str = "/none") -> None:
-        self.path, self.broken = Path(path), Path(broken)
+    def __init__(self, *, path: str, broken: str = "/none", id: str | None = None) -> None:
+        self.path, self.broken, self.id = Path(path), Path(broken), id
 
     def _note(self, **call: Any) -> None:
         if self.broken.exists():
@@ -28,7 +28,7 @@ class Recorder:
     def begin(self, run: TrackedRun) -> str:
         """Write the name and the earlier id."""
         self._note(begin=run.name, earlier=run.earlier_id, tags=list(run.tags), sweep=run.sweep)
-        return run.earlier_id or "id-1"
+        return self.id or run.earlier_id or "id-1"
 
     def log(self, lines: Sequence[MetricLine]) -> None:
         """Write the lines."""
@@ -57,6 +57,17 @@ class Raising:
     ) -> None:
         """Raise."""
         raise RuntimeError("the server\nsaid no")
+
+
+class Quoting(Raising):
+    """Raises with a text of the test's own."""
+
+    def __init__(self, *, text: str) -> None:
+        self.text = text
+
+    def begin(self, run: TrackedRun) -> str:
+        """Raise."""
+        raise ConnectionError(self.text)
 
 
 class Hanging(Raising):
@@ -101,6 +112,41 @@ class Dying(Raising):
         """Die."""
         os.kill(os.getpid(), signal.SIGKILL)
         return ""
+
+
+class DyingLast(Recorder):
+    """Ends its process in its last call."""
+
+    def end(
+        self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
+    ) -> None:
+        """Die."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Lingering(Recorder):
+    """Takes longer for its last call than a run that has failed waits."""
+
+    def end(
+        self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
+    ) -> None:
+        """Sleep, and write how the run ended."""
+        time.sleep(4.0)
+        super().end(status, metrics=metrics, files=files)
+
+
+class Forking(Recorder):
+    """Leaves a copy of its process, in a group of its own, and writes its number."""
+
+    def end(
+        self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
+    ) -> None:
+        """Fork."""
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            time.sleep(3600)
+        self._note(pid=pid)
 
 
 def calls(path: Path) -> list[dict[str, Any]]:

@@ -95,6 +95,13 @@ def test_what_is_no_run_of_a_training_is_named(sweep: Path, tmp_path: Path) -> N
         ddp_runner.load(tmp_path / "evaluation")
 
 
+@pytest.mark.parametrize("device", ["gpu", "xpu", "cuda:99"])
+def test_a_device_that_torch_cannot_use_is_named(device: str, sweep: Path) -> None:
+    """Torch's own errors differ in kind: no driver, not compiled with it, no such word."""
+    with pytest.raises(UserError, match=f"device='{device}' cannot be used .*leave it out"):
+        ddp_runner.load(sweep / "optimizer.lr=0.01", device=device)
+
+
 def test_read_runs_has_a_row_for_each_run_with_its_config_and_metrics(sweep: Path) -> None:
     """The columns are the keys and the metrics by their own names."""
     found = ddp_runner.read_runs(str(sweep))

@@ -20,7 +20,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.temp_folder import PREFIX
 from ddp_runner.job import Status
 from ddp_runner.profiling import clocks, output, profiler, traces
-from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, open_profiler
+from ddp_runner.profiling.profiler import NullProfiler, Profiler, has_steps_to_trace
 
 # Eight steps in two epochs; an evaluation inside of each, and at its end.
 KEYS = ("model=toy", "dataset.num_samples=32", "batch.global_size=8", "train.epochs=2")
@@ -77,7 +77,9 @@ def train(
         state.setup.timer.restart()
         logged.append("timer restarted")
 
-    with open_profiler(
+    if asked is None:
+        return Outcome(run_loop(env, config, max_steps=None, state=state), "", logged, *temporary)
+    with Profiler(
         asked,
         done=0,
         device=torch.device("cpu"),
@@ -93,9 +95,9 @@ def train(
     return Outcome(trace, own.report, logged, *temporary)
 
 
-def opened(asked: Any, folder: Path, *, done: int = 0, device: str = "cpu") -> AnyProfiler:
+def without_timer(asked: Any, folder: Path, *, done: int = 0, device: str = "cpu") -> Profiler:
     """Return the profiler of a run without a timer."""
-    return open_profiler(
+    return Profiler(
         asked,
         done=done,
         device=torch.device(device),
@@ -281,20 +283,23 @@ def test_a_profile_that_never_began_is_a_warning(tmp_path: Path, asked: Any) -> 
 
 def test_steps_before_a_resume_are_past(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A range may be past as a whole, or in part; a number counts anew."""
-    assert isinstance(opened(None, tmp_path), NullProfiler)
+
+    def is_due(asked: Any, *, done: int) -> bool:
+        return has_steps_to_trace(asked, done=done, folder=tmp_path, warn=print)
+
+    assert not is_due(None, done=0)
     assert capsys.readouterr().out == ""
-    assert isinstance(opened("4-6", tmp_path, done=6), NullProfiler)
+    assert not is_due("4-6", done=6)
     assert capsys.readouterr().out == (
         "train.profile=4-6 traces nothing: this run goes on after step 6; name later steps, or "
         "their number: train.profile=5\n"
     )
     (tmp_path / "steps-5-6").mkdir()  # before a restart of the ranks
-    assert isinstance(opened("4-6", tmp_path, done=6), NullProfiler)
-    assert capsys.readouterr().out == ""
+    assert not is_due("4-6", done=6)
     for asked, done, first in (("4-6", 5, 6), (2, 100, 106)):
-        own = opened(asked, tmp_path, done=done)
-        assert isinstance(own, Profiler)
-        assert own._first == first
+        assert is_due(asked, done=done)
+        assert without_timer(asked, tmp_path, done=done)._first == first
+    assert capsys.readouterr().out == ""
 
 
 def test_without_a_profile_nothing_is_wrapped() -> None:
@@ -312,7 +317,7 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(profiler.dist, "get_rank", lambda: 3)
     monkeypatch.setattr(profile, "prepare_trace", lambda self: None)
     for error in (torch.OutOfMemoryError("full"), ValueError("other")):
-        with suppress(type(error)), opened(1, tmp_path / "profile", device="cuda") as own:
+        with suppress(type(error)), without_timer(1, tmp_path / "profile", device="cuda") as own:
             next(iter(own.steps([0])))
             raise error
     assert written == [tmp_path / "profile" / "out-of-memory-rank-3.pickle"]

@@ -28,6 +28,7 @@ WANDB = (
     "trackers.wandb.wait_s=120",
     "trackers.wandb.timeout_s=60.0",
 )
+DRAWN = ("drawn", "drawn/again")
 LOOP = """
     import torch
 
@@ -37,6 +38,7 @@ LOOP = """
             step += 1
             run.log({"mine/square": step * step}, step=step)
             run.log_image("drawn", torch.zeros(8, 8), step=step)
+            run.log_image("drawn/again", torch.zeros(8, 8), step=step)
             if run.should_stop(step):
                 return
 """
@@ -99,4 +101,5 @@ def test_a_loop_of_ones_own_is_tracked_too(tmp_path: Path) -> None:
         one.artifact for one in wandb_folders.records(folder) if one.HasField("artifact")
     )
     files = {one.path for one in artifact.manifest.contents}
-    assert {"run.json", "step-00000001.png", "step-00000005.png"} <= files
+    pictures = {f"images/{name}/step-0000000{step}.png" for name in DRAWN for step in range(1, 6)}
+    assert files == {"run.json", "config.yaml", *pictures}

@@ -137,6 +137,17 @@ def test_own_metrics_are_shown_with_the_evaluation(tmp_path: Path) -> None:
     [
         ([1.0, 50.2, 0.0], 120.4, "rank 1 kept the others waiting 50 ms of a 120 ms step"),
         ([3.14, 0.0], 9.0, "rank 0 kept the others waiting 3.1 ms of a 9.0 ms step"),
+        (
+            [25.4, 50.2, 0.0],
+            120.4,
+            "ranks 0, 1 kept the others waiting: 25 ms, 50 ms of a 120 ms step",
+        ),
+        (
+            [30.0, 31.0, 32.0, 33.0, 34.0],
+            120.0,
+            "ranks 0, 1, 2, 3, … kept each other waiting: "
+            "30 ms, 31 ms, 32 ms, 33 ms, … of a 120 ms step",
+        ),
         ([0.0, 11.0], 120.0, None),  # less than a tenth
         ([0.0, 1.5], 4.0, None),  # any machine's noise
         ([0.0, None], 4.0, None),  # what another version may have written

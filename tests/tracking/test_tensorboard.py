@@ -287,7 +287,7 @@ def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
         "model=convnet",
         "parallelism=ddp,ps",
         "world_size=2",
-        "train.max_steps=2",
+        "train.max_steps=3",
         "train.log_every_steps=1",
         "checkpoint.monitor=eval/accuracy",
         "checkpoint.load_best=true",

@@ -1,13 +1,16 @@
 """Before the first step: mistakes in a model, a loss or the data are one sentence, or a warning."""
 
 import json
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from torch import nn
 from train_states import MNIST_NET, TOY, build, compose_config
 
 from ddp_runner.config.schema import Config
@@ -154,13 +157,28 @@ def test_what_can_be_trained_is_taken(name: str, answers: dict[str, str]) -> Non
     assert answers[name] == TAKEN[name][1]
 
 
+def draw_and_count(module: nn.Module, _: object) -> None:
+    """Draw from each generator, and count in a buffer that is assigned anew."""
+    assert random.random() + np.random.rand() >= 0
+    module.seen = module.get_buffer("seen") + 1
+
+
+def modes_of(module: nn.Module) -> list[bool]:
+    """Return whether each part trains."""
+    return [part.training for part in module.modules()]
+
+
 def traces(env: DistEnv) -> dict[str, bool]:
     """Compare random numbers, buffers, gradients and the mode before and after."""
     found = {}
     for keys in (CONVNET, MNIST_NET, of("Counting"), of("Dropping"), of("Averaging")):
         config = compose_config(*keys)
         state = build(env, config)
+        state.module.register_buffer("seen", torch.zeros(1))
+        state.module.register_forward_pre_hook(draw_and_count)
         state.module.train()
+        [*state.module.modules()][-1].eval()  # a frozen part
+        modes, others = modes_of(state.module), (random.getstate(), np.random.get_state()[2])
         before = {name: one.clone() for name, one in state.module.state_dict().items()}
         random_state = torch.get_rng_state()
         try_first_batch(state)
@@ -169,7 +187,8 @@ def traces(env: DistEnv) -> dict[str, bool]:
             torch.equal(random_state, torch.get_rng_state())
             and all(torch.equal(before[name], after[name]) for name in before)
             and all(one.grad is None for one in state.module.parameters())
-            and all(part.training for part in state.module.modules())
+            and modes == modes_of(state.module)
+            and others == (random.getstate(), np.random.get_state()[2])
         )
     return found
 

@@ -5,12 +5,9 @@ a plot is drawn.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from ddp_runner.compare.render.columns import digits
-from ddp_runner.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +20,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, TEXT = "#6e6e6e", "#333333"
 MAX_GREY = 100  # lines behind the coloured ones
 MAX_MARKED = 30  # points of a line with markers
-MIN_NUMBERED = 0.07 / 1.2  # share of the axes; shorter parts of a bar have no number
 MAX_LABEL = 120  # characters
 LABEL_WIDTH, LABEL_HEIGHT = 30, 0.055  # characters; share of the axes that a line of text takes
 STYLE: dict[Any, Any] = {
@@ -108,7 +104,7 @@ def _draw_line(axes: "Axes", line: Line, colour: str, marker: str, thicker: floa
         line.xs,
         line.ys,
         color=colour,
-        label=_wrapped(line.name),
+        label=wrapped(line.name),
         marker=marker if len(line.xs) <= MAX_MARKED else None,
         linewidth=2.0 + thicker,
         markersize=6 + thicker,
@@ -135,7 +131,7 @@ def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
     lower_edge = -1.0  # of the free space
     texts = []
     for end in sorted(ends, key=height):
-        text = _wrapped(end[0].name)
+        text = wrapped(end[0].name)
         half = LABEL_HEIGHT * (1 + text.count("\n")) / 2
         centre = max(height(end), lower_edge + half)
         lower_edge = centre + half
@@ -154,34 +150,10 @@ def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
         )
 
 
-def _wrapped(name: str) -> str:
-    return "\n".join(textwrap.fill(clipped(line), LABEL_WIDTH) for line in name.splitlines())
+def wrapped(name: str) -> str:
+    """Return a name in short lines that leave room for what it names."""
+    return "\n".join(textwrap.fill(_clipped(line), LABEL_WIDTH) for line in name.splitlines())
 
 
-def clipped(name: str) -> str:
-    """Return a name that leaves room for what it names."""
+def _clipped(name: str) -> str:
     return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
-
-
-def draw_bar(
-    axes: "Axes",
-    place: float,
-    parts: Mapping[str, float],
-    colours: Mapping[str, str],
-    height: float,
-    word: str = "",
-) -> None:
-    """Draw one bar, with numbers on its parts; a bar with a `word` is pale and has only a total."""
-    start = 0.0
-    for name, colour in colours.items():
-        length = max(0.0, parts.get(name, 0.0))
-        alpha = 0.45 if word else 1.0
-        bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
-        if place <= 0:
-            bar.set_label(printable(name))  # one label per part, from the first measured bar
-        if length > MIN_NUMBERED * axes.get_xlim()[1] and not word:
-            middle = start + length / 2
-            axes.text(middle, place, digits(length), color="white", ha="center", va="center")
-        start += length
-    text = f"  {digits(sum(parts.values()))} ms{word}"
-    axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)

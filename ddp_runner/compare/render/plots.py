@@ -14,26 +14,20 @@ from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
 from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.render.drawing import (
-    GREY,
-    PART_COLOURS,
     STYLE,
     Line,
-    clipped,
-    draw_bar,
     draw_lines,
     new_figure,
 )
+from ddp_runner.compare.render.step_parts import step_parts
 from ddp_runner.compare.rows import ComparisonRow, Scaling
-from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, label
-from ddp_runner.compare.speedup import REST
+from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, labels
 from ddp_runner.errors import printable
-from ddp_runner.metric_names import StepPart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 500  # of a line
-MAX_BARS = 20
 
 
 def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
@@ -45,7 +39,7 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
             "scaling": _scaling(comparison),
             "loss_by_step": _loss(comparison, by_time=False),
             "loss_by_time": _loss(comparison, by_time=True),
-            "step_parts": _step_parts(comparison),
+            "step_parts": step_parts(comparison),
         }
 
 
@@ -115,10 +109,13 @@ def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
     scaled = [(row, row.scalings[kind]) for row in comparison.rows if kind in row.scalings]
     if len({scaling.batch for _, scaling in scaled}) > 1:
         keys.append(GLOBAL_BATCH if kind == "strong" else BATCH_PER_RANK)
+    whole = [
+        {**row.setting, **dict.fromkeys(BATCH_SIZES, scaling.batch)} for row, scaling in scaled
+    ]
+    names = labels([{key: one.get(key) for key in keys} for one in whole])
     settings: dict[str, dict[float, tuple[ComparisonRow, Scaling]]] = {}
-    for row, scaling in scaled:
-        setting = {**row.setting, **dict.fromkeys(BATCH_SIZES, scaling.batch)}
-        settings.setdefault(label(setting, keys), {})[row.num_devices] = row, scaling
+    for name, (row, scaling) in zip(names, scaled, strict=True):
+        settings.setdefault(name, {})[row.num_devices] = row, scaling
     lines = []
     for name, rows in settings.items():
         _, base = next(iter(rows.values()))
@@ -225,34 +222,3 @@ def _loss_line(row: ComparisonRow, *, by_time: bool) -> Line | None:
         low=[min(values) for values in losses] if has_band else (),
         high=[max(values) for values in losses] if has_band else (),
     )
-
-
-def _step_parts(comparison: Comparison) -> "Figure | str":
-    """Return bars of the parts of each row's step, with its prediction below."""
-    bars = []
-    for row in comparison.rows:
-        whole = row.step_time_ms.mean if row.step_time_ms else 0.0
-        parts = {**row.step_parts_ms, REST: max(0.0, whole - sum(row.step_parts_ms.values()))}
-        bars += [(parts, row)] if row.step_parts_ms else []
-    if not bars:
-        return "no run has measured the parts of its step time (perf/*_ms)"
-    bars = sorted(bars, key=lambda bar: sum(bar[0].values()))[:MAX_BARS]
-    order = dict.fromkeys([*StepPart, *(name for _, row in bars for name in row.step_parts_ms)])
-    names = [name for name in (*order, REST) if any(parts.get(name) for parts, _ in bars)]
-    colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
-    colours |= {REST: GREY} if REST in names else {}
-    has_predicted = any(row.predicted for _, row in bars)
-    height = 1.8 + (0.65 if has_predicted else 0.4) * len(bars)
-    figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
-    axes.set_xlim(0, 1.2 * max(sum(parts.values()) for parts, _ in bars))
-    at, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
-    for place, (parts, row) in enumerate(bars):
-        draw_bar(axes, place + at, parts, colours, size)
-        for prediction in list(row.predicted.values())[:1]:
-            draw_bar(axes, place + 0.22, prediction.parts_ms, colours, 0.18, word=" predicted")
-    axes.set_yticks(range(len(bars)), [clipped(row.label) for _, row in bars])
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel("milliseconds per step (median without the first line)")
-    figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
-    return figure

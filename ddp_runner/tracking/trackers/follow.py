@@ -9,22 +9,23 @@ import fcntl
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_runner.errors import UserError, typed
-from ddp_runner.host.processes import ignore_stop_signals
-from ddp_runner.job import EXIT_FAILED, Status
+from ddp_runner.host.processes import ignore_stop_signals, outlive_launcher
+from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.trackers.follower import Follower, Request
 
 POLL_S = 1.0  # between two looks at metrics.jsonl
 MOST_PAUSE_S = 60.0  # before a call that has failed is repeated; the first time after POLL_S
-MOST_CHARACTERS = 300  # of an error: MLflow's quote whole requests
 LAST_S = 10.0  # for the end, once rank 0 is gone and cannot stop this process
 NICENESS = 5  # importing a client takes seconds of a core
 
@@ -37,16 +38,12 @@ def follow(
     Args:
         follower: of the run.
         ended: gets the status with which the run has ended.
-        report: gets the first error, and that the tracker is ready.
+        report: gets the first error.
     """
-    pause_s, has_failed, is_ready = 0.0, False, False
+    pause_s, has_failed = 0.0, False
     while True:
         status = _wait(ended, pause_s)
         try:
-            if not is_ready:
-                follower.build()
-                is_ready = True
-                report({"ready": ""})
             if status is not None:
                 follower.end(status)
                 return True
@@ -55,10 +52,7 @@ def follow(
         except Exception as error:  # a tracker may raise what it likes
             if not has_failed:
                 has_failed = True
-                reason = str(error) if isinstance(error, UserError) else typed(error)
-                if len(reason) > MOST_CHARACTERS:
-                    reason = reason[:MOST_CHARACTERS] + " …"
-                report({"error": reason, "traceback": traceback.format_exc()})
+                report(_described(error))
             if status is not None:
                 return False
             pause_s = min(MOST_PAUSE_S, max(POLL_S, 2 * pause_s))
@@ -74,6 +68,7 @@ def _wait(ended: "queue.Queue[str]", pause_s: float) -> str | None:
 def main() -> None:
     """Follow the run that stdin names."""
     ignore_stop_signals()  # the run decides when this process ends
+    outlive_launcher()  # what the client holds back is sent in the last seconds
     os.nice(NICENESS)
     # Clients print: of what they print, rank 0 shows nothing.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -84,23 +79,37 @@ def main() -> None:
     ended: queue.Queue[str] = queue.Queue()
 
     def report(content: Mapping[str, str]) -> None:
-        print(json.dumps(content), file=reports, flush=True)
+        with suppress(BrokenPipeError):  # rank 0 is gone
+            print(json.dumps(content), file=reports, flush=True)
 
-    def listen() -> None:
-        ended.put(
-            sys.stdin.readline().strip() or Status.FAILED
-        )  # a rank 0 that is gone says nothing
+    def listen() -> None:  # a rank 0 that is gone says nothing
+        ended.put(sys.stdin.readline().strip() or Status.FAILED)
+
+    def watch() -> None:
         while os.getppid() == request.parent:
             time.sleep(POLL_S)
+        ended.put(Status.FAILED)  # unless it has said so; a child of rank 0 may hold stdin open
         time.sleep(LAST_S)
-        os._exit(EXIT_FAILED)
+        os.killpg(0, signal.SIGKILL)  # this process leads its group: a client's service ends, too
 
     folder = RunDir(Path(request.folder)).trackers
-    folder.mkdir(exist_ok=True)
-    with (folder / f".{request.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier attempt's process may be about to end
-        threading.Thread(target=listen, daemon=True).start()
-        follow(Follower(request), ended, report)
+    try:
+        folder.mkdir(exist_ok=True)
+        with (folder / f".{request.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier attempt's process may be about to end
+            for target in (listen, watch):
+                threading.Thread(target=target, daemon=True).start()
+            if follow(Follower(request), ended, report):
+                report({"complete": ""})
+    except Exception as error:  # the folder cannot be used
+        report(_described(error))
+    if os.getppid() != request.parent:  # which would have ended what the client has started
+        os.killpg(0, signal.SIGKILL)
+
+
+def _described(error: Exception) -> dict[str, str]:
+    reason = str(error) if isinstance(error, UserError) else typed(error)
+    return {"error": reason, "traceback": "".join(traceback.format_exception(error))}
 
 
 if __name__ == "__main__":

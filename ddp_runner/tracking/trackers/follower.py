@@ -83,8 +83,10 @@ class Follower:
             run = tracked_run(
                 self._run_dir, sweep=self._request.sweep, earlier_id=self._progress.id
             )
-            self._progress.id = str(self._tracker.begin(run))
+            earlier_id, self._progress.id = self._progress.id, str(self._tracker.begin(run))
             self._has_begun = True
+            if self._progress.id != earlier_id:  # another place, which has nothing of the run yet
+                self._earlier, self._progress.sent = {}, None
             self._save()
         while (found := self._next_lines()) is not None:
             lines, offset = found
@@ -160,16 +162,24 @@ def tracked_run(run_dir: RunDir, *, sweep: str | None, earlier_id: str | None) -
 
 
 def files_to_keep(run_dir: RunDir, status: str) -> list[Path]:
-    """Return the files that a tracker keeps with a run: the large ones once it has completed."""
-    files = [run_dir.record, run_dir.config]
+    """Return the files that a tracker keeps with a run: the large ones once it has completed.
+
+    Not run.json of one that has failed: the launcher writes why, after rank 0 has ended.
+    """
+    files = [run_dir.config]
+    if status != Status.FAILED:
+        files.insert(0, run_dir.record)
     if status == Status.COMPLETED:
         files += [run_dir.export, *sorted(run_dir.images.rglob("*.png"))]
     return [path for path in files if path.exists()]
 
 
 def _read_progress(path: Path) -> Progress:
-    """Return what an earlier session has sent; nothing if there was none, or its file is cut."""
+    """Return what an earlier session has sent; nothing if its file is missing or damaged."""
     try:
-        return Progress(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        progress = Progress(**json.loads(path.read_bytes()))
+        progress.sent = {name: int(step) for name, step in (progress.sent or {}).items()}
+        progress.clock = None if progress.clock is None else float(progress.clock)
+    except (OSError, ValueError, TypeError, AttributeError):
         return Progress()
+    return progress

@@ -7,12 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.schema import digest
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 
 # Limits of MLflow's servers: of a request, of a parameter and of a tag.
 METRICS, PARAMETERS, CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 1000, 100, 6000, 5000, 250
 STATUSES = {Status.COMPLETED: "FINISHED", Status.PREEMPTED: "KILLED"}
+IDENTITY, CHANGED = "ddp_runner.run", "ddp_runner.changed"  # tags
+# Keys that each session may have of its own: they change nothing that the run computes.
+OF_A_SESSION = ("resume", "tags", "notes", "trackers.")
 # MLflow's own settings for a server that does not answer: four minutes for a single call.
 HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
@@ -21,7 +25,7 @@ class MLflow:
     """A run of MLflow for each run, with parameters, metrics, tags, notes and files.
 
     Args:
-        tracking_uri: of the server; None: the variable MLFLOW_TRACKING_URI, else MLflow's default.
+        tracking_uri: of the server; None: the variable MLFLOW_TRACKING_URI.
         experiment_name: of the experiment that gets the run; made if it does not exist.
         timeout_s: seconds, a whole number, within which the server must answer a call.
     """
@@ -39,26 +43,32 @@ class MLflow:
 
         self._client: Any = MlflowClient(tracking_uri)
         self._experiment_name, self._id = experiment_name, ""
+        self._run: TrackedRun | None = None
 
     def begin(self, run: TrackedRun) -> str:
         """Create the run, or go on with the earlier one, whose parameters cannot change."""
         client, tags = self._client, self._tags(run)
-        self._id = self._id or run.earlier_id or ""
-        known = {}
-        if self._id:
-            client.update_run(self._id, status="RUNNING", name=run.name)
-            known = client.get_run(self._id).data.params
-        else:
-            created = client.create_run(
-                self._experiment(), start_time=_milliseconds(run.started_at), run_name=run.name
-            )
-            self._id = created.info.run_id
+        self._run = run
+        experiment = self._experiment()
+        found = self._found(run, experiment) or client.create_run(
+            experiment,
+            start_time=_milliseconds(run.started_at),
+            run_name=run.name,
+            tags={IDENTITY: _identity(run)},
+        )
+        self._id, known, before = found.info.run_id, found.data.params, found.data.tags
+        client.update_run(self._id, status="RUNNING", name=run.name)
         given = {_key(key): _text(value) for key, value in run.parameters.items()}
         changed = [
-            f"{key}={given[key]}" for key in known if given.get(key, known[key]) != known[key]
+            f"{key}={given[key]}"
+            for key in known
+            if given.get(key, known[key]) != known[key] and not key.startswith(OF_A_SESSION)
         ]
         if changed:
-            tags["ddp_runner.changed"] = ", ".join(changed)[:TAG_CHARACTERS]
+            tags[CHANGED] = ", ".join(changed)[:TAG_CHARACTERS]
+        for key in before.keys() - tags.keys():  # of an earlier session
+            if before[key] == "true" or key == CHANGED:
+                client.delete_tag(self._id, key)
         from mlflow.entities import Param, RunTag
 
         new = [Param(key, value) for key, value in given.items() if key not in known]
@@ -84,11 +94,32 @@ class MLflow:
     def end(
         self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
     ) -> None:
-        """Upload the files, those of a subfolder into one, and end the run."""
+        """Upload the files, and end the run."""
+        assert self._run is not None
         for path in files:
-            folder = "images" if path.suffix == ".png" else None
+            folder = self._run.place_of(path).rpartition("/")[0] or None
             self._client.log_artifact(self._id, str(path), folder)
         self._client.set_terminated(self._id, STATUSES.get(Status(status), "FAILED"))
+
+    def _found(self, run: TrackedRun, experiment: str) -> Any:
+        """Return the run of an earlier session, or of an attempt that got no answer; else None.
+
+        It may be gone: on another server, in another experiment, or deleted.
+        """
+        from mlflow.exceptions import MlflowException
+
+        if run.earlier_id is not None:
+            try:
+                found = self._client.get_run(run.earlier_id)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+            else:
+                info = found.info
+                if (info.experiment_id, info.lifecycle_stage) == (experiment, "active"):
+                    return found
+        wanted = f"tags.`{IDENTITY}` = '{_identity(run)}'"
+        return next(iter(self._client.search_runs([experiment], wanted, max_results=1)), None)
 
     def _experiment(self) -> str:
         """Return the id of the experiment, which a parallel job may create at the same time."""
@@ -118,9 +149,23 @@ class MLflow:
         return tags
 
 
+def _identity(run: TrackedRun) -> str:
+    """Return what all sessions of a run have in common, and no other run."""
+    return digest([str(run.folder), run.started_at])
+
+
 def _key(name: str) -> str:
-    """Return a name in the characters that MLflow allows."""
-    return re.sub(r"[^\w\-. :/]", "_", name)[:KEY_CHARACTERS]
+    """Return a name that MLflow accepts: as a path it is whole, with allowed characters.
+
+    One bad name would reject all of a request. A name that has to change ends with a hash, so that
+    different ones stay different.
+    """
+    parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
+    key = "/".join(part for part in parts if part not in ("", ".", ".."))
+    if key == name and 0 < len(key) <= KEY_CHARACTERS:
+        return name
+    ending = f"_{digest(name)[:8]}"
+    return key[: KEY_CHARACTERS - len(ending)] + ending
 
 
 def _text(value: Any) -> str:

@@ -7,26 +7,32 @@ speed, since both need Python's global lock. Torch-free.
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, printable
 from ddp_runner.host.streams import print_line
-from ddp_runner.job import Job
+from ddp_runner.job import Job, Status
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record, write_run_record
+from ddp_runner.tracking.run_record import add_warning
+from ddp_runner.tracking.trackers.follow import LAST_S
 from ddp_runner.tracking.trackers.follower import Request, files_to_keep
 
-READY_S = 60.0  # at most, for its imports: a run may be shorter than they are
 WAIT_S = 10.0  # at the end, unless its YAML has another wait_s
 LEAST_RATE = 2 * 2**20  # bytes per second, of a model on its way to a server that answers
-MOST_S = 240.0  # for all: the other ranks wait for rank 0
+MOST_S = 240.0  # the other ranks wait for rank 0
+FAILED_S = 2.0  # the error of a run that has failed is named after that
+STOPPED_SHARE = 0.5  # of launch.shutdown_timeout_s, after which the launcher kills the ranks
+LIMIT_S = 1.0  # for what a killed process leaves
+MOST_CHARACTERS = 300  # of an error: MLflow's quote whole requests
 LOGGER = logging.getLogger("ddp_runner")
 
 
@@ -44,8 +50,8 @@ class TrackerProcess:
     ) -> None:
         self._name, self._run_dir = request.name, RunDir(Path(request.folder))
         self._wait_s, self._hide = wait_s, hide
-        self._has_warned, self._is_asked = False, False
-        self._ready = threading.Event()
+        self._has_warned, self._is_asked, self._is_complete = False, False, False
+        self._warning = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = _start(request)
@@ -63,21 +69,35 @@ class TrackerProcess:
                 self._process.stdin.write(f"{status}\n")
                 self._process.stdin.close()
 
-    def wait(self, status: str) -> None:
-        """Wait for its end, and kill it after that: what is missing is in the run folder."""
+    def wait(self, status: str, *, since: float, most_s: float = MOST_S) -> None:
+        """Wait for its end, and kill it after that: what is missing is in the run folder.
+
+        If the run has failed, it is left to end by itself, within ``LAST_S``.
+
+        Args:
+            status: with which the run has ended.
+            since: time.monotonic() when the trackers were asked to end.
+            most_s: seconds from then on, whatever its own wait_s.
+        """
         if self._process is None:
             return
         num_bytes = sum(path.stat().st_size for path in files_to_keep(self._run_dir, status))
-        limit_s = min(MOST_S, self._wait_s + num_bytes / LEAST_RATE)
-        self._ready.wait(READY_S)
+        limit_s = min(most_s, self._wait_s + num_bytes / LEAST_RATE)
         try:
-            self._process.wait(limit_s)
+            self._process.wait(max(0.0, since + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._warn(f"had not ended {limit_s:.0f} s after the run, and was stopped")
+            late = f"had not ended {limit_s:.0f} s after the run"
+            if status == Status.FAILED:
+                self._warn(f"{late}, and gets {LAST_S:.0f} s more")
+                return
+            self._warn(f"{late}, and was stopped")
         with suppress(OSError):  # a service that the client has started may be left
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._reader.join()
+        with suppress(subprocess.TimeoutExpired):  # it is in uninterruptible sleep
+            self._process.wait(LIMIT_S)
+        self._reader.join(LIMIT_S)  # a process that left its group may hold the pipe
+        if not self._is_complete:
+            self._warn("has ended before it had all of the run; resume=RUN trackers=… sends it")
 
     def _read(self) -> None:
         """Take its reports until it ends."""
@@ -86,28 +106,39 @@ class TrackerProcess:
         with self._process.stdout as reports:
             for line in filter(lambda text: text.endswith("\n"), reports):  # else it was killed
                 report = json.loads(line)
-                if "error" in report:
-                    LOGGER.info(f"trackers.{self._name}: {report['traceback']}")
-                    self._warn(
-                        f"failed ({report['error']}); the run goes on, and what is missing there "
-                        "is sent once it works again"
-                    )
-                self._ready.set()
-        self._ready.set()
+                if "error" not in report:
+                    self._is_complete = True
+                    continue
+                LOGGER.info(f"trackers.{self._name}: {self._shown(report['traceback'])}")
+                reason = self._shown(report["error"])  # whole: half a secret would stay
+                if len(reason) > MOST_CHARACTERS:
+                    reason = reason[:MOST_CHARACTERS] + " …"
+                self._warn(
+                    f"failed ({reason}); the run goes on, and what is missing there is sent once "
+                    "it works again"
+                )
         if not self._is_asked:
             self._warn("has ended by itself; the run goes on without it")
 
+    def _shown(self, text: str) -> str:
+        """Return a server's text as it may be shown: no secret, nothing that steers a terminal.
+
+        A client may have changed an address, so its password goes wherever it comes from.
+        """
+        text = re.sub(r"://[^/\s]+@", "://…@", self._hide(text))
+        return "\n".join(map(printable, text.splitlines()))
+
     def _warn(self, text: str) -> None:
         """Warn once: on the terminal, in the log and in run.json."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        sentence = self._hide(f"trackers.{self._name} {text}")
+        with self._warning:
+            if self._has_warned:
+                return
+            self._has_warned = True
+        sentence = f"trackers.{self._name} {text}"
         LOGGER.warning(sentence)
         print_line(f"warning: {sentence}", stream=sys.stdout)
         with suppress(UserError):  # a full disk, which the run itself reports
-            known = read_run_record(self._run_dir).get("warnings") or []
-            write_run_record(self._run_dir, warnings=[*known, sentence])
+            add_warning(self._run_dir, sentence)
 
 
 def start_trackers(
@@ -140,12 +171,25 @@ def start_trackers(
     ]
 
 
-def end_trackers(trackers: Sequence[TrackerProcess], status: str) -> None:
-    """Tell the trackers how the run has ended, and wait for all of them at the same time."""
+def end_trackers(
+    trackers: Sequence[TrackerProcess], status: str, *, shutdown_timeout_s: float
+) -> None:
+    """Tell the trackers how the run has ended, and wait for all of them at the same time.
+
+    Args:
+        trackers: of the run.
+        status: with which it has ended.
+        shutdown_timeout_s: of the config's section ``launch``.
+    """
+    since, most_s = time.monotonic(), MOST_S
+    if status == Status.FAILED:
+        most_s = FAILED_S
+    elif status == Status.PREEMPTED:
+        most_s = min(MOST_S, STOPPED_SHARE * shutdown_timeout_s)
     for tracker in trackers:
         tracker.ask_to_end(status)
     for tracker in trackers:
-        tracker.wait(status)
+        tracker.wait(status, since=since, most_s=most_s)
 
 
 def _start(request: Request) -> subprocess.Popen[str]:

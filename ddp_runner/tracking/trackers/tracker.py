@@ -28,6 +28,10 @@ class TrackedRun:
         """The config's dotted keys with their values."""
         return dict(leaves(self.config))
 
+    def place_of(self, path: Path) -> str:
+        """Return the name of a file in the tracker; pictures keep their folders, images/NAME."""
+        return path.relative_to(self.folder).as_posix() if path.suffix == ".png" else path.name
+
 
 @dataclass(frozen=True)
 class MetricLine:
@@ -48,7 +52,10 @@ class Tracker(Protocol):
     """
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin the run, or go on with ``run.earlier_id``; return its id, for a later session."""
+        """Begin the run, or go on with ``run.earlier_id``; return its id, for a later session.
+
+        If it is another id than the earlier one, ``log`` gets all lines of the run once more.
+        """
         ...
 
     def log(self, lines: Sequence[MetricLine]) -> None:

@@ -1,10 +1,12 @@
 """Shows runs in Weights & Biases, by its client. Torch-free."""
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ddp_runner.config.schema import digest
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 
@@ -17,7 +19,7 @@ class WandB:
     Args:
         project: that gets the run; None: the variable WANDB_PROJECT, else W&B's default.
         entity: the user or team; None: W&B's default.
-        mode: online, or offline: into a folder, for `wandb sync`.
+        mode: online, or offline: into a folder, for `wandb sync`; None: the variable WANDB_MODE.
         dir: where its own files go; None: the variable WANDB_DIR, else the folder wandb here.
         timeout_s: seconds within which the server must answer at the start.
     """
@@ -27,7 +29,7 @@ class WandB:
         *,
         project: str | None = None,
         entity: str | None = None,
-        mode: str | None = None,
+        mode: Literal["online", "offline"] | None = None,
         dir: str | None = None,
         timeout_s: float = 10.0,
     ) -> None:
@@ -35,19 +37,37 @@ class WandB:
 
         self._wandb: Any = wandb
         self._place = {"project": project, "entity": entity, "mode": mode, "dir": dir}
-        self._timeout_s = timeout_s
-        self._run: Any = None
+        self._timeout_s, self._new_id = timeout_s, secrets.token_hex(4)
+        self._tracked: TrackedRun | None = None
+        self._run: Any = None  # W&B's
 
     def begin(self, run: TrackedRun) -> str:
-        """Begin the run, or go on with the earlier one."""
+        """Begin the run, or go on with the earlier one, if that is in the same project.
+
+        The id ends with a hash of the project. All attempts have one id: W&B's client makes a
+        folder for each, and its service, while it lives, takes no id twice.
+        """
+        try:
+            return self._begin(run)
+        except Exception:
+            self._wandb.teardown()
+            raise
+
+    def _begin(self, run: TrackedRun) -> str:
+        self._tracked, known = run, self._wandb.setup().settings
+        place = {one: self._place[one] or getattr(known, one) for one in ("entity", "project")}
+        ending, number = digest(place)[:8], run.earlier_id
+        if number is None or not number.endswith(ending):
+            number = f"{self._new_id}-{ending}"
+        is_offline = (self._place["mode"] or known.mode) == "offline"
         settings = self._wandb.Settings(
             init_timeout=self._timeout_s, login_timeout=self._timeout_s, console="off", silent=True
         )
         self._run = self._wandb.init(
             **self._place,
-            id=run.earlier_id,
+            id=number,
             # Offline it would only warn: by the id, a sync puts the parts together.
-            resume="allow" if run.earlier_id and not self._is_offline else None,
+            resume=None if is_offline else "allow",
             name=run.name,
             group=run.sweep,
             tags=list(run.tags),
@@ -70,16 +90,13 @@ class WandB:
         self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
     ) -> None:
         """Upload the files as an artifact, wait until all is sent, and end W&B's service."""
+        assert self._tracked is not None
         name = re.sub(r"[^\w.-]", "_", f"run-{self._run.id}")
         artifact = self._wandb.Artifact(name, type="model" if status == Status.COMPLETED else "run")
         for path in files:
-            artifact.add_file(str(path), name=path.name if path.suffix != ".png" else None)
+            artifact.add_file(str(path), name=self._tracked.place_of(path))
         self._run.log_artifact(artifact)
         if status == Status.PREEMPTED:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if status == Status.COMPLETED else 1)
         self._wandb.teardown()
-
-    @property
-    def _is_offline(self) -> bool:
-        return self._wandb.setup().settings.mode == "offline" or self._place["mode"] == "offline"

@@ -1,21 +1,30 @@
 """The process of a tracker: whatever it does, the run goes on, and says once what is wrong."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import pytest
 import yaml
 from commands import wait_for
+from configs import resolved
 from own_trackers import calls, points
 from run_folders import record
 
-from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.job import Job
+from ddp_runner.tracking import run_logger
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_logger import RunLogger
+from ddp_runner.tracking.run_record import begin_session, write_run_record
 from ddp_runner.tracking.trackers import sender
 from ddp_runner.tracking.trackers.follower import Request
 from ddp_runner.tracking.trackers.sender import TrackerProcess, end_trackers
@@ -23,10 +32,15 @@ from ddp_runner.tracking.trackers.sender import TrackerProcess, end_trackers
 LINE = '{"step": 1, "epoch": 1, "time_s": 0.5, "train/loss": 0.25}\n'
 
 
+def end(trackers: Sequence[TrackerProcess], status: str) -> None:
+    """End them, as a run does that nobody waits for."""
+    end_trackers(trackers, status, shutdown_timeout_s=600.0)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., TrackerProcess]:
     """Start the process of one of the trackers in own_trackers.py, for a run with one line."""
-    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra").mkdir(exist_ok=True)
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"name": "x"}))
     (tmp_path / "metrics.jsonl").write_text(LINE)
     write_run_record(tmp_path, started_at=5.0, config_hash="one", warnings=["an earlier one"])
@@ -52,7 +66,7 @@ def test_it_gets_the_run_and_its_end(start: Callable[..., TrackerProcess], tmp_p
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(LINE.replace('"step": 1', '"step": 2'))
     wait_for(lambda: len(points(path)) == 2)
-    end_trackers([tracker], "preempted")
+    end([tracker], "preempted")
     assert calls(path)[-1]["end"] == "preempted"
     assert record(tmp_path)["warnings"] == ["an earlier one"]
 
@@ -91,9 +105,38 @@ def test_a_tracker_that_does_not_work_is_one_warning(
     tracker = start(name, wait_s=0.2 if name in ("Hanging", "Worsening") else 60.0)
     if name != "Hanging":
         wait_for(lambda: len(record(tmp_path)["warnings"]) == 2)
-    end_trackers([tracker], "completed")
+    end([tracker], "completed")
     assert record(tmp_path)["warnings"] == ["an earlier one", sentence]
     assert capfd.readouterr().out == f"warning: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("to http://me:s3c@r3t@host/api", "to http://…@host/api"),  # a client added /api
+        ("x" * 276 + " said no", "x" * 276 + " ${oc.e …"),  # the cut would leave "sai"
+        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
+    ],
+)
+def test_what_a_server_answers_is_shown_without_secrets_and_escapes(
+    start: Callable[..., TrackerProcess],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    shown: str,
+) -> None:
+    """On the terminal, in run.json, and with its traceback in the log."""
+    with caplog.at_level("INFO", logger="ddp_runner"):
+        end([start("Quoting", text=text)], "completed")
+    sentence = (
+        f"trackers.mine failed (ConnectionError: {shown}); the run goes on, and what is missing "
+        "there is sent once it works again"
+    )
+    assert record(tmp_path)["warnings"] == ["an earlier one", sentence]
+    assert capfd.readouterr().out == f"warning: {sentence}\n"
+    assert "raise ConnectionError(self.text)" in caplog.text
+    assert not re.search("r3t|said no|\x1b|\x07", caplog.text)
 
 
 def test_a_run_whose_rank_is_gone_has_failed(
@@ -108,7 +151,7 @@ def test_a_run_whose_rank_is_gone_has_failed(
     process.stdin.close()
     wait_for(lambda: calls(path) and "end" in calls(path)[-1])
     assert calls(path)[-1]["end"] == "failed"
-    tracker.wait("failed")
+    tracker.wait("failed", since=time.monotonic())
 
 
 @pytest.mark.slow
@@ -118,24 +161,26 @@ def test_a_tracker_that_hangs_ends_after_rank_zero(
 ) -> None:
     """Rank 0 was killed, before or after it could say how the run has ended."""
     code = """
-import os, sys
+import os, sys, time
 from ddp_runner.tracking.trackers.follower import Request
 from ddp_runner.tracking.trackers.sender import _start
-settings = {"_target_": "own_trackers.Hanging"}
+settings = {"_target_": "own_trackers.Serving", "path": sys.argv[3]}
 request = Request(os.getpid(), "x", settings, ["own_trackers"], sys.argv[1], None, None, 0.0)
 process = _start(request)
-process.stdout.readline()  # it is ready
+while not (os.path.exists(sys.argv[3]) and open(sys.argv[3]).read()):
+    time.sleep(0.1)
 process.stdin.write(sys.argv[2])
 process.stdin.flush()
 print(process.pid, flush=True)
 os._exit(0)
 """
-    end_trackers([start("Recorder", path=str(tmp_path / "calls"))], "failed")  # writes the folder
+    end([start("Recorder", path=str(tmp_path / "calls"))], "failed")  # writes the folder
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, str(tmp_path), last_words]
+    command = [sys.executable, "-c", code, str(tmp_path), last_words, str(tmp_path / "pid")]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert psutil.pid_exists(int(result.stdout))
-    wait_for(lambda: not psutil.pid_exists(int(result.stdout)))
+    service = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(int(result.stdout)) and not psutil.pid_exists(service))
 
 
 def test_signals_do_not_end_it(start: Callable[..., TrackerProcess], tmp_path: Path) -> None:
@@ -147,7 +192,7 @@ def test_signals_do_not_end_it(start: Callable[..., TrackerProcess], tmp_path: P
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(tracker._process.pid, signum)
     time.sleep(0.1)
-    end_trackers([tracker], "preempted")
+    end([tracker], "preempted")
     assert calls(path)[-1]["end"] == "preempted"
 
 
@@ -156,10 +201,110 @@ def test_a_process_that_cannot_start_is_a_warning(
 ) -> None:
     """As on a machine without memory for it."""
     monkeypatch.setattr(sender.sys, "executable", "/none/python")
-    end_trackers([start("Recorder", path="x")], "completed")
+    end([start("Recorder", path="x")], "completed")
     assert record(tmp_path)["warnings"][1] == (
         "trackers.mine cannot be started (No such file or directory); the run goes on without it"
     )
+
+
+@pytest.mark.parametrize("name", ["DyingLast", "Forking"])
+def test_a_tracker_that_ends_before_it_is_done_is_a_warning(
+    start: Callable[..., TrackerProcess], tmp_path: Path, name: str
+) -> None:
+    """The end does not wait for what it leaves, which holds its pipes."""
+    path = tmp_path / "calls"
+    thread = threading.Thread(target=end, args=([start(name, path=str(path))], "completed"))
+    thread.daemon = True
+    thread.start()
+    thread.join(60)
+    if name == "Forking":
+        os.kill(calls(path)[-1]["pid"], signal.SIGKILL)
+    assert not thread.is_alive()
+    is_done = name == "Forking"
+    assert json.loads((tmp_path / "trackers" / "mine.json").read_text())["is_complete"] == is_done
+    warnings = [
+        "an earlier one",
+        "trackers.mine has ended before it had all of the run; resume=RUN trackers=… sends it",
+    ]
+    assert record(tmp_path)["warnings"] == warnings[: 1 if is_done else 2]
+
+
+def test_a_folder_that_cannot_be_used_is_named(
+    start: Callable[..., TrackerProcess], tmp_path: Path
+) -> None:
+    """Also in a run that is shorter than the start of the tracker."""
+    (tmp_path / "trackers").touch()
+    end([start("Recorder", path="x")], "completed")
+    assert record(tmp_path)["warnings"][1].startswith(
+        f"trackers.mine failed (FileExistsError: [Errno 17] File exists: '{tmp_path}/trackers')"
+    )
+
+
+class Mute:
+    """A process that does not end; waiting for it moves the clock."""
+
+    pid, stdin, now = 2**30, None, 0.0
+
+    def __init__(self, stdout: TextIO) -> None:
+        self.stdout = stdout
+
+    def wait(self, timeout: float) -> None:
+        """Move the clock."""
+        Mute.now += timeout
+        raise subprocess.TimeoutExpired("mute", timeout)
+
+
+@pytest.mark.parametrize(
+    ("status", "most_s", "late"),
+    [
+        ("completed", 6.0, "had not ended 6 s after the run, and was stopped"),
+        ("preempted", 4.0, "had not ended 4 s after the run, and was stopped"),
+        ("failed", 2.0, "had not ended 2 s after the run, and gets 10 s more"),
+    ],
+)
+def test_several_trackers_share_one_time(
+    start: Callable[..., TrackerProcess],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    most_s: float,
+    late: str,
+) -> None:
+    """Less than the launcher gives a run that is to stop, and little before the error of a run."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(Mute, "now", 0.0)
+    monkeypatch.setattr(sender, "_start", lambda request: Mute(os.fdopen(os.dup(reader))))
+    monkeypatch.setattr(sender, "LIMIT_S", 0.0)
+    monkeypatch.setattr(sender.time, "monotonic", lambda: Mute.now)
+    trackers = [start("Hanging", wait_s=6.0) for _ in range(3)]
+    end_trackers(trackers, status, shutdown_timeout_s=8.0)
+    os.close(writer)
+    os.close(reader)
+    assert Mute.now == pytest.approx(most_s, abs=0.01)  # a completed run has files to send
+    assert record(tmp_path)["warnings"][1:] == 3 * [f"trackers.mine {late}"]
+
+
+def test_a_run_ends_its_trackers_in_the_time_of_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it ends."""
+    seen = list[tuple[str, float]]()
+    monkeypatch.setattr(
+        run_logger,
+        "end_trackers",
+        lambda trackers, status, *, shutdown_timeout_s: seen.append((status, shutdown_timeout_s)),
+    )
+    (tmp_path / ".hydra").mkdir()
+    for name in ("config", "overrides"):
+        (tmp_path / ".hydra" / f"{name}.yaml").write_text("{}")
+    config, _ = resolved("model=toy", "launch.shutdown_timeout_s=7")
+    job = Job(config, started_at=0.0, code={})
+    begin_session(tmp_path, started_at=0.0)
+    with RunLogger(RunDir(tmp_path), job=job, started_at=0.0) as logger:
+        logger.finish("preempted")
+    with pytest.raises(ZeroDivisionError), RunLogger(RunDir(tmp_path), job=job, started_at=0.0):
+        raise ZeroDivisionError
+    assert seen == [("preempted", 7.0), ("failed", 7.0)]
 
 
 def test_what_a_tracker_starts_ends_with_it(
@@ -169,6 +314,6 @@ def test_what_a_tracker_starts_ends_with_it(
     pid_file = tmp_path / "pid"
     tracker = start("Serving", wait_s=0.2, path=str(pid_file))
     wait_for(lambda: pid_file.exists() and pid_file.read_text())
-    end_trackers([tracker], "completed")
+    end([tracker], "completed")
     pid = int(pid_file.read_text())
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
