@@ -85,7 +85,7 @@ def test_a_server_that_is_not_there_costs_a_warning(kind: str, tmp_path: Path) -
     (warning,) = record(result.run_dir)["warnings"]
     assert warning.startswith("trackers.mlflow failed (MlflowException: API request to ")
     assert warning.endswith(
-        "the run goes on, and what is missing there is sent once it works again"
+        "the run goes on, and what is missing there is tried again until it works"
     )
     assert [line["step"] for line in metrics(result.run_dir) if "train/loss" in line] == [
         4,

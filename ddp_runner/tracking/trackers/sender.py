@@ -114,8 +114,8 @@ class TrackerProcess:
                 if len(reason) > MOST_CHARACTERS:
                     reason = reason[:MOST_CHARACTERS] + " …"
                 self._warn(
-                    f"failed ({reason}); the run goes on, and what is missing there is sent once "
-                    "it works again"
+                    f"failed ({reason}); the run goes on, and what is missing there is tried again "
+                    "until it works"
                 )
         if not self._is_asked:
             self._warn("has ended by itself; the run goes on without it")

@@ -77,12 +77,12 @@ def test_it_gets_the_run_and_its_end(start: Callable[..., TrackerProcess], tmp_p
         (
             "Raising",
             "trackers.mine failed (RuntimeError: the server ${oc.env:X}); the run goes on, and "
-            "what is missing there is sent once it works again",
+            "what is missing there is tried again until it works",
         ),
         (
             "Worsening",
             "trackers.mine failed (RuntimeError: the server ${oc.env:X}); the run goes on, and "
-            "what is missing there is sent once it works again",
+            "what is missing there is tried again until it works",
         ),
         ("Hanging", "trackers.mine had not ended 0 s after the run, and was stopped"),
         ("Dying", "trackers.mine has ended by itself; the run goes on without it"),
@@ -90,7 +90,7 @@ def test_it_gets_the_run_and_its_end(start: Callable[..., TrackerProcess], tmp_p
             "Missing",
             "trackers.mine failed (trackers.mine._target_ (own_trackers.Missing) does not exist; "
             "did you mean own_trackers.Raising?); the run goes on, and what is missing there is "
-            "sent once it works again",
+            "tried again until it works",
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_a_server_answers_is_shown_without_secrets_and_escapes(
         end([start("Quoting", text=text)], "completed")
     sentence = (
         f"trackers.mine failed (ConnectionError: {shown}); the run goes on, and what is missing "
-        "there is sent once it works again"
+        "there is tried again until it works"
     )
     assert record(tmp_path)["warnings"] == ["an earlier one", sentence]
     assert capfd.readouterr().out == f"warning: {sentence}\n"
