@@ -98,11 +98,8 @@ def _profiler(
     session: Session, state: TrainState, run_dir: RunDir, *, scratch: Path | None
 ) -> AnyProfiler:
     """Return what traces the steps of ``train.profile``."""
-    asked, done, folder = (
-        session.config.train.profile,
-        state.position.step,
-        run_dir.path / "profile",
-    )
+    asked, done = session.config.train.profile, state.position.step
+    folder = run_dir.path / "profile"
     warn = partial(_warn, session)
     if not has_steps_to_trace(asked, done=done, folder=folder, warn=warn):
         return NullProfiler()
