@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
 
     data: Any  # what collate_fn returned
     num_samples: int  # of the stream
-    is_doubled: bool = False  # its only sample is in it twice
+    copies: int = 1  # of each sample in the data
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,8 @@ class _Reader:
         transform, part = self._of.transform, self._of.part
         if transform is not None:
             samples = [transform(sample) for sample in samples]
-        is_doubled = part.doubles_single and len(samples) == 1 < part.batch_size
-        data = self._of.collate_fn(samples * 2 if is_doubled else samples)
-        return Loaded(data, len(samples), is_doubled)
+        copies = 2 if part.doubles_single and len(samples) == 1 < part.batch_size else 1
+        return Loaded(self._of.collate_fn(samples * copies), len(samples), copies)
 
     def _restore(self, *, num_taken: int, **fields: Any) -> None:
         start = BlockStart(**fields)

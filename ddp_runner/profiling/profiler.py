@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,7 +17,6 @@ from ddp_runner.profiling.output import NotWrittenError, write_profile
 from ddp_runner.profiling.traces import STEP
 
 T = TypeVar("T")
-MEMORY_METRIC = "perf/peak_memory_gib"  # tracing takes time, but no memory of the GPU
 
 
 class NullProfiler:
@@ -29,10 +28,6 @@ class NullProfiler:
     def steps(self, batches: Iterable[T]) -> Iterable[T]:
         """Return the batches themselves."""
         return batches
-
-    def untraced(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return all metrics: no trace slows the steps down."""
-        return metrics
 
     def begin(self, *_: object, **__: object) -> None:
         """Do nothing."""
@@ -115,16 +110,6 @@ class Profiler:
         self._part.close()
         if self._is_tracing and part is not None:
             self._part.enter_context(record_function(part))
-
-    def untraced(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return a log line's metrics, without the times if the trace has slowed its steps down."""
-        if not self.is_slow:
-            return metrics
-        return {
-            name: value
-            for name, value in metrics.items()
-            if not name.startswith("perf/") or name == MEMORY_METRIC
-        }
 
     def step_done(self, step: int) -> None:
         """End a step; after the last one gather the traces. Collective: every rank must call."""

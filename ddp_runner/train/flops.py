@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a step, and of a device's best second."""
+"""Counts a step's floating-point operations, and measures how many a device can do per second."""
 
 import sys
 import threading
@@ -16,13 +16,16 @@ from ddp_runner.errors import typed
 
 BUDGET_S = 0.05  # to measure the matrix products of one device
 SMALLEST, LARGEST = 256, 4096  # rows of the matrices; the largest two take 0.13 GB in fp32
-# How operators are called that multiply much, beside those for which torch has a formula.
+# Words in the names of expensive operators, beside those for which torch has a formula.
 PRODUCTS = {"addmm", "addmv", "baddbmm", "bmm", "linear", "mm", "mv", "trilinear"}
-FAMILIES = ("attention", "cdist", "conv", "fft", "linalg", "matmul", "rnn", "transformer")
+FAMILIES = (
+    *("attention", "cdist", "cholesky", "conv", "fft", "geqrf", "linalg", "matmul", "ormqr", "rnn"),
+    *("transformer", "triangular"),
+)
 CHEAP = {"linalg_vector_norm"}  # named like a family, but only a sum
 PLAIN = (Tensor, nn.Parameter)
-# Of operators that multiply little: torch's own, and the exchange of gradients. All others are
-# kernels of somebody.
+# Of operators that multiply little: torch's own, and the exchange of gradients. Any other namespace
+# is a third-party kernel.
 NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d"}
 
 
@@ -35,12 +38,15 @@ class FlopCounter:
     Those of matrix products, convolutions and attention count, a multiplication and an addition as
     two; the others are few. What torch's activation checkpointing computes twice counts once.
 
+    Args:
+        unknown: why nothing can be counted; empty if it can.
+
     Source: torch.utils.flop_counter
     """
 
-    def __init__(self) -> None:
-        self.num_samples, self.is_over = 0, False
-        self._mode = _Counting()
+    def __init__(self, *, unknown: str = "") -> None:
+        self.num_samples, self.is_over = 0, bool(unknown)
+        self._mode = _Counting(unknown)
 
     @contextmanager
     def counting(self, *, num_samples: int) -> Iterator[None]:
@@ -63,12 +69,12 @@ class FlopCounter:
 class _Counting(TorchDispatchMode):
     """Sees each operator that runs meanwhile."""
 
-    supports_higher_order_operators = True  # else they fail
+    supports_higher_order_operators = True  # without it, flex_attention raises an error
 
-    def __init__(self) -> None:
+    def __init__(self, unknown: str) -> None:
         TorchDispatchMode.__init__(self)  # mypy knows torch's untyped functions by their names
-        self.flops, self.unknown, self._adding = 0, "", threading.Lock()
-        self._formulas = _formulas()
+        self.flops, self.unknown, self._adding = 0, unknown, threading.Lock()
+        self._formulas = _formulas() if not unknown else {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and count it."""
@@ -141,7 +147,7 @@ def _is_recomputed() -> bool:
 def has_compiled() -> bool:
     """Return whether torch.compile has compiled anything here.
 
-    While somebody looks at its operators, compiled code runs uncompiled, and rounds differently.
+    While its operators are counted, compiled code runs uncompiled, and rounds differently.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"]["ok"])

@@ -31,7 +31,8 @@ class OwnGradients:
             UserError: DDP waits for gradients of parameters that the loss does not depend on.
         """
         try:
-            return backward(state, batch)
+            with state.counted(batch):
+                return backward(state, batch)
         except RuntimeError as error:
             match = WITHOUT_GRADIENT.search(str(error))
             if match is None:

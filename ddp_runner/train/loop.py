@@ -67,11 +67,11 @@ def train(
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
             finished, has_ended = state.ends_with(batch), batch.is_last
             if finished or _due(position.step, config.log_every_steps):
-                position.metrics |= profiler.untraced(step_metrics(state, loss, lr=lr))
+                position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             profiler.step_done(position.step)
-            if not finished and measure_once_settled(state):
-                timer.forget()  # the step that was counted, too
+            if not finished:
+                measure_once_settled(state)
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
                 finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)
@@ -108,8 +108,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     """
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
-    with state.counted(batch):
-        loss = state.gradients.compute(state, batch)
+    loss = state.gradients.compute(state, batch)
     setup.profiler.begin(StepPart.OPTIMIZER)
     _clip(state)
     scale = scaler.get_scale()

@@ -14,11 +14,14 @@ from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
 
 EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
+MEMORY = "perf/peak_memory_gib"  # a trace or a count takes time, but no memory of the GPU
 SETTLED_S = 30.0  # since the session's warm-up
 
 
 def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, float]:
     """Return the last step's metrics, over all ranks. Collective: every rank must call.
+
+    Those of a step that was slowed down have no times.
 
     Args:
         state: of this rank, after the step.
@@ -30,7 +33,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     """
     env, own_loss, norm = state.setup.env, loss.item(), state.grad_norm
     lap = state.setup.timer.lap()
-    exchanges = () if state.setup.profiler.is_slow else lap.exchanges
+    exchanges = () if state.is_slowed else lap.exchanges
     times = table(exchanges, rank=env.rank, world_size=env.world_size)
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
     is_settled = state.setup.timer.running_s > SETTLED_S
@@ -45,7 +48,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     state.has_settled = num_settled == env.world_size
     if norm is None:
         norm = gradient_norm(state.module.parameters())
-    return {
+    found = {
         "train/loss": _finite_loss(total, state),
         **{f"train/{name}": one for name, one in zip(state.scalars, scalars, strict=True)},
         "train/lr": lr,
@@ -58,9 +61,12 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
             if state.peaks
             else {}
         ),
-        "perf/peak_memory_gib": peak_memory_gib(),
+        MEMORY: peak_memory_gib(),
         **state.gradients.metrics(),
     }
+    if not state.is_slowed:
+        return found
+    return {key: one for key, one in found.items() if key == MEMORY or not key.startswith("perf/")}
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -48,7 +48,7 @@ class Peaks:
 
 
 def measure_peaks(
-    counter: FlopCounter | str,
+    counter: FlopCounter,
     *,
     all_reduces: Sequence[int],
     devices: Sequence[torch.device],
@@ -60,16 +60,14 @@ def measure_peaks(
     What cannot be measured on one rank is None on all, and the rank's log says why.
 
     Args:
-        counter: has counted this rank's operations of a step; or why none has, on all ranks.
+        counter: of this rank's operations of a step.
         all_reduces: bytes of each all-reduce of a step.
         devices: of this rank.
         dtype: of the matrix products in a forward.
         group: the ranks of the loop; None: all.
     """
-    flops = own_peak = None
-    if isinstance(counter, str):
-        _log_missing("perf/mfu", counter)
-    elif (flops := counter.flops) is None:
+    own_peak = None
+    if (flops := counter.flops) is None:
         _log_missing("perf/mfu", counter.why_unknown)
     buffer = _tried(
         lambda: torch.zeros(max(all_reduces, default=0) // 4, device=devices[0]),
@@ -83,9 +81,8 @@ def measure_peaks(
     del buffer
     if flops is not None:
         own_peak = _tried(lambda: matmul_flops_per_s(devices, dtype), missing="perf/mfu")
-    own_samples = 0 if isinstance(counter, str) else counter.num_samples
     num_known, total_flops, num_samples, peak = sum_over_ranks(
-        [own_peak is not None, flops or 0, own_samples, own_peak or 0], group=group
+        [own_peak is not None, flops or 0, counter.num_samples, own_peak or 0], group=group
     )
     is_known = num_known == num_ranks
     return Peaks(
@@ -97,7 +94,7 @@ def measure_peaks(
 
 
 def _tried(measure: Callable[[], T], *, missing: str) -> T | None:
-    """Measure; without memory, log it and return None."""
+    """Measure; if it fails, as without memory, log why and return None."""
     try:
         return measure()
     except Exception as error:

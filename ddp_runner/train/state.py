@@ -84,7 +84,8 @@ class TrainState:
     ema: Ema | None = None  # the averaged weights; None without ema.decay
     skew: Skew = field(default_factory=Skew)  # of this session
     has_settled: bool = False  # every rank has trained for long enough to measure its peaks
-    counter: FlopCounter | str | None = None  # of the operations of a step; or why there is none
+    counter: FlopCounter | None = None  # of the operations of a step, once that is due
+    was_counted: bool = False  # the operations of the last step, which slowed it down
     peaks: Peaks | None = None  # of this session; None: not measured yet
 
     @property
@@ -142,11 +143,17 @@ class TrainState:
         """What run.json keeps of this session's measurements."""
         return self.skew.fields() | (self.peaks or Peaks()).fields()
 
+    @property
+    def is_slowed(self) -> bool:
+        """Whether the last step was slowed down: it was traced, or its operations counted."""
+        return self.setup.profiler.is_slow or self.was_counted
+
     def counted(self, batch: StepBatch) -> AbstractContextManager[None]:
         """Return a context in which the operations of a step are counted, once in a session."""
-        counter, profiler = self.counter, self.setup.profiler
-        if not isinstance(counter, FlopCounter) or counter.is_over or profiler.is_slow:
+        counter = self.counter
+        if counter is None or counter.is_over or self.setup.profiler.is_slow:
             return nullcontext()
+        self.was_counted = True
         # Placeholders, too: they are computed.
         return counter.counting(num_samples=sum(one.num_samples for one in batch.micro_batches))
 

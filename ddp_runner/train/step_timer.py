@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_runner.metric_names import StepPart
 
 MOST_EVENTS = 1024  # CUDA events kept; past this, the older half is read and dropped
-WARMUP_STEPS = 2  # in the first ranks connect; in the second DDP forms its buckets anew
+UNMEASURED_STEPS = 2  # in the first ranks connect; in the second DDP forms its buckets anew
 MOST_EXCHANGES = 128  # kept for a log line: what a line sends must not grow with its steps
 
 
@@ -117,7 +117,7 @@ class StepTimer:
         self._steps += 1
         self._samples += samples
         self._num_steps += 1
-        if self._num_steps == WARMUP_STEPS:
+        if self._num_steps == UNMEASURED_STEPS:
             self._warm_since = time.perf_counter()
 
     @property
@@ -148,7 +148,7 @@ class StepTimer:
             self._parts_ms.clear()
         elif part is StepPart.COMM:
             self._num_exchanges += 1
-            if self._num_exchanges > WARMUP_STEPS:
+            if self._num_exchanges > UNMEASURED_STEPS:
                 self._exchanges.append(Exchange(self._work_ms, self._wait_ms + ms))
             self._work_ms = self._wait_ms = 0.0
         elif part is StepPart.WAIT:

@@ -98,12 +98,12 @@ class StreamBatches:
 
     def _load(self, stream: OpenStream) -> "_Loaded":
         """Load this rank's part of the next step, and exchange its size. Collective."""
+        loaded = tuple(islice(stream, self.grad_accum_steps))
         parts = tuple(
-            MicroBatch(one.data, one.num_samples, 0.5 if one.is_doubled else 1.0)
-            for one in islice(stream, self.grad_accum_steps)
+            MicroBatch(one.data, one.num_samples * one.copies, 1 / one.copies) for one in loaded
         )
         sizes = torch.zeros(self.num_shares, 2, dtype=torch.int64)
-        sizes[self.share] = torch.tensor([sum(one.num_samples for one in parts), len(parts)])
+        sizes[self.share] = torch.tensor([sum(one.num_samples for one in loaded), len(loaded)])
         self.mark(StepPart.DATA)  # the ranks meet here, so a slow one lets the others wait
         all_sizes = add_over_ranks(sizes, self.group)
         self.mark(StepPart.WAIT)

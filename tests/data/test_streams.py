@@ -159,9 +159,9 @@ def test_a_single_sample_comes_twice_if_asked() -> None:
     """BatchNorm refuses a batch of one; the batch says that it counts as one."""
     split = StreamSplit("train", Plain(4))
     *_, last = read(split, doubles_single=True)
-    assert (last.num_samples, last.is_doubled, len(last.data[0])) == (1, True, 2)
+    assert (last.num_samples, last.copies, len(last.data[0])) == (1, 2, 2)
     *_, last = read(split)
-    assert (last.num_samples, last.is_doubled, len(last.data[0])) == (1, False, 1)
+    assert (last.num_samples, last.copies, len(last.data[0])) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -141,26 +141,42 @@ def test_who_exchanges_no_gradients_times_no_all_reduce(mode: str) -> None:
     assert found == ({"perf/mfu"} if mode == "single" else set())
 
 
-def measure_alone(env: DistEnv, uncounted_rank: int) -> peaks.Peaks:
-    """Measure on several ranks, of which one has not counted its operations."""
-    weights, counter = torch.ones(2, 2, requires_grad=True), FlopCounter()
-    with counter.counting(num_samples=2):
-        (weights @ torch.ones(2, 2)).sum().backward()
+def measure_alone(env: DistEnv, failing: str) -> peaks.Peaks:
+    """Measure on several ranks, of which one cannot do a part of it."""
+    weights, device, fails = torch.ones(2, 2, requires_grad=True), CPU, env.rank == 1
+    counter = FlopCounter(unknown="it cannot" if fails and failing == "count" else "")
+    if not counter.is_over:
+        with counter.counting(num_samples=2):
+            (weights @ torch.ones(2, 2)).sum().backward()
+    if fails and failing == "products":
+        peaks.matmul_flops_per_s = no_memory
+    if fails and failing == "memory":
+        device = torch.device("privateuseone")  # no build of torch has it
     return peaks.measure_peaks(
-        "it could not" if env.rank == uncounted_rank else counter,
-        all_reduces=(8, 16),
-        devices=(CPU,),
-        dtype=torch.float32,
-        group=None,
+        counter, all_reduces=(8, 16), devices=(device,), dtype=torch.float32, group=None
     )
 
 
-def test_what_one_rank_cannot_measure_nobody_has() -> None:
+def no_memory(*_: object) -> float:
+    """Fail as on a full device."""
+    raise torch.OutOfMemoryError("no memory is left")
+
+
+@pytest.mark.parametrize("failing", ["count", "products", "memory"])
+def test_what_one_rank_cannot_measure_nobody_has(failing: str) -> None:
     """The others neither wait for it nor give a figure that lacks its part."""
-    measured = run_ranks(measure_alone, 3, 1)
+    measured = run_ranks(measure_alone, 3, failing)
     assert [(one.flops_per_sample, one.flops_per_s) for one in measured] == [(None, None)] * 3
-    assert all(one.all_reduce_ms > 0 for one in measured)
-    assert set(measured[0].metrics(samples_per_s=1.0)) == MEASURED - {"perf/mfu"}
-    known = run_ranks(measure_alone, 3, -1)[0]
+    if failing == "memory":
+        assert [one.all_reduce_ms for one in measured] == [None] * 3
+        assert measured[0].metrics(samples_per_s=1.0) == {}
+    else:
+        assert all(one.all_reduce_ms > 0 for one in measured)
+        assert set(measured[0].metrics(samples_per_s=1.0)) == MEASURED - {"perf/mfu"}
+
+
+def test_what_all_ranks_can_measure_is_known() -> None:
+    """The operations are those of all samples."""
+    known = run_ranks(measure_alone, 3, "")[0]
     assert known.flops_per_sample == 2 * 2 * 2**3 / 2  # a forward and a backward of two samples
     assert known.metrics(samples_per_s=10.0)["perf/all_reduce_mib"] == 12 / peaks.MIB

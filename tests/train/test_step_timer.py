@@ -14,7 +14,7 @@ from train_states import TOY, Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
-from ddp_runner.train.step_timer import MOST_EXCHANGES, WARMUP_STEPS, StepTimer
+from ddp_runner.train.step_timer import MOST_EXCHANGES, UNMEASURED_STEPS, StepTimer
 
 NAP_S = 0.3
 COMPUTED = {"perf/data_ms", "perf/forward_ms", "perf/backward_ms", "perf/optimizer_ms"}
@@ -50,7 +50,7 @@ def loop_with_a_slow_rank(
 
 def lines_of(trace: Trace) -> list[dict[str, float]]:
     """Return the lines of training, without the warm-up."""
-    return [line for line in trace.lines if "train/loss" in line][WARMUP_STEPS:]
+    return [line for line in trace.lines if "train/loss" in line][UNMEASURED_STEPS:]
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
