@@ -18,10 +18,8 @@ BUDGET_S = 0.05  # to measure the matrix products of one device
 SMALLEST, LARGEST = 256, 4096  # rows of the matrices; the largest two take 0.13 GB in fp32
 # Words in the names of expensive operators, beside those for which torch has a formula.
 PRODUCTS = {"addmm", "addmv", "baddbmm", "bmm", "linear", "mm", "mv", "trilinear"}
-FAMILIES = (
-    *("attention", "cdist", "cholesky", "conv", "fft", "geqrf", "linalg", "matmul", "ormqr", "rnn"),
-    *("transformer", "triangular"),
-)
+SOLVERS = {"cholesky", "geqrf", "ormqr", "triangular"}
+FAMILIES = ("attention", "cdist", "conv", "fft", "linalg", "matmul", "rnn", "transformer")
 CHEAP = {"linalg_vector_norm"}  # named like a family, but only a sum
 PLAIN = (Tensor, nn.Parameter)
 # Of operators that multiply little: torch's own, and the exchange of gradients. Any other namespace
@@ -126,9 +124,8 @@ def _may_multiply(packet: Any, namespace: str) -> bool:
     if namespace not in NAMESPACES:
         return True
     words = name.strip("_").split("_")
-    return name not in CHEAP and (
-        not PRODUCTS.isdisjoint(words) or any(word.startswith(FAMILIES) for word in words)
-    )
+    is_product = not (PRODUCTS | SOLVERS).isdisjoint(words)
+    return name not in CHEAP and (is_product or any(word.startswith(FAMILIES) for word in words))
 
 
 def _is_recomputed() -> bool:

@@ -63,6 +63,7 @@ def test_what_nothing_multiplies_or_has_no_formula_is_unknown() -> None:
     embedding, ones = nn.Embedding(3, 4), torch.ones(5, 1, 3)
     weights = torch.ones(3, 3, dtype=torch.complex64, requires_grad=True)
     linear, sparse = nn.Linear(3, 4), torch.eye(3).to_sparse()
+    solved = torch.ones(3, 1, requires_grad=True)
     nested = torch.nested.nested_tensor([ones[0], ones[1]], layout=torch.jagged)
     unknown: dict[str, Callable[[], Tensor]] = {
         "rnn_layer has no formula": lambda: torch.sum(lstm(ones)[0]),
@@ -70,6 +71,7 @@ def test_what_nothing_multiplies_or_has_no_formula_is_unknown() -> None:
         "multiplies nothing": lambda: embedding(torch.tensor([1])).sum(),
         "mm multiplies complex numbers": lambda: (weights @ weights).abs().sum(),
         "mm multiplies sparse tensors": lambda: torch.sum(sparse @ weights.real),
+        "cholesky_solve has no formula": lambda: torch.cholesky_solve(solved, torch.eye(3)).sum(),
         "NestedTensor is no plain tensor": lambda: linear(nested).values().sum(),
     }
     for reason, loss in unknown.items():

@@ -1,6 +1,7 @@
 """When a run measures: one step is counted, no slow step is in a figure, and all ranks agree."""
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Training:
 
     trace: Trace
     num_skew_steps: int
+    counted_at: list[int]  # the steps that were counted
     measured_at: list[int]  # the steps after which the ranks measured
     flops: int | None
     num_samples: int
@@ -77,13 +79,18 @@ def train(
         compiled_on: a rank on which something is compiled.
     """
     step_metrics.SETTLED_S = 0.0
-    measured_at, state = list[int](), build(env, config)
+    counted_at, measured_at, state = list[int](), list[int](), build(env, config)
+    counting = FlopCounter.counting
+
+    def count(counter: FlopCounter, *, num_samples: int) -> AbstractContextManager[None]:
+        counted_at.append(state.position.step + 1)
+        return counting(counter, num_samples=num_samples)
 
     def measure(*args: Any, **keys: Any) -> Peaks:
         measured_at.append(state.position.step)
         return measure_peaks(*args, **keys)
 
-    measuring.measure_peaks = measure
+    FlopCounter.counting, measuring.measure_peaks = count, measure
     measuring.has_compiled = lambda: env.rank == compiled_on
     state.setup = replace(state.setup, profiler=Slow(slow))
     state.counter = FlopCounter(unknown=unknown) if unknown else None
@@ -93,6 +100,7 @@ def train(
     return Training(
         trace,
         state.skew.num_steps,
+        counted_at,
         measured_at,
         counter.flops,
         counter.num_samples,
@@ -114,7 +122,7 @@ def timed(trace: Trace) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("every", "slow", "expected", "num_skew_steps", "measured_at"),
+    ("every", "slow", "expected", "num_skew_steps", "counted_at"),
     [
         (1, (), [1, 2, 4, 5, 6, 7, 8], 5, 3),
         (2, (), [2, 4, 6, 8], 5, 3),  # step 3 is in no line of its own, nor in that of step 4
@@ -123,13 +131,14 @@ def timed(trace: Trace) -> list[float]:
     ],
 )
 def test_a_step_that_is_slowed_down_is_in_no_time(
-    every: int, slow: tuple[int, ...], expected: list[int], num_skew_steps: int, measured_at: int
+    every: int, slow: tuple[int, ...], expected: list[int], num_skew_steps: int, counted_at: int
 ) -> None:
     """Neither a traced one nor the one that is counted, which is never the same."""
     config = toy(f"train.log_every_steps={every}")
     for one in run_ranks(train, 2, config, slow):
         assert timed(one.trace) == expected
-        assert (one.num_skew_steps, one.measured_at) == (num_skew_steps, [measured_at])
+        assert one.num_skew_steps == num_skew_steps
+        assert one.counted_at == one.measured_at == [counted_at]
 
 
 def test_nothing_is_measured_while_steps_are_traced() -> None:
