@@ -218,7 +218,7 @@ def test_a_tracker_that_ends_before_it_is_done_is_a_warning(
     thread.start()
     thread.join(60)
     if name == "Forking":
-        os.kill(calls(path)[-1]["pid"], signal.SIGKILL)
+        os.kill(calls(path)[-1]["pid"], signal.SIGKILL)  # no launcher is there to end it
     assert not thread.is_alive()
     is_done = name == "Forking"
     assert json.loads((tmp_path / "trackers" / "mine.json").read_text())["is_complete"] == is_done
