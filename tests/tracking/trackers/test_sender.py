@@ -151,7 +151,7 @@ def test_a_run_whose_rank_is_gone_has_failed(
     process.stdin.close()
     wait_for(lambda: calls(path) and "end" in calls(path)[-1])
     assert calls(path)[-1]["end"] == "failed"
-    tracker.wait("failed", since=time.monotonic())
+    tracker.wait("failed", since=time.monotonic(), most_s=60.0)
 
 
 @pytest.mark.slow
