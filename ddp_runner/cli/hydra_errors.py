@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, Validation
 
 from ddp_runner.cli.command_line import known_keys, nearest_key
 from ddp_runner.config.schema import CONFIG_DIR, KINDS, LIST_GROUPS, Config
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, in_yaml
 
 OURS = "ddp_runner"
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
@@ -172,7 +172,7 @@ def _wrong_value(chain: Sequence[BaseException]) -> str | None:
         return f"{key} must be a list; write {key}=[ONE,OTHER]"
     if kind not in KINDS:
         return None
-    return f"{key} ({'null' if error.value is None else error.value}) must be {KINDS[kind]}"
+    return f"{key} ({in_yaml(error.value)}) must be {KINDS[kind]}"
 
 
 def _schema_type(key: str) -> Any:
