@@ -126,7 +126,7 @@ def unknown_key(key: str, group: str, *, target: Any, known: Iterable[str]) -> U
     """Return the error of a key in a group whose `target` knows only other keywords."""
     names = sorted(known)
     meant = nearest(key, names)
-    hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(names)}"
+    hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(names) or 'none'}"
     return UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
 
 
