@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MOST_NAMES = 3  # that a message lists
 
@@ -44,6 +45,13 @@ def listed(names: Sequence[str], *, separator: str = ", ") -> str:
 def counted(count: int, noun: str) -> str:
     """Return a count and its noun, in the plural unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def in_yaml(value: Any) -> str:
+    """Return a value as a config writes it: null, true and false; other values as Python does."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -36,6 +36,7 @@ class Metric:
     needs_classes: bool = False
     is_monitor: bool = False  # every checkpoint has it, so that checkpoint.monitor may name it
     charts: tuple[tuple[str, str], ...] = ()
+    is_quantity: bool = True  # which has a mean; the number of a rank has none
 
 
 _LOSSES = ("train", "loss of training and evaluation")
@@ -56,7 +57,12 @@ METRICS = (
     Metric("perf/comm_share", True, charts=(("perf", "communication's part of the step time"),)),
     *(Metric(part.metric, True, charts=(_PARTS,)) for part in StepPart),
     Metric("perf/skew_ms", True, charts=(("perf", "the others wait for one rank (ms a step)"),)),
-    Metric("perf/skew_rank", None, charts=(("perf", "the rank that the others wait for"),)),
+    Metric(
+        "perf/skew_rank",
+        None,
+        charts=(("perf", "the rank that the others wait for"),),
+        is_quantity=False,
+    ),
     Metric("perf/mfu", False, charts=(("perf", "model FLOP utilisation"),)),
     Metric("perf/all_reduces", None),
     Metric("perf/all_reduce_mib", None),

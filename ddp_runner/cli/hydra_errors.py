@@ -10,12 +10,14 @@ from traceback import walk_tb
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from ddp_runner.cli.command_line import known_keys, nearest_key
 from ddp_runner.config.schema import CONFIG_DIR, KINDS, LIST_GROUPS, Config
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, in_yaml
 
 OURS = "ddp_runner"
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
@@ -23,8 +25,6 @@ DEFAULT_HINT = "write key=value, and quote what the shell would change"
 # Class names of errors, which tell a user nothing.
 EVALUATING = re.compile(r" \w+ while evaluating ")
 RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
-# Values of a group that are no option's name, and at which Hydra fails without naming the group.
-NO_TEXT = re.compile(r"null|true|false|[+-]?[\d._]+(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE)
 # What has no attributes to ask: a pattern of Hydra's or OmegaConf's message, and what to print. The
 # first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
@@ -172,7 +172,7 @@ def _wrong_value(chain: Sequence[BaseException]) -> str | None:
         return f"{key} must be a list; write {key}=[ONE,OTHER]"
     if kind not in KINDS:
         return None
-    return f"{key} ({'null' if error.value is None else error.value}) must be {KINDS[kind]}"
+    return f"{key} ({in_yaml(error.value)}) must be {KINDS[kind]}"
 
 
 def _schema_type(key: str) -> Any:
@@ -195,13 +195,22 @@ def _group_value(error: BaseException, arguments: Sequence[str]) -> str | None:
     groups = {one.name for one in fields(Config) if one.name not in ("sweep", "train")}
     for argument in arguments:
         key, sign, value = argument.partition("=")
-        values = value.strip("[] ").split(",")
-        is_wrong = key.lstrip("+~") in groups and any(
-            NO_TEXT.fullmatch(one.strip()) for one in values
-        )
-        if sign and (is_wrong or not re.match(r"[+~]*\w", key)):
-            if key in LIST_GROUPS:
-                return f"{key} ({value}) must be a list of options; write {key}=[] for none of them"
-            name = key.lstrip("+~") or "the empty key"
-            return f"{name} ({value}) must be the name of an option; see --help for the options"
+        name = key.lstrip("+~")
+        if not sign or (name and (name not in groups or _names_options(argument))):
+            continue
+        if name in LIST_GROUPS:
+            return f"{name} ({value}) must be a list of options; write {name}=[] for none of them"
+        name = name or "the empty key"
+        return f"{name} ({value}) must be the name of an option; see --help for the options"
     return "a group must be given the name of an option; see --help for the options"
+
+
+def _names_options(override: str) -> bool:
+    """Return whether the values of an override, in lists and sweeps, too, are texts."""
+    values: list[Any] = [OverridesParser.create().parse_override(override).value()]
+    for value in values:  # which grows
+        if isinstance(value, list | ChoiceSweep):
+            values += value.list if isinstance(value, ChoiceSweep) else value
+        elif not isinstance(value, str | QuotedString | Glob):
+            return False
+    return True

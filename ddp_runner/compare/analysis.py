@@ -14,10 +14,9 @@ from ddp_runner.compare.run import Run, Stat, Target, stat
 from ddp_runner.compare.settings import Setting, identity, labels, same_keys, varied_keys
 from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import is_lower_better
+from ddp_runner.metric_names import METRICS, is_lower_better
 
 NO_PARTS = ("step_time_ms", "skew_ms", "all_reduce_ms")  # other times that perf/ has
-NO_QUANTITIES = {"perf/skew_rank"}  # a mean of ranks is none
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 
 
@@ -157,7 +156,8 @@ def _row(
         return stat(run.result(f"perf/{name}") for run in runs)
 
     finals = [run.final for run in runs]
-    names = sorted(set[str]().union(*finals) - NO_QUANTITIES)
+    no_quantities = {metric.name for metric in METRICS if not metric.is_quantity}
+    names = sorted(set[str]().union(*finals) - no_quantities)
     metrics = {name: stat(final.get(name) for final in finals) for name in names}
     logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
     perf = [name.removeprefix("perf/") for name in logged if name.startswith("perf/")]

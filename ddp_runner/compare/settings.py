@@ -103,17 +103,19 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
 def labels(settings: Sequence[Setting]) -> list[str]:
     """Return the labels of settings with the same keys.
 
-    If one is longer than LONGEST_LABEL, they only have the keys that tell the settings apart.
+    If one is longer than LONGEST_LABEL, they have only the keys that tell the settings apart.
     """
     whole = [label(one, one) for one in settings]
     if max(map(len, whole), default=0) <= LONGEST_LABEL:
         return whole
     keys = list[str]()
+    groups = [0] * len(settings)  # equal numbers: the keys so far do not tell these apart
     for key in settings[0]:
-        more = {identity({name: one.get(name) for name in (*keys, key)}) for one in settings}
-        fewer = {identity({name: one.get(name) for name in keys}) for one in settings}
-        if key in ALWAYS_SHOWN or len(more) > len(fewer):
+        pairs = [(group, repr(one.get(key))) for group, one in zip(groups, settings, strict=True)]
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        if key in ALWAYS_SHOWN or len(numbers) > len(set(groups)):
             keys.append(key)
+            groups = [numbers[pair] for pair in pairs]
     return [label(one, keys) for one in settings]
 
 

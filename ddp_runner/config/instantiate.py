@@ -5,7 +5,7 @@ The config holds plain containers; its interpolations are resolved already.
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from types import UnionType
 from typing import Any, get_args
@@ -70,10 +70,7 @@ def complete(
     takes_any = ANY in known
     for key in settings:
         if not (takes_any or key in known or key == "name" or key.startswith("_")):
-            own = sorted(known - offered.keys())
-            meant = nearest(key, own)
-            hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(own)}"
-            raise UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
+            raise unknown_key(key, group, target=target, known=known - offered.keys())
     taken = {key: value for key, value in offered.items() if takes_any or key in known}
     call = functools.partial(factory, *arguments, **taken)
     hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
@@ -99,9 +96,7 @@ def make_function(
     known = keywords(target)
     for name in settings.keys() - known - {"_target_"}:
         if ANY not in known:
-            meant = nearest(str(name), known)
-            hint = f"did you mean {key}.{meant}?" if meant else f"it has {', '.join(known)}"
-            raise UserError(f"{key}.{name} is not a keyword of {settings['_target_']}; {hint}")
+            raise unknown_key(str(name), key, target=settings["_target_"], known=known)
     given = {name: compute() for name, compute in offered.items() if name in known}
     own = {name: value for name, value in settings.items() if name != "_target_"}
     found = functools.partial(target, **construct(own, key=key, allowed=allowed), **given)
@@ -125,6 +120,14 @@ def keywords(factory: Callable[..., Any]) -> set[str]:
     except ValueError:  # written in C
         return {ANY}
     return {ANY if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
+
+
+def unknown_key(key: str, group: str, *, target: Any, known: Iterable[str]) -> UserError:
+    """Return the error of a key in a group whose `target` knows only other keywords."""
+    names = sorted(known)
+    meant = nearest(key, names)
+    hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(names) or 'none'}"
+    return UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
 
 
 def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[..., Any]:

@@ -1,15 +1,14 @@
 """What tags and trackers must be, and what our trackers need on this machine. Torch-free."""
 
 import importlib.util
-import inspect
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ddp_runner.config.instantiate import find
-from ddp_runner.config.schema import Config
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.config.instantiate import find, keywords, unknown_key
+from ddp_runner.config.schema import KINDS, Config
+from ddp_runner.errors import UserError, in_yaml
 
 MOST_CHARACTERS = 64  # of a tag: W&B's limit
 RESERVED = ("mlflow.", "ddp_runner.", "version.")  # MLflow's own tags, and our tracker's
@@ -18,10 +17,12 @@ MODULES = {
     "ddp_runner.tracking.trackers.mlflow.MLflow": "mlflow",
     "ddp_runner.tracking.trackers.wandb.WandB": "wandb",
 }
+TOO_LONG_S = 3600  # for any time that a tracker may take
+SECONDS = f"of seconds, more than 0 and less than {TOO_LONG_S}"
 WORDS = {
-    str: "a text",
-    int: "a whole number of seconds, more than 0 and less than 3600",
-    float: "a number of seconds, more than 0 and less than 3600",
+    str: KINDS[str],
+    int: f"{KINDS[int]} {SECONDS}",
+    float: f"{KINDS[float]} {SECONDS}",
     type(None): "null",
 }
 
@@ -45,8 +46,8 @@ def validate_tracking(config: Config) -> None:
             )
         if not {"", ".", ".."}.isdisjoint(tag.split("/")):
             raise UserError(
-                f"tags ({tag}): MLflow takes no tag with nothing, . or .. beside a /; give it "
-                "another name"
+                f"tags ({tag}): between slashes a tag must not be empty, . or .. (MLflow's rule); "
+                "give it another name"
             )
     if len(set(config.tags)) < len(config.tags):
         raise UserError(f"tags ({', '.join(config.tags)}) names one twice; leave one out")
@@ -61,35 +62,36 @@ def validate_tracking(config: Config) -> None:
                 f"trackers={name} for one that has a YAML, or "
                 f"+trackers.{name}._target_=my_package.MyTracker"
             )
-        wait_s = keys.get("wait_s", 1.0)
-        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 < wait_s < 3600:
-            raise UserError(
-                f"trackers.{name}.wait_s ({wait_s}) must be a number of seconds, more than 0 and "
-                "less than 3600"
-            )
+        if "wait_s" in keys:
+            _validate_value(f"trackers.{name}.wait_s", keys["wait_s"], float)
         if keys["_target_"] in MODULES:
             _validate_keys(f"trackers.{name}", keys)
 
 
 def _validate_keys(group: str, keys: Mapping[str, Any]) -> None:
-    """Reject a key that one of our trackers does not take, or a value that it cannot use."""
-    tracker = find(keys["_target_"], key=f"{group}._target_")
-    kinds = {
-        name: one.annotation
-        for name, one in inspect.signature(tracker, eval_str=True).parameters.items()
-    }
-    for key in (one for one in keys if one not in ("_target_", "wait_s")):
-        if key not in kinds:
-            meant = nearest(str(key), kinds)
-            hint = f"did you mean {meant}?" if meant else f"its keys are {', '.join(kinds)}, wait_s"
-            raise UserError(f"{group}.{key} is not a key of this tracker; {hint}")
-        allowed = get_args(kinds[key]) or (kinds[key],)
-        if not any(_fits(keys[key], kind) for kind in allowed):
-            words = [
-                " or ".join(get_args(kind)) if get_origin(kind) is Literal else WORDS[kind]
-                for kind in allowed
-            ]
-            raise UserError(f"{group}.{key} ({keys[key]}) must be {', or '.join(words)}")
+    """Reject a key that one of our trackers does not take, or a value that it cannot use.
+
+    A tracker of the user's own is not imported here: that may take seconds.
+    """
+    target = keys["_target_"]
+    tracker: Any = find(target, key=f"{group}._target_")
+    known, kinds = keywords(tracker) | {"wait_s"}, get_type_hints(tracker.__init__)
+    for key, value in keys.items():
+        if key not in known | {"_target_"}:
+            raise unknown_key(str(key), group, target=target, known=known)
+        if key in kinds:
+            _validate_value(f"{group}.{key}", value, kinds[key])
+
+
+def _validate_value(key: str, value: Any, kind: Any) -> None:
+    """Reject a value that does not fit a type hint: a kind of WORDS, a Literal, or a union."""
+    allowed = get_args(kind) or (kind,)
+    if not any(_fits(value, one) for one in allowed):
+        words = [
+            " or ".join(get_args(one)) if get_origin(one) is Literal else WORDS[one]
+            for one in allowed
+        ]
+        raise UserError(f"{key} ({in_yaml(value)}) must be {', or '.join(words)}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -98,7 +100,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if kind in (int, float):
         kinds = (int,) if kind is int else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < 3600
+        return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < TOO_LONG_S
     return isinstance(value, kind)
 
 

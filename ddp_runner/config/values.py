@@ -26,7 +26,7 @@ from ddp_runner.config.schema import (
     leaves,
 )
 from ddp_runner.config.tracking import validate_tracking
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.errors import UserError, in_yaml, nearest
 from ddp_runner.host.hardware import memory_bytes
 from ddp_runner.metric_names import LISTED
 
@@ -107,7 +107,7 @@ def validate_values(config: Config) -> None:
     if per_rank == AUTO:
         del values["batch.per_rank"]
     elif per_rank is not None and type(per_rank) is not int:
-        raise UserError(f"batch.per_rank ({per_rank}) must be a whole number, or auto")
+        raise UserError(f"batch.per_rank ({in_yaml(per_rank)}) must be a whole number, or auto")
     validate_launch(config.launch)
     _validate_numbers(values)
     for group in RUNNER_KEYS:
@@ -153,7 +153,7 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
         if value is None or rule_of not in {*POSITIVE, *RANGES}:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UserError(f"{key} ({value}) must be a number")
+            raise UserError(f"{key} ({in_yaml(value)}) must be a number")
         if rule_of in POSITIVE and not value > 0:
             raise UserError(f"{key} ({value}) must be greater than 0")
         least, most = RANGES.get(rule_of, (-math.inf, math.inf))
@@ -180,8 +180,7 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
         return  # such as a number per channel: the target checks how many
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        shown = "null" if value is None else value
-        raise UserError(f"{key} ({shown}) must be {KINDS[kind]}")
+        raise UserError(f"{key} ({in_yaml(value)}) must be {KINDS[kind]}")
     if kind in (int, float) and default >= 0 > value:
         raise UserError(f"{key} ({value}) must be 0 or greater")
 

@@ -36,7 +36,9 @@ PRELOAD = "ddp_runner.launch.preload"  # what the fork server imports
 _SERVER: Any = forkserver._forkserver  # the module's only ForkServer object
 PROC = Path("/proc")
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
-ENDS_ITSELF = "ddp-tracker"  # the name of a process that has something left to send
+# The name, before its number, of a process that has something left to send. What it forks inherits
+# the name, and has another number.
+ENDS_ITSELF = "tracker-"
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
 LIMIT_S = 1.0  # for killed processes to be gone
 
@@ -63,12 +65,12 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
 
 
 def outlive_launcher() -> None:
-    """Let the functions below spare this process: it ends by itself soon after its run. Linux only.
+    """Mark this process so that end_adopted and kill_descendants leave it alone. Linux only.
 
-    The name is that of the main thread, which must call.
+    Call it on the main thread.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, ENDS_ITSELF.encode())
+    if sys.platform == "linux":  # a name has at most 15 characters, and a number at most 7 digits
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"{ENDS_ITSELF}{os.getpid()}".encode())
 
 
 @contextmanager
@@ -171,7 +173,7 @@ def kill_descendants() -> None:
 
 def _ends_itself(pid: int) -> bool:
     with suppress(OSError):  # it has just ended
-        return Path(PROC, str(pid), "comm").read_text().rstrip("\n") == ENDS_ITSELF
+        return Path(PROC, str(pid), "comm").read_text().rstrip("\n") == f"{ENDS_ITSELF}{pid}"
     return False
 
 

@@ -201,9 +201,9 @@ AnyProfiler = NullProfiler | Profiler
 
 
 def has_steps_to_trace(asked: Any, *, done: int, folder: Path, warn: Callable[[str], None]) -> bool:
-    """Tell whether a run still comes to steps of ``train.profile``. See Profiler for the arguments.
+    """Return whether steps of ``train.profile`` are still ahead. See Profiler for the arguments.
 
-    A warning says so if it does not, unless their profile has been written before a restart.
+    Warn if none are, unless their profile was written before a restart.
     """
     if asked is None:
         return False

@@ -25,7 +25,7 @@ from ddp_runner.tracking.run_record import (
     read_run_record,
     write_run_record,
 )
-from ddp_runner.tracking.trackers.sender import end_trackers, start_trackers
+from ddp_runner.tracking.trackers.sender import TrackerProcess, end_trackers, start_trackers
 from ddp_runner.tracking.waiting import waiting_line
 
 DIVERGED_FACTOR = 10.0  # noise does not raise a loss this many times above the first one
@@ -88,9 +88,8 @@ class RunLogger:
         )
         if resume_step is None:
             begin_anew(run_dir)
-        self._trackers, self._shutdown_timeout_s = [], 0.0
+        self._job, self._trackers = job, list[TrackerProcess]()
         if job is not None:
-            self._shutdown_timeout_s = job.config.launch.shutdown_timeout_s
             self._trackers = start_trackers(
                 job, run_dir, resume_step=resume_step, clock=self._files.clock
             )
@@ -185,7 +184,9 @@ class RunLogger:
         print(summary, flush=True)
 
     def _end_trackers(self, status: str) -> None:
-        end_trackers(self._trackers, status, shutdown_timeout_s=self._shutdown_timeout_s)
+        if self._job is not None:
+            timeout_s = self._job.config.launch.shutdown_timeout_s
+            end_trackers(self._trackers, status, shutdown_timeout_s=timeout_s)
 
 
 Logger = NullLogger | RunLogger

@@ -7,7 +7,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -130,16 +131,18 @@ def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> 
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    _rewrite(run_dir, lambda known: {**known, **fields})
+    with _rewriting(run_dir) as new:
+        new.update({**read_run_record(run_dir, missing_ok=True), **fields})
 
 
 def replace_run_record(run_dir: os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write these fields into run.json, and no others.
+    """Write these fields into run.json, and no others; the existing one may be damaged.
 
     Raises:
         UserError: it cannot be written.
     """
-    _rewrite(run_dir, lambda _: fields)
+    with _rewriting(run_dir) as new:
+        new.update(fields)
 
 
 def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
@@ -148,21 +151,22 @@ def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    _rewrite(
-        run_dir, lambda known: {**known, "warnings": [*(known.get("warnings") or ()), sentence]}
-    )
+    with _rewriting(run_dir) as new:
+        new.update(read_run_record(run_dir, missing_ok=True))
+        new["warnings"] = [*(new.get("warnings") or ()), sentence]
 
 
-def _rewrite(
-    run_dir: os.PathLike[str], change: Callable[[dict[str, Any]], Mapping[str, Any]]
-) -> None:
-    folder, path = Path(run_dir), Path(run_dir, RUN_RECORD)
+@contextmanager
+def _rewriting(run_dir: os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Write the fields that this block fills in; in the block nobody else writes run.json."""
+    path = Path(run_dir, RUN_RECORD)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        folder_descriptor = os.open(folder, os.O_RDONLY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder_descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
-            fields = change(read_run_record(folder, missing_ok=True))
+            fields = dict[str, Any]()
+            yield fields
             replace_file(path, json.dumps(json_safe(fields), indent=2, allow_nan=False) + "\n")
         finally:
             os.close(folder_descriptor)

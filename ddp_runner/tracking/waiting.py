@@ -11,7 +11,8 @@ MOST_NAMED = 4  # ranks
 def waiting_line(record: Mapping[str, Any]) -> str | None:
     """Return which ranks kept the others waiting, and how long; None if it hardly matters.
 
-    Ranks that are late together or in turns, as those of a busy machine are, are all named.
+    Ranks that are late together or in turns, as those of a busy machine are, are named in their
+    order; of many only the latest.
 
     Args:
         record: the fields of run.json, unchecked.
@@ -27,9 +28,10 @@ def waiting_line(record: Mapping[str, Any]) -> str | None:
     late = {rank: ms for rank, ms in enumerate(by_rank) if ms >= most_ms / 2}
     if len(late) == 1:
         return f"rank {min(late)} kept the others waiting {_ms(most_ms)} of a {_ms(step_ms)} step"
+    latest = sorted(sorted(late, key=lambda rank: -late[rank])[:MOST_NAMED])
     more = ["…"] if len(late) > MOST_NAMED else []
-    ranks = ", ".join([*map(str, late)][:MOST_NAMED] + more)
-    times = ", ".join([*map(_ms, late.values())][:MOST_NAMED] + more)
+    ranks = ", ".join([*map(str, latest), *more])
+    times = ", ".join([*(_ms(late[rank]) for rank in latest), *more])
     whom = "each other" if len(late) == len(by_rank) else "the others"
     return f"ranks {ranks} kept {whom} waiting: {times} of a {_ms(step_ms)} step"
 

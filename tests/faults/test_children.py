@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +22,6 @@ from trainings import CHILD_STARTER, LONG, RUN, is_training, run_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import (
-    ENDS_ITSELF,
     adopt_orphans,
     children,
     end_adopted,
@@ -138,25 +138,56 @@ def test_adopted_orphans_end_whatever_their_name(tmp_path: Path) -> None:
     assert seen == {"own": True, "adopted": True, "own lives": True, "others live": False}
 
 
-def end_adopted_tracker(env: DistEnv, program: str) -> list[bool]:
-    """Adopt an orphan with a tracker's name; return whether it is a child, and after its end."""
+# Prints the numbers of an orphan that is marked as a tracker, and of the copy that it forks.
+TRACKER = """
+import os, signal
+from ddp_runner.host.processes import outlive_launcher
+
+if os.fork():
+    os._exit(0)
+outlive_launcher()
+copy = os.fork()
+if copy:
+    os.write(1, f"{os.getpid()} {copy}".encode())
+os.close(1)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def end_adopted_tracker(env: DistEnv) -> list[list[bool]]:
+    """Adopt a tracker; return whether it and its copy live, and whether they do after its end."""
     adopt_orphans()
-    parent = ["sh", "-c", '"$@" >&- & echo $!', "sh", program, "-c", "kill -STOP $$"]
-    orphan = int(subprocess.run(parent, stdout=subprocess.PIPE, check=True, text=True).stdout)
-    wait_for(lambda: psutil.Process(orphan).name() == ENDS_ITSELF)
+    command = [sys.executable, "-c", TRACKER]
+    started = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    tracker, copy = pids = [*map(int, started.stdout.split())]
     end_adopted(set())
-    seen = [orphan in children()]
-    os.kill(orphan, signal.SIGKILL)
-    wait_for(lambda: is_gone(orphan))
+    seen = [[tracker in children(), not is_gone(copy)]]
+    os.kill(tracker, signal.SIGKILL)
+    wait_for(lambda: is_gone(tracker))
     end_adopted(set())
-    return [*seen, orphan in children()]
+    return [*seen, [psutil.pid_exists(pid) for pid in pids]]
 
 
-def test_a_tracker_lives_on_and_leaves_no_zombie(tmp_path: Path) -> None:
-    """It ends by itself; a launcher with further jobs collects it then."""
-    program = tmp_path / ENDS_ITSELF
-    program.symlink_to(str(shutil.which("sh")))
-    assert run_ranks(end_adopted_tracker, 1, str(program), backend=None) == [[True, False]]
+def test_a_tracker_lives_on_and_leaves_no_zombie_and_no_copy() -> None:
+    """It ends by itself; a launcher with further jobs collects it then, and ends what it forked."""
+    assert run_ranks(end_adopted_tracker, 1, backend=None) == [[[True, True], [False, False]]]
+
+
+def test_what_a_tracker_forks_ends_with_its_run(tmp_path: Path) -> None:
+    """Even a copy of it in a session of its own."""
+    path = tmp_path / "calls"
+    end = run_training(
+        tmp_path,
+        args=(
+            "world_size=1",
+            "allowed_targets=[own_trackers]",
+            "+trackers.mine._target_=own_trackers.Forking",
+            f"+trackers.mine.path={path}",
+        ),
+        environ={"PYTHONPATH": str(Path(own_trackers.__file__).parent)},
+    )
+    assert end.exit_code == 0
+    assert is_gone(own_trackers.calls(path)[-1]["pid"])
 
 
 @pytest.mark.parametrize("how", ["the launcher is killed", "rank 0 raises"])

@@ -145,8 +145,8 @@ def test_own_metrics_are_shown_with_the_evaluation(tmp_path: Path) -> None:
         (
             [30.0, 31.0, 32.0, 33.0, 34.0],
             120.0,
-            "ranks 0, 1, 2, 3, … kept each other waiting: "
-            "30 ms, 31 ms, 32 ms, 33 ms, … of a 120 ms step",
+            "ranks 1, 2, 3, 4, … kept each other waiting: "
+            "31 ms, 32 ms, 33 ms, 34 ms, … of a 120 ms step",
         ),
         ([0.0, 11.0], 120.0, None),  # less than a tenth
         ([0.0, 1.5], 4.0, None),  # any machine's noise

@@ -30,6 +30,7 @@ from ddp_runner.tracking.run_record import (
     end_session,
     note_startup,
     read_run_record,
+    replace_run_record,
     write_run_record,
 )
 from ddp_runner.worker import work
@@ -205,6 +206,15 @@ def test_a_missing_or_damaged_run_record_is_named(tmp_path: Path, content: str |
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(UserError, match=str(tmp_path / "run.json")):
         read_run_record(tmp_path)
+
+
+def test_a_damaged_run_record_can_be_replaced(tmp_path: Path) -> None:
+    """What it holds does not count; merging fields into it would need it."""
+    (tmp_path / "run.json").write_text('{"status": "runn')
+    with pytest.raises(UserError, match="is not valid JSON"):
+        write_run_record(tmp_path, status="failed")
+    replace_run_record(tmp_path, {"status": "completed"})
+    assert record(tmp_path) == {"status": "completed"}
 
 
 def test_the_record_needs_no_torch() -> None:

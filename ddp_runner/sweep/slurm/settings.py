@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.config.schema import AUTO, KINDS, Config, mode_needs
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.executor import Shape
 from ddp_runner.sweep.slurm.commands import run_slurm
@@ -59,9 +59,8 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
         kinds: dict[str, Any] = {one.name: one.type for one in fields(SlurmSettings)}
         if key not in kinds:
             raise UserError(f"hydra.launcher.{key} is not a key of hydra/launcher=slurm") from None
-        value = "null" if given[key] is None else given[key]
         kind = KINDS.get(get_args(kinds[key] | None)[0], "a list or mapping, as in its YAML")
-        raise UserError(f"hydra.launcher.{key} ({value}) must be {kind}") from None
+        raise UserError(f"hydra.launcher.{key} ({in_yaml(given[key])}) must be {kind}") from None
     assert isinstance(settings, SlurmSettings)
     for key, value in vars(settings).items():
         least = 0 if key in NOT_NEGATIVE else 1

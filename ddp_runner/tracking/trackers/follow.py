@@ -88,7 +88,7 @@ def main() -> None:
     def watch() -> None:
         while os.getppid() == request.parent:
             time.sleep(POLL_S)
-        ended.put(Status.FAILED)  # unless it has said so; a child of rank 0 may hold stdin open
+        ended.put(Status.FAILED)  # a child of rank 0 may hold stdin open, so `listen` hears nothing
         time.sleep(LAST_S)
         os.killpg(0, signal.SIGKILL)  # this process leads its group: a client's service ends, too
 
@@ -103,7 +103,7 @@ def main() -> None:
                 report({"complete": ""})
     except Exception as error:  # the folder cannot be used
         report(_described(error))
-    if os.getppid() != request.parent:  # which would have ended what the client has started
+    if os.getppid() != request.parent:  # rank 0 is gone: nobody else ends what the client started
         os.killpg(0, signal.SIGKILL)
 
 

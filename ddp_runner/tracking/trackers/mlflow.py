@@ -14,7 +14,8 @@ from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 # Limits of MLflow's servers: of a request, of a parameter and of a tag.
 METRICS, PARAMETERS, CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 1000, 100, 6000, 5000, 250
 STATUSES = {Status.COMPLETED: "FINISHED", Status.PREEMPTED: "KILLED"}
-IDENTITY, CHANGED = "ddp_runner.run", "ddp_runner.changed"  # tags
+# Tags. The last one lists the tags of the session's command: the next session replaces these only.
+IDENTITY, CHANGED, OURS = "ddp_runner.run", "ddp_runner.changed", "ddp_runner.tags"
 # Keys that each session may have of its own: they change nothing that the run computes.
 OF_A_SESSION = ("resume", "tags", "notes", "trackers.")
 # MLflow's own settings for a server that does not answer: four minutes for a single call.
@@ -27,7 +28,7 @@ class MLflow:
     Args:
         tracking_uri: of the server; None: the variable MLFLOW_TRACKING_URI.
         experiment_name: of the experiment that gets the run; made if it does not exist.
-        timeout_s: seconds, a whole number, within which the server must answer a call.
+        timeout_s: whole seconds within which the server must answer a call.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class MLflow:
         ]
         if changed:
             tags[CHANGED] = ", ".join(changed)[:TAG_CHARACTERS]
-        for key in before.keys() - tags.keys():  # of an earlier session
-            if before[key] == "true" or key == CHANGED:
-                client.delete_tag(self._id, key)
+        earlier = {CHANGED, *before.get(OURS, "").split(", ")}
+        for key in earlier & (before.keys() - tags.keys()):
+            client.delete_tag(self._id, key)
         from mlflow.entities import Param, RunTag
 
         new = [Param(key, value) for key, value in given.items() if key not in known]
@@ -137,7 +138,7 @@ class MLflow:
         return str(found.experiment_id)
 
     def _tags(self, run: TrackedRun) -> dict[str, str]:
-        tags = dict.fromkeys(run.tags, "true")
+        tags = {OURS: ", ".join(run.tags), **dict.fromkeys(run.tags, "true")}
         tags |= {f"version.{name}": version for name, version in run.versions.items()}
         tags |= {"ddp_runner.folder": str(run.folder), "mlflow.source.name": "ddp_runner"}
         if run.sweep is not None:

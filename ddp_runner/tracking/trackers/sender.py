@@ -69,7 +69,7 @@ class TrackerProcess:
                 self._process.stdin.write(f"{status}\n")
                 self._process.stdin.close()
 
-    def wait(self, status: str, *, since: float, most_s: float = MOST_S) -> None:
+    def wait(self, status: str, *, since: float, most_s: float) -> None:
         """Wait for its end, and kill it after that: what is missing is in the run folder.
 
         If the run has failed, it is left to end by itself, within ``LAST_S``.

@@ -209,6 +209,6 @@ def test_a_damaged_progress_is_begun_anew(run_dir: Path, text: str) -> None:
     """A kill cannot cut it, but an editor can."""
     (run_dir / "trackers" / "mine.json").write_text(text)
     write_lines(run_dir, [1])
-    follower(run_dir).catch_up()
+    follower(run_dir, resume_step=1).catch_up()  # the line has the time of the earlier session
     assert calls(sent(run_dir))[0]["earlier"] is None
     assert steps_sent(run_dir) == [1]

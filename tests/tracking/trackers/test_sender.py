@@ -151,7 +151,15 @@ def test_a_run_whose_rank_is_gone_has_failed(
     process.stdin.close()
     wait_for(lambda: calls(path) and "end" in calls(path)[-1])
     assert calls(path)[-1]["end"] == "failed"
-    tracker.wait("failed", since=time.monotonic())
+    tracker.wait("failed", since=time.monotonic(), most_s=60.0)
+
+
+def numbers(code: str, *arguments: object) -> list[int]:
+    """Run a program in a process of its own; return the numbers that it prints."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return [*map(int, result.stdout.split())]
 
 
 @pytest.mark.slow
@@ -175,12 +183,37 @@ print(process.pid, flush=True)
 os._exit(0)
 """
     end([start("Recorder", path=str(tmp_path / "calls"))], "failed")  # writes the folder
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, str(tmp_path), last_words, str(tmp_path / "pid")]
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert psutil.pid_exists(int(result.stdout))
+    (pid,) = numbers(code, tmp_path, last_words, tmp_path / "pid")
+    assert psutil.pid_exists(pid)
     service = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not psutil.pid_exists(int(result.stdout)) and not psutil.pid_exists(service))
+    wait_for(lambda: not psutil.pid_exists(pid) and not psutil.pid_exists(service))
+
+
+@pytest.mark.usefixtures("start")  # it writes the folder
+def test_a_tracker_sees_that_rank_zero_is_gone_though_its_stdin_stays_open(tmp_path: Path) -> None:
+    """A process that rank 0 has forked, as a loader's worker is, holds the other end."""
+    code = """
+import os, sys, time
+from ddp_runner.tracking.trackers.follower import Request
+from ddp_runner.tracking.trackers.sender import _start
+settings = {"_target_": "own_trackers.Recorder", "path": sys.argv[2]}
+request = Request(os.getpid(), "x", settings, ["own_trackers"], sys.argv[1], None, None, 0.0)
+process = _start(request)
+holder = os.fork()
+if holder == 0:
+    os.close(1)
+    os.close(2)
+    time.sleep(600)
+print(process.pid, holder, flush=True)
+os._exit(0)
+"""
+    pid, holder = numbers(code, tmp_path, tmp_path / "calls")
+    try:
+        wait_for(lambda: not psutil.pid_exists(pid))
+        assert psutil.pid_exists(holder)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+    assert calls(tmp_path / "calls")[-1].get("end") == "failed"
 
 
 def test_signals_do_not_end_it(start: Callable[..., TrackerProcess], tmp_path: Path) -> None:
@@ -218,7 +251,7 @@ def test_a_tracker_that_ends_before_it_is_done_is_a_warning(
     thread.start()
     thread.join(60)
     if name == "Forking":
-        os.kill(calls(path)[-1]["pid"], signal.SIGKILL)
+        os.kill(calls(path)[-1]["pid"], signal.SIGKILL)  # no launcher is there to end it
     assert not thread.is_alive()
     is_done = name == "Forking"
     assert json.loads((tmp_path / "trackers" / "mine.json").read_text())["is_complete"] == is_done

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.run import is_finite
+from ddp_runner.errors import in_yaml
 
 NOTHING = "-"  # the text of a cell without a value
 MAX_TEXT = 2000  # characters of a value
@@ -119,9 +120,7 @@ def text_of(value: Any) -> str:
 
 def setting_text(value: Any) -> str:
     """Return a value of a config as its YAML would show it, so that it can be typed again."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    text = repr(value) if isinstance(value, list | dict) else str(value)
+    text = repr(value) if isinstance(value, list | dict) else in_yaml(value)
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 

@@ -1,0 +1,33 @@
+"""How settings are told apart in a few words."""
+
+from collections import Counter
+
+from ddp_runner.compare.settings import labels
+
+LONG = "x" * 60  # so that a label with it is too long
+
+
+def test_a_long_label_has_only_the_keys_that_tell_the_settings_apart() -> None:
+    """A key that follows from those before it is left out; both together may tell apart."""
+    keys = ("world_size", "notes", "a", "b", "c")
+    values = [(2, LONG, 0, 0, 0), (2, LONG, 0, 1, 0), (2, LONG, 1, 0, 1), (2, LONG, 1, 1, 1)]
+    settings = [dict(zip(keys, one, strict=True)) for one in values]
+    assert labels(settings) == [f"2 ranks, a {a}, b {b}" for a in (0, 1) for b in (0, 1)]
+    short = [one | {"notes": "x"} for one in settings]
+    assert labels(short)[0] == "2 ranks, notes x, a 0, b 0, c 0"
+
+
+def test_labels_look_at_each_value_once() -> None:
+    """A thousand settings with forty keys are a usual sweep."""
+    seen = Counter[str]()
+
+    class Value(str):
+        """Counts how often it is read."""
+
+        def __repr__(self) -> str:
+            seen[self] += 1
+            return super().__repr__()
+
+    labels([{f"key{k}": Value(f"{LONG} {k} {i}") for k in range(4)} for i in range(4)])
+    assert set(seen.values()) == {1}
+    assert len(seen) == 16

@@ -1,0 +1,33 @@
+"""What a config names is built with the keys beside it."""
+
+import math
+
+import pytest
+
+from ddp_runner.config.instantiate import make_function
+from ddp_runner.errors import UserError
+
+ALLOWED = ["math", "os"]
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "hint"),
+    [
+        ("math.isclose", "rel_tl", "did you mean model.loss.rel_tol?"),
+        ("math.isclose", "xyz", "it has a, abs_tol, b, rel_tol"),
+        ("os.getcwd", "xyz", "it has none"),
+    ],
+)
+def test_an_unknown_keyword_is_named_with_what_there_is(target: str, key: str, hint: str) -> None:
+    """In one order, whatever Python's order of a set is."""
+    with pytest.raises(UserError) as rejected:
+        make_function({"_target_": target, key: 1}, key="model.loss", allowed=ALLOWED)
+    assert str(rejected.value) == f"model.loss.{key} is not a keyword of {target}; {hint}"
+
+
+def test_a_function_keeps_its_keywords() -> None:
+    """It is called with them."""
+    settings = {"_target_": "math.isclose", "rel_tol": 0.5}
+    isclose = make_function(settings, key="model.loss", allowed=ALLOWED)
+    assert isclose(1.0, 1.9)
+    assert not math.isclose(1.0, 1.9)
