@@ -192,7 +192,7 @@ def _group_value(error: BaseException, arguments: Sequence[str]) -> str | None:
     in_list = isinstance(error, TypeError) and str(error).endswith("is not iterable")
     if not (says_nothing or in_list or str(error).startswith("Config group override ")):
         return None
-    groups = {one.name for one in fields(Config) if one.name not in ("sweep", "train")}
+    groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
     for argument in arguments:
         key, sign, value = argument.partition("=")
         name = key.lstrip("+~")

@@ -41,7 +41,8 @@ def make(
     if "_target_" not in keys:
         raise UserError(f"{named} has no _target_; name the class or function that builds it")
     named = f"{named} ({keys['_target_']})"
-    hint = f"its keys are {', '.join(key for key in keys if not key.startswith('_'))}"
+    own = [key for key in keys if not key.startswith("_")]
+    hint = f"its keys are {', '.join(own)}" if own else "it was given no keys"
     keys |= arguments
     if partial:
         keys["_partial_"] = True

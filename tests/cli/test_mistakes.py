@@ -108,6 +108,8 @@ ANSWERS = {
     "-m model=glob(toy) optimizer=3": "optimizer (3) must be the name of an option",
     "-m \"model='toy','bert'\" optimizer=3": "optimizer (3) must be the name of an option",
     "model=toy trackers=null": "trackers (null) must be a list of options; write trackers=[]",
+    "seed=1 trackers=null": "trackers (null) must be a list of options; write trackers=[]",
+    "world_size=1 optimizer=3": "optimizer (3) must be the name of an option",
     "+trackers=null": "trackers (null) must be a list of options; write trackers=[]",
     "'trackers=int(3)'": "trackers (int(3)) must be a list of options; write trackers=[]",
     "-m trackers=[null],[1]": "trackers ([null],[1]) must be a list of options",

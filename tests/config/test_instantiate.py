@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ddp_runner.config.instantiate import make_function
+from ddp_runner.config.instantiate import make, make_function
 from ddp_runner.errors import UserError
 
 ALLOWED = ["math", "os"]
@@ -31,3 +31,9 @@ def test_a_function_keeps_its_keywords() -> None:
     isclose = make_function(settings, key="model.loss", allowed=ALLOWED)
     assert isclose(1.0, 1.9)
     assert not math.isclose(1.0, 1.9)
+
+
+def test_what_fails_without_a_key_was_given_none() -> None:
+    """Rather than a list of nothing."""
+    with pytest.raises(UserError, match="it was given no keys"):
+        make("trackers.mine", {"_target_": "math.sqrt"}, kind=object, allowed=ALLOWED)

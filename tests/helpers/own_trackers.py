@@ -79,6 +79,14 @@ class Hanging(Raising):
         return ""
 
 
+class Exiting(Raising):
+    """Exits instead, as a client may without its key."""
+
+    def begin(self, run: TrackedRun) -> str:
+        """Exit."""
+        raise SystemExit("no key")
+
+
 class Worsening(Raising):
     """Raises in its first call, and never returns from the next one."""
 

@@ -49,7 +49,7 @@ def follow(
                 return True
             follower.catch_up()
             pause_s = POLL_S
-        except Exception as error:  # a tracker may raise what it likes
+        except BaseException as error:  # a tracker may raise what it likes, also SystemExit
             if not has_failed:
                 has_failed = True
                 report(_described(error))
@@ -101,13 +101,13 @@ def main() -> None:
                 threading.Thread(target=target, daemon=True).start()
             if follow(Follower(request), ended, report):
                 report({"complete": ""})
-    except Exception as error:  # the folder cannot be used
+    except BaseException as error:  # the folder cannot be used, or the tracker not imported
         report(_described(error))
     if os.getppid() != request.parent:  # rank 0 is gone: nobody else ends what the client started
         os.killpg(0, signal.SIGKILL)
 
 
-def _described(error: Exception) -> dict[str, str]:
+def _described(error: BaseException) -> dict[str, str]:
     reason = str(error) if isinstance(error, UserError) else typed(error)
     return {"error": reason, "traceback": "".join(traceback.format_exception(error))}
 

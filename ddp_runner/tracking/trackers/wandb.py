@@ -1,5 +1,6 @@
 """Shows runs in Weights & Biases, by its client. Torch-free."""
 
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_runner.config.schema import digest
+from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 
@@ -59,6 +61,12 @@ class WandB:
         ending, number = digest(place)[:8], run.earlier_id
         if number is None or not number.endswith(ending):
             number = f"{self._new_id}-{ending}"
+        folder = Path(self._place["dir"] or known.root_dir)
+        if reason := _why_unwritable(folder):
+            raise UserError(
+                f"trackers.wandb.dir ({folder}) {reason}; name a folder that can be written: W&B "
+                "would silently take the system's temporary folder"
+            )
         is_offline = (self._place["mode"] or known.mode) == "offline"
         settings = self._wandb.Settings(
             init_timeout=self._timeout_s, login_timeout=self._timeout_s, console="off", silent=True
@@ -100,3 +108,12 @@ class WandB:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if status == Status.COMPLETED else 1)
         self._wandb.teardown()
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Make a folder; return why nothing can be written into it, empty if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"cannot be made ({error.strerror})"
+    return "" if os.access(folder, os.R_OK | os.W_OK) else "cannot be read and written"

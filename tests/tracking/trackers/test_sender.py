@@ -80,6 +80,11 @@ def test_it_gets_the_run_and_its_end(start: Callable[..., TrackerProcess], tmp_p
             "what is missing there is tried again until it works",
         ),
         (
+            "Exiting",
+            "trackers.mine failed (SystemExit: no key); the run goes on, and what is missing there "
+            "is tried again until it works",
+        ),
+        (
             "Worsening",
             "trackers.mine failed (RuntimeError: the server ${oc.env:X}); the run goes on, and "
             "what is missing there is tried again until it works",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ddp_runner.errors import UserError
 from ddp_runner.tracking.trackers.tracker import TrackedRun
 from ddp_runner.tracking.trackers.wandb import WandB
 
@@ -16,7 +17,7 @@ class Client:
     Settings = dict
 
     def __init__(self, **environ: str) -> None:
-        known = {"project": None, "entity": None, "mode": "online"} | environ
+        known = {"project": None, "entity": None, "mode": "online", "root_dir": "."} | environ
         self.settings, self.is_mute = SimpleNamespace(**known), False
         self.given, self.in_use = list[dict[str, Any]](), set[str]()
 
@@ -81,3 +82,18 @@ def test_nothing_is_resumed_offline(environ: dict[str, str], keys: dict[str, Any
     client = Client(**environ)
     begin(client, earlier_id="x", **keys)
     assert client.given[0]["resume"] is None
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, by_key: bool) -> None:
+    """W&B alone would write to /tmp and say nothing: offline, that is the only copy there is."""
+    (tmp_path / "file").touch()
+    folder, client = tmp_path / "file" / "wandb", Client(root_dir=str(tmp_path))
+    keys = {"dir": str(folder)} if by_key else {}
+    if not by_key:
+        client.settings.root_dir = str(folder)
+    with pytest.raises(UserError, match=r"trackers\.wandb\.dir \(.*\) cannot be made \(Not a dir"):
+        begin(client, **keys)
+    assert client.given == []
+    begin(client, dir=str(tmp_path / "new" / "folder"))
+    assert (tmp_path / "new" / "folder").is_dir()
