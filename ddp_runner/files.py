@@ -37,6 +37,30 @@ def replace_file(path: Path, content: str | bytes) -> None:
         raise
 
 
+def is_missing(path: Path) -> bool:
+    """Return whether there is certainly no such file or folder.
+
+    ``Path.exists`` raises an error where it may not look. Here such a file is not missing, and
+    reading it says what is wrong.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk: fsync of a file does not cover its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:

@@ -19,7 +19,7 @@ from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_
 from ddp_runner.checkpoint.plain_data import load_plain_data, reject_sharded
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.files import replace_file
+from ddp_runner.files import replace_file, sync_folder
 
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"
@@ -77,12 +77,16 @@ def retain(
 
     Rank 0 only: after a save, and after a resume, since a kill may have come before it.
     """
-    for path in folder.glob(TEMP_PREFIX + "*"):
-        _delete(path, log=log)
-    monitor, mode = config.monitor, config.mode
-    best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
+    try:
+        _delete_unfinished(folder, log=log)
+        monitor, mode = config.monitor, config.mode
+        best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
+        found = checkpoints_by_step(folder)
+    except UserError as error:
+        log(f"no old checkpoint was deleted: {error}; the run goes on")
+        return
     # Leave later ones alone: they were damaged when this run resumed from an earlier one.
-    up_to_now = [path for at_step, path in checkpoints_by_step(folder).items() if at_step <= step]
+    up_to_now = [path for at_step, path in found.items() if at_step <= step]
     for path in up_to_now[: -config.keep]:
         if path not in best:
             _delete(path, log=log)
@@ -94,7 +98,7 @@ def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | Non
     The folder need not exist.
 
     Raises:
-        UserError: every checkpoint is damaged.
+        UserError: every checkpoint is damaged, or the folder cannot be read.
     """
     paths = newest_first(folder)
     found = first_whole(paths, log=log)
@@ -167,13 +171,32 @@ def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """Return each step's checkpoint, oldest first, without looking inside.
 
     After a kill between the two renames of a replacement, the old folder that was set aside counts.
+
+    Raises:
+        UserError: the folder cannot be read.
     """
     found = {}
     # In reverse order, so that a step's own folder replaces the one set aside.
-    for path in sorted(folder.glob("step-*"), reverse=True):
+    for path in sorted(_entries(folder), reverse=True):
         if match := re.fullmatch(rf"step-(\d+)({re.escape(REPLACED_SUFFIX)})?", path.name):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what a checkpoints folder holds; nothing if there is none.
+
+    ``Path.glob`` finds nothing in a folder that cannot be read, and a run would begin anew.
+    """
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not folder.is_symlink():
+            return []
+        raise UserError(
+            f"the checkpoints in {folder} cannot be read ({error.strerror}); make it a folder that "
+            "you may read and write"
+        ) from error
 
 
 def _write_files(
@@ -193,16 +216,7 @@ def _write_files(
     if unsafe:
         raise TypeError(f"the state holds what cannot be loaded safely again: {', '.join(unsafe)}")
     replace_file(folder / MANIFEST, manifest_text(folder / STATE, step=step, metrics=metrics))
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk: fsync of a file does not cover its name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
 
 
 def _put_in_place(temp: Path, final: Path) -> Path | None:
@@ -212,20 +226,26 @@ def _put_in_place(temp: Path, final: Path) -> Path | None:
         # A rename cannot replace a non-empty folder. Between the two the old one counts.
         replaced = final.rename(final.with_name(final.name + REPLACED_SUFFIX))
     temp.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     return replaced
 
 
 def _clear_leftovers(folder: Path, *, log: Callable[[str], None]) -> None:
     """Delete what killed saves left, and complete or undo an unfinished replacement."""
-    for path in folder.glob(TEMP_PREFIX + "*"):
-        _delete(path, log=log)
-    for path in folder.glob("step-*" + REPLACED_SUFFIX):
+    _delete_unfinished(folder, log=log)
+    replaced = [path for path in _entries(folder) if path.name.endswith(REPLACED_SUFFIX)]
+    for path in replaced:
         original = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
         if original.exists():
             _delete(path, log=log)
         else:
             path.rename(original)
+
+
+def _delete_unfinished(folder: Path, *, log: Callable[[str], None]) -> None:
+    for path in _entries(folder):
+        if path.name.startswith(TEMP_PREFIX):
+            _delete(path, log=log)
 
 
 def _delete(path: Path, *, log: Callable[[str], None]) -> None:

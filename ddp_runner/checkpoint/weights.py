@@ -135,8 +135,14 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
 
 def _find(path: Path, *, log: Callable[[str], None]) -> Path:
     """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest."""
-    if path.is_file() or (path / MANIFEST).exists():
-        return path
+    try:
+        if path.is_file() or (path / MANIFEST).exists():
+            return path
+    except OSError as error:
+        raise UserError(
+            f"model.weights ({path}) cannot be read ({error.strerror}); make it readable, or give "
+            "other weights"
+        ) from error
     config = RunDir(path).config
     try:
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]

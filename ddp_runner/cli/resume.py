@@ -16,6 +16,7 @@ from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, frozen_config
 from ddp_runner.config.schema import AUTO, RUNNER_KEYS
 from ddp_runner.errors import UserError
+from ddp_runner.files import is_missing
 from ddp_runner.job import Job
 from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
@@ -112,6 +113,11 @@ def with_resumed(
         # More metrics beside those of the training, which other keys of the run may name.
         frozen.metrics = {**own_metrics, **frozen.metrics}
         _take_model(frozen, raw, chosen, trained=trained)
+    elif frozen.task in INFERENCE and is_missing(Path(str(frozen.inference.run))):
+        raise NotARunError(
+            f"resume={raw.resume} is a run of task={trained} about {frozen.inference.run}, which "
+            f"does not exist; write task={trained} resume=RUN with the folder where that run is now"
+        )
     return frozen
 
 
@@ -187,7 +193,7 @@ def asked_folder(composed: DictConfig, job: Job) -> Path | None:
 def _frozen(run_dir: Path) -> DictConfig:
     """Return a run's frozen config; reject one that is missing or damaged."""
     path = RunDir(run_dir).config
-    if not path.exists():
+    if is_missing(path):
         raise NotARunError(
             f"resume={run_dir} is not a run folder: {path} does not exist; "
             "name the folder that holds run.json"

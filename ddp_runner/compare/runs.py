@@ -21,6 +21,7 @@ from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError, listed, one_line
+from ddp_runner.files import is_missing
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
@@ -78,16 +79,14 @@ def tagged(runs: Sequence[Run], tags: Sequence[str]) -> list[Run]:
 
 def read_run(folder: Path) -> Run:
     """Return one run; a run that is damaged, not completed or of another format has a reason."""
-    if folder.is_dir() and not (folder / RUN_RECORD).exists():
-        reason = f"no {RUN_RECORD}: the run never started, or the copy is incomplete"
-        return Run(folder, reason=reason)
-    if (link := _link_in(folder)) is not None:
-        return Run(
-            folder,
-            reason=f"{link} is a link, which may lead to any file; put the file itself there",
-        )
     record: Mapping[str, Any] = {}
     try:
+        if folder.is_dir() and not (folder / RUN_RECORD).exists():
+            reason = f"no {RUN_RECORD}: the run never started, or the copy is incomplete"
+            return Run(folder, reason=reason)
+        if (link := _link_in(folder)) is not None:
+            reason = f"{link} is a link, which may lead to any file; put the file itself there"
+            return Run(folder, reason=reason)
         record = read_run_record(folder)
         if (problem := _problem(folder, record)) is not None:
             return Run(folder, reason=problem, record=record)
@@ -96,7 +95,7 @@ def read_run(folder: Path) -> Run:
     except UserError as error:
         reason = str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
     except OSError as error:
-        reason = f"{Path(error.filename).name} cannot be read ({error.strerror})"
+        reason = f"{Path(error.filename or folder).name} cannot be read ({error.strerror or error})"
     except Exception as error:  # PyYAML raises errors of any type for odd tags
         name = CONFIG_FILE if record else RUN_RECORD
         reason = f"{name} cannot be read ({one_line(error)})"
@@ -113,8 +112,9 @@ def with_what_is_there(run: Run) -> Run:
     """
     keys: dict[str, Any] = {}
     lines: list[dict[str, float | None]] = []
-    if _link_in(run.folder) is not None:
-        return run
+    with suppress(OSError):
+        if _link_in(run.folder) is not None:
+            return run
     with suppress(Exception):  # its reason says what is wrong; PyYAML raises errors of any type
         keys = _read_config(run.folder / CONFIG_FILE)
     with suppress(OSError):
@@ -125,13 +125,18 @@ def with_what_is_there(run: Run) -> Run:
 def _run_folders(path: Path) -> Iterator[Path]:
     """Yield the folders that hold at least a part of a run, and those that cannot be read."""
     unreadable: list[Path] = []
-    walk = os.walk(path, onerror=lambda error: unreadable.append(Path(error.filename)))
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            unreadable.append(Path(error.filename))
+
+    walk = os.walk(path, onerror=note)
     for name, subfolders, files in walk:
         folder = Path(name)
-        if RUN_RECORD in files or METRICS_FILE in files or (folder / CONFIG_FILE).exists():
+        if RUN_RECORD in files or METRICS_FILE in files or not is_missing(folder / CONFIG_FILE):
             subfolders[:] = set(subfolders) - set(SUBFOLDERS)
             yield folder
-    yield from (folder for folder in unreadable if path.is_dir() and folder.is_dir())
+    yield from unreadable
 
 
 def _link_in(folder: Path) -> str | None:

@@ -39,10 +39,16 @@ def frozen_config(path: Path) -> DictConfig:
     """Return the frozen config of a run by the present names; values of oc.env stay unresolved.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file is damaged, or cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); name the folder of a run that you may read"
+        ) from error
+    try:
+        text = content.decode().strip()
         if text.startswith("---") and not text.endswith("..."):
             raise ValueError("it is cut off")
         loaded = OmegaConf.to_container(OmegaConf.load(path))

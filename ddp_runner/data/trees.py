@@ -55,7 +55,7 @@ def first_tensor(tree: Any) -> Tensor | None:
 
 def shape_of(tree: Any) -> str:
     """Return a tree's shapes and dtypes in words, for messages."""
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) and not tree.is_nested:  # which has no shape
         return f"{tuple(tree.shape)} of {str(tree.dtype).removeprefix('torch.')}"
     if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{key}: {shape_of(value)}" for key, value in tree.items()) + "}"

@@ -15,6 +15,7 @@ from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.errors import UserError, one_line
+from ddp_runner.files import is_missing
 from ddp_runner.inference.weights import find_weights
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.rng import seed_rng
@@ -34,7 +35,7 @@ def load_model(
     """Return the model of a run with its weights, in evaluation mode; see ``notebook.load``."""
     place = _usable(device)
     run_dir = RunDir(run)
-    if not run_dir.config.exists():
+    if is_missing(run_dir.config):
         raise UserError(f"{run} is not a run folder: it has no {run_dir.config.name} in .hydra")
     frozen = frozen_config(run_dir.config)
     # A config that came with somebody else's run must not allow itself to run code.
@@ -61,12 +62,17 @@ def load_model(
 
 def _usable(device: str | torch.device) -> torch.device:
     try:
-        return torch.empty(0, device=device).device
+        place = torch.empty(0, device=device).device
     # AssertionError: torch was compiled without it.
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"device={str(device)!r} cannot be used ({one_line(error)}); leave it out for the CPU"
         ) from error
+    if place.type == "meta":
+        raise UserError(
+            f"device={str(device)!r} cannot be used (it holds no weights); leave it out for the CPU"
+        )
+    return place
 
 
 def _resolved(frozen: DictConfig, *, needs_data: bool) -> Config:

@@ -43,21 +43,23 @@ def load(
 
     Raises:
         UserError: the folder holds no such run, its config names what is not allowed, the weights
-            are missing, damaged or of another model, or torch cannot use the device.
+            are missing, damaged or of another model, torch cannot use the device, or an argument
+            is of another type.
     """
     from ddp_runner.data.random_states import random_states, restore
 
+    folder, packages = _path(run, "run"), _packages(allowed_targets)
+    root = None if data_root is None else _path(data_root, "data_root")
     before = random_states()
-    packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
     try:
         from ddp_runner.inference.load import load_model  # some libraries draw when imported
 
         return load_model(
-            Path(run),
+            folder,
             weights=weights,
             device=device,
             allowed_targets=packages,
-            data_root=None if data_root is None else Path(data_root),
+            data_root=root,
         )
     finally:
         restore(before)
@@ -101,8 +103,30 @@ def _runs(paths: AnyPath | Iterable[AnyPath]) -> "list[Run]":
     from ddp_runner.compare.runs import with_what_is_there
 
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    found = read([Path(path) for path in given])
+    if not isinstance(given, Iterable):
+        given = [given]  # which is no path
+    found = read([_path(path, "paths") for path in given])
     return [run if run.reason is None else with_what_is_there(run) for run in found]
+
+
+def _path(given: Any, argument: str) -> Path:
+    from ddp_runner.errors import UserError
+
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    raise UserError(f"{argument} ({given!r}) must be a path, such as 'outputs/RUN'")
+
+
+def _packages(given: Any) -> list[str]:
+    from ddp_runner.errors import UserError
+
+    packages = [given] if isinstance(given, str) else given
+    if isinstance(packages, Iterable) and all(isinstance(one, str) for one in packages):
+        return list(packages)
+    raise UserError(
+        f"allowed_targets ({given!r}) must be a list of packages, such as ['my_package']; leave it "
+        "out to allow none"
+    )
 
 
 def _row(run: "Run") -> dict[str, Any]:

@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, listed
+from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.train.step import Step
 
 MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
+NameT = TypeVar("NameT", bound=str | int)
 Columns = Mapping[str, NDArray[Any]]  # by name: (num_rows,), or (num_rows, size) for lists
 
 
@@ -28,15 +29,17 @@ def columns_of(
         step: what the training step returned for the batch.
         split: train or eval.
         numbers: of the samples in the split, from 0.
-        num_classes: of the dataset; the prediction is then the class with the highest score.
+        num_classes: of the dataset; the prediction is then the class with the highest score, of
+            each output that has scores: real numbers.
 
     Raises:
-        UserError: the outputs are not tensors with a row for each sample.
+        UserError: the outputs are not tensors with a row for each sample, or NumPy has no such
+            arrays.
     """
     count = len(numbers)
     parts = [{"split": np.full(count, split), "index": np.asarray(numbers)}]
     if _has_rows(step.targets, count):
-        parts.append(_flat("target", step.targets))
+        parts.append(_flat("target", _array("target", step.targets)))
     named = step.outputs if isinstance(step.outputs, Mapping) else {"output": step.outputs}
     for name, output in named.items():
         if not _has_rows(output, count):
@@ -45,10 +48,13 @@ def columns_of(
                 f"training step returns {shape_of(output)} as {name}; return Step(outputs=...) "
                 "with a tensor, or a mapping of tensors"
             )
-        if num_classes and output.ndim == 2 and output.shape[1] >= num_classes:
-            prediction = "prediction" if name == "output" else f"{name}_prediction"
-            parts.append(_flat(prediction, output.argmax(dim=1)))
-        parts.append(_flat(str(name), output))
+        label = _printable(str(name))
+        array = _array(label, output)
+        is_ranked = array.ndim == 2 and array.dtype.kind in "iuf"
+        if num_classes and is_ranked and array.shape[1] >= num_classes:
+            prediction = "prediction" if name == "output" else f"{label}_prediction"
+            parts.append({prediction: array.argmax(axis=1)})
+        parts.append(_flat(label, array))
     names = [name for part in parts for name in part] + ["sample"]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
@@ -96,8 +102,8 @@ def validate_columns(rows: Columns, *, like: Columns) -> None:
         )
 
 
-def _printable(name: str | int) -> str | int:
-    """Return a sample's name with escapes for bytes of a file name that are no text."""
+def _printable(name: NameT) -> str | NameT:
+    """Return a name with escapes for what is no text, such as bytes of a file name."""
     return name.encode(errors="backslashreplace").decode() if isinstance(name, str) else name
 
 
@@ -173,18 +179,28 @@ class ParquetWriter:
         self._file: Any = None
 
     def write(self, rows: Columns) -> None:
-        """Append rows."""
+        """Append rows.
+
+        Raises:
+            UserError: Parquet has no type for a column.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pa.table(
-            {
-                name: pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
-                if values.ndim > 1
-                else pa.array(values)
-                for name, values in rows.items()
-            }
-        )
+        columns = {}
+        for name, values in rows.items():
+            try:
+                columns[name] = (
+                    pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
+                    if values.ndim > 1
+                    else pa.array(values)
+                )
+            except pa.ArrowException as error:
+                raise UserError(
+                    f"{name} is of {values.dtype}, which Parquet does not have; return real "
+                    "numbers from the training step, as torch.view_as_real does"
+                ) from error
+        table = pa.table(columns)
         if self._file is None:
             self._file = pq.ParquetWriter(self._temp, table.schema)
         self._file.write_table(table)
@@ -196,16 +212,35 @@ class ParquetWriter:
 
 
 def _has_rows(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+    if not isinstance(value, Tensor) or value.is_nested:
+        return False
+    return value.ndim > 0 and len(value) == count
 
 
-def _flat(name: str, values: Tensor) -> dict[str, NDArray[Any]]:
+def _array(name: str, values: Tensor) -> NDArray[Any]:
+    """Return a tensor's values; those of the short floating types become float32.
+
+    Raises:
+        UserError: NumPy has no such arrays.
+    """
+    try:
+        if values.is_floating_point() and values.dtype != torch.float64:
+            values = values.float()
+        array: NDArray[Any] = values.numpy(force=True)
+    except (RuntimeError, TypeError) as error:
+        kind = f"{values.layout}".removeprefix("torch.")
+        raise UserError(
+            f"task=predict cannot write {name}, a {kind} tensor of {shape_of(values)}; return a "
+            f"dense tensor of real numbers from the training step ({typed(error)})"
+        ) from error
+    return array
+
+
+def _flat(name: str, array: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """Return one column, a column for each number of a row, or lists if these are too many."""
-    if values.dtype in (torch.bfloat16, torch.float16):
-        values = values.float()
-    array = values.detach().cpu().reshape(len(values), -1).numpy()
-    if values.ndim == 1:
-        return {name: array[:, 0]}
+    if array.ndim == 1:
+        return {name: array}
+    array = array.reshape(len(array), -1)
     if array.shape[1] > MOST_COLUMNS:
         return {name: array}
     return {f"{name}_{number}": array[:, number] for number in range(array.shape[1])}

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.errors import UserError
+from ddp_runner.files import is_missing
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -37,11 +38,19 @@ def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset:
     """Reject data that were made by another tokenizer than the run's.
 
     Raises:
-        UserError: a file that the run has kept differs from the dataset's.
+        UserError: a file that the run has kept differs from the dataset's, or cannot be read.
     """
     for name, content in files.items():
         path = run_dir.path / name
-        if path.exists() and path.read_bytes() != content:
+        if is_missing(path):
+            continue
+        try:
+            kept = path.read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}); make it readable"
+            ) from error
+        if kept != content:
             raise UserError(
                 f"dataset={dataset} made another {name} than the run has in {path}, so its samples "
                 "would mean something else to the model; write "

@@ -19,7 +19,7 @@ from ddp_runner.config.inference import Asked
 from ddp_runner.config.schema import Config
 from ddp_runner.config.validate_inference import validate_weights
 from ddp_runner.errors import UserError
-from ddp_runner.files import file_sha256
+from ddp_runner.files import file_sha256, is_missing
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -49,14 +49,17 @@ def find_weights(
         log: takes a sentence about each damaged checkpoint that is passed over.
 
     Raises:
-        UserError: the run has no such weights, or they are damaged.
+        UserError: the run has no such weights, or they are damaged or cannot be read.
     """
     validate_weights(asked)
-    if not run_dir.path.is_dir():
-        raise UserError(f"the run's folder {run_dir} does not exist; name the folder of a run")
+    if is_missing(run_dir.path):
+        raise UserError(
+            f"the run's folder {run_dir} does not exist; write task={config.task} resume=RUN with "
+            "the folder where it is now"
+        )
     is_average = config.ema.decay is not None and config.ema.evaluate
     if asked == "best":
-        found = _exported(run_dir, is_average=is_average)
+        found = _exported(run_dir, is_average=is_average, log=log)
         if found is not None:
             return found
     for is_last_try in (*[False] * (TRIES - 1), True):
@@ -74,13 +77,25 @@ def find_weights(
     raise AssertionError("the last try returns or raises")
 
 
-def _exported(run_dir: RunDir, *, is_average: bool) -> Weights | None:
+def _exported(run_dir: RunDir, *, is_average: bool, log: Callable[[str], None]) -> Weights | None:
     """Return what a run has exported; None if it has trained on since, or exported another kind."""
-    path, record = run_dir.export, read_run_record(run_dir, missing_ok=True)
-    if not path.exists():
+    path = run_dir.export
+    if is_missing(path):
         return None
-    wanted = record.get("export_sha256")
-    if wanted is not None and file_sha256(path) != wanted:
+    record = {} if is_missing(run_dir.record) else read_run_record(run_dir)
+    is_completed, wanted = record.get("status") == Status.COMPLETED, record.get("export_sha256")
+    try:
+        sha256 = file_sha256(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); make it readable, or write "
+            "inference.weights=last"
+        ) from error
+    if wanted is not None and sha256 != wanted and not is_completed:
+        # The file is replaced before its checksum, and a kill may come in between.
+        log(f"{path} is passed over: the run has not completed since it wrote the file")
+        return None
+    if wanted is not None and sha256 != wanted:
         raise UserError(
             f"{path} is damaged: its checksum differs from that in {run_dir.record.name}; restore "
             "it, or write inference.weights=last"
@@ -88,7 +103,7 @@ def _exported(run_dir: RunDir, *, is_average: bool) -> Weights | None:
     tensors, facts = read_export(path, named=str(path))
     step = int(facts["step"]) if facts.get("step", "").isdecimal() else 0
     later = max(checkpoints_by_step(run_dir.checkpoints), default=0)
-    has_gone_on = record.get("status") != Status.COMPLETED and later > step
+    has_gone_on = not is_completed and later > step
     if has_gone_on or (facts.get("weights") == "ema") != is_average:
         return None
     return Weights(tensors, step, path)

@@ -36,6 +36,7 @@ from ddp_runner.profiling.traces import (
 
 T = TypeVar("T")
 Trace = dict[str, Any]
+NAME = "steps-"  # of a profile's folder, before its steps
 NUM_PRINTED, NUM_IN_FILE = 5, 40
 
 
@@ -61,7 +62,7 @@ def write_profile(
     Raises:
         NotWrittenError: on every rank, when all temporary files are gone.
     """
-    rank, name = dist.get_rank(), f"steps-{steps[0]}-{steps[1]}"
+    rank, name = dist.get_rank(), f"{NAME}{steps[0]}-{steps[1]}"
     place, new = folder / name, folder / f".{name}.tmp"
     in_run = f"write to {folder}", "free space or make the folder writable"
     in_temp = "write its temporary files", "free space, or set TMPDIR to a folder of another disk"
@@ -95,6 +96,12 @@ def write_profile(
         return ""
     short = _text(summaries, steps=steps, num_rows=NUM_PRINTED, on_gpu=on_gpu)
     return f"{short}\ntrace for ui.perfetto.dev: {place / 'trace.json.gz'}"
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what killed runs have left of profiles. Rank 0 only, before this run writes any."""
+    for path in folder.glob(f".{NAME}*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _together(work: Callable[[], T], what: str, fix: str) -> T:

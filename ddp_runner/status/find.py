@@ -5,14 +5,14 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.status.look import LOST, RunStatus, holder_of, is_held, look
+from ddp_runner.status.look import LOST, UNREADABLE, RunStatus, holder_of, is_held, look
 from ddp_runner.sweep.ledger import LEDGER, Entry, Ledger
 from ddp_runner.sweep.results import WATCHED
 from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
@@ -53,14 +53,21 @@ def survey(paths: Sequence[Path]) -> Report:
     """
     runs: dict[Path, RunStatus] = {}
     sweeps: dict[Path, SweepStatus] = {}
-    for path in paths:
-        if not path.is_dir():
+
+    def note(error: OSError) -> None:
+        folder = Path(error.filename)
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            reason = f"the folder cannot be read ({error.strerror})"
+            runs.setdefault(folder.resolve(), RunStatus(folder, UNREADABLE, reason=reason))
+        elif folder == path:
             raise UserError(
                 f"{path} is not a folder; give that of a run, of a sweep, or of all outputs"
-            )
+            ) from error
+
+    for path in paths:
         server_time = cache(partial(folder_time, path))
         ledgers = []
-        for folder, names in _folders(path):
+        for folder, names in _folders(path, note):
             if RUN_RECORD in names:
                 runs.setdefault(folder.resolve(), look(folder, server_time=server_time))
             if LEDGER in names:
@@ -86,9 +93,9 @@ def folder_time(folder: Path) -> float:
         return time.time()
 
 
-def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
+def _folders(path: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder at and below a path with the names of its files, in their order."""
-    for name, subfolders, files in os.walk(path):
+    for name, subfolders, files in os.walk(path, onerror=onerror):
         is_run = RUN_RECORD in files
         subfolders[:] = sorted(
             one for one in subfolders if not (one.startswith(".") or (is_run and one in SUBFOLDERS))

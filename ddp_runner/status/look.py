@@ -22,7 +22,7 @@ from ddp_runner.tracking.heartbeat import STARTING, read_heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
-LOST, SILENT, DAMAGED = "lost", "silent", "damaged"
+LOST, SILENT, DAMAGED, UNREADABLE = "lost", "silent", "damaged", "unreadable"
 LOST_S = 60.0  # without a sign of life; a heartbeat comes every five seconds
 STARTING_S = 300.0  # before the first heartbeat: importing torch, waiting for other machines
 STALLED_S, STALLED_STEPS = 60.0, 20.0  # a step that takes so long, and so many times the usual
@@ -35,7 +35,8 @@ class RunStatus:
 
     folder: Path
     # starting, running, evaluating, ending: alive. silent: its process exists and gives no sign.
-    # lost: run.json says running, and no process does it. Else a ``Status``, or damaged.
+    # lost: run.json says running, and no process does it. unreadable: nobody can tell whether this
+    # folder holds a run. Else a ``Status``, or damaged.
     status: str
     step: int | None = None
     total_steps: int | None = None

@@ -78,7 +78,7 @@ class RunDir:
 
         Raises:
             InUseError: another process holds it; the message names the process.
-            UserError: one of its files is a link.
+            UserError: one of its files is a link, or a folder in it cannot be read.
         """
         self._forbid_links()
         lock = self._file_lock()
@@ -106,7 +106,7 @@ class RunDir:
     def _forbid_links(self) -> None:
         # Somebody else's folder could make the run write elsewhere. A folder in it may be a link,
         # such as checkpoints/.
-        for folder, _, names in os.walk(self):
+        for folder, _, names in os.walk(self, onerror=_reject_unreadable):
             for path in (Path(folder, name) for name in names):
                 if path.is_symlink():
                     raise UserError(
@@ -167,6 +167,14 @@ class RunDir:
             return f"resume={self}"
         escaped = str(self).replace("\\", "\\\\").replace("'", "\\'")
         return shlex.quote(f"resume='{escaped}'")
+
+
+def _reject_unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # the process that runs in it has removed it
+        raise UserError(
+            f"{error.filename} cannot be read ({error.strerror}), and the run would write to it; "
+            "make it readable, or give another folder"
+        ) from error
 
 
 def ensure_space(path: Path, *, place: Path) -> None:

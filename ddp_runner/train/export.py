@@ -116,7 +116,12 @@ def _best(
     """
     assert settings.monitor is not None
     shapes = {name: value.shape for name, value in last.state.items()}
-    for path in best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode):
+    try:
+        ranking = best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode)
+    except UserError as error:
+        log(f"{error}; exporting the last model")
+        return last
+    for path in ranking:
         try:
             manifest = read_manifest(path)
             if manifest.step == last.step:

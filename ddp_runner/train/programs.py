@@ -4,6 +4,7 @@ Sources: https://docs.pytorch.org/docs/stable/export.html and
 https://docs.pytorch.org/docs/stable/onnx_export.html
 """
 
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -25,6 +26,7 @@ from ddp_runner.train.build import build_step, place_model
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
+TEMP_PREFIX = ".export-"
 NUM_SAMPLES = 2  # of the batch that a model is traced with: a size of 1 would be fixed in it
 MOST_CHARACTERS = 200  # of an error of torch's exporter, which may fill a page
 CPU = torch.device("cpu")
@@ -65,31 +67,42 @@ def export_programs(
     load_tensors(module, tensors, named="the exported model")
     module.eval()
     written = []
-    with _quiet(), torch.no_grad(), TemporaryDirectory(dir=folder, prefix=".export-") as temp:
-        for name in config.checkpoint.export:
-            path = Path(temp, FILES[name])
-            try:
+    for name in dict.fromkeys(config.checkpoint.export):
+        try:
+            with _quiet(), torch.no_grad(), _new_folder(folder) as temp:
                 args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
                 shapes = _dynamic_axes((args, kwargs), is_text=dataset.padding_id is not None)
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
-                _save(program, path)
-                for file in Path(temp).iterdir():  # large weights are in a second file
+                _save(program, temp / FILES[name])
+                for file in temp.iterdir():  # large weights are in a second file
                     written.append(file.replace(folder / file.name))
-            except UserError:
-                raise
-            except OSError as error:
-                raise UserError(
-                    f"{folder / path.name} cannot be written ({error.strerror or error}); free "
-                    "space or make the folder writable"
-                ) from error
-            except Exception as error:  # torch raises anything for what it cannot trace
-                reason = typed(error.__cause__ or error)[:MOST_CHARACTERS]
-                raise UserError(
-                    f"checkpoint.export={name}: torch cannot make a program of "
-                    f"model={config.model.get('name')} ({reason}); leave it out, or change the "
-                    "model: model.safetensors has the weights"
-                ) from error
+        except UserError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"{folder / FILES[name]} cannot be written ({error.strerror or error}); free "
+                "space or make the folder writable"
+            ) from error
+        except Exception as error:  # torch raises anything for what it cannot trace
+            reason = typed(error.__cause__ or error)[:MOST_CHARACTERS]
+            raise UserError(
+                f"checkpoint.export={name}: torch cannot make a program of "
+                f"model={config.model.get('name')} ({reason}); leave it out, or change the "
+                "model: model.safetensors has the weights"
+            ) from error
     return written
+
+
+@contextmanager
+def _new_folder(parent: Path) -> Iterator[Path]:
+    """Give a temporary folder, and remove it afterwards with those that killed exports have left.
+
+    Its name is new, so that a rank that lives longer than its launcher writes into none of these.
+    """
+    for path in parent.glob(f"{TEMP_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    with TemporaryDirectory(dir=parent, prefix=TEMP_PREFIX, ignore_cleanup_errors=True) as temp:
+        yield Path(temp)
 
 
 def _call(module: nn.Module, step: StepFunction, data: Any) -> tuple[Any, dict[str, Any]]:

@@ -12,6 +12,7 @@ from ddp_runner.config.monitors import validate_known
 from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
+from ddp_runner.profiling.output import clear_unfinished
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
@@ -100,6 +101,8 @@ def _profiler(
     """Return what traces the steps of ``train.profile``."""
     asked, done = session.config.train.profile, state.position.step
     folder = run_dir.path / "profile"
+    if session.env.is_rank_zero:
+        clear_unfinished(folder)
     warn = partial(_warn, session)
     if not has_steps_to_trace(asked, done=done, folder=folder, warn=warn):
         return NullProfiler()

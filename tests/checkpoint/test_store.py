@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rights import unreadable
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddp_runner.checkpoint.store import (
@@ -21,6 +22,7 @@ from ddp_runner.checkpoint.store import (
     first_whole,
     latest_checkpoint,
     load_checkpoint,
+    retain,
     save_checkpoint,
 )
 from ddp_runner.config.training import CheckpointConfig
@@ -423,6 +425,32 @@ def test_where_all_checkpoints_are_damaged_nothing_is_resumed(tmp_path: Path) ->
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(logged) == 2
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    """A run would begin anew, over what it has logged."""
+    save(tmp_path / "private", 1)
+    (tmp_path / "file").touch()
+    (tmp_path / "unmounted").symlink_to(tmp_path / "disk")
+    with unreadable(tmp_path / "private"):
+        for name, reason in (
+            ("private", "Permission denied"),
+            ("file", "Not a directory"),
+            ("unmounted", "No such file or directory"),
+        ):
+            with pytest.raises(UserError, match=rf"{name} cannot be read \({reason}\); make it"):
+                latest_checkpoint(tmp_path / name, log=pytest.fail)
+    assert latest_checkpoint(tmp_path / "private", log=pytest.fail) is not None
+
+
+def test_a_folder_that_cannot_be_read_after_a_save_does_not_end_the_run(tmp_path: Path) -> None:
+    """The checkpoint is there; only the old ones stay."""
+    save(tmp_path, 1)
+    lines: list[str] = []
+    with unreadable(tmp_path):
+        retain(tmp_path, ONE, step=1, log=lines.append)
+    (line,) = lines
+    assert line.startswith("no old checkpoint was deleted: the checkpoints in ")
 
 
 def test_the_best_that_is_whole_is_found(tmp_path: Path) -> None:

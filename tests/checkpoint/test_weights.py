@@ -11,6 +11,7 @@ import pytest
 import torch
 from configs import config_error, resolved
 from ranks import run_ranks
+from rights import unreadable
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -201,6 +202,16 @@ def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) 
     with pytest.raises(UserError, match="has no undamaged checkpoint; give another run"):
         starting_weights(config, tmp_path / "none", log=logged.append)
     assert len(logged) == 1
+
+
+def test_weights_that_are_somebody_elses_are_named(tmp_path: Path) -> None:
+    """A private run, or a file in it."""
+    run = tmp_path / "run"
+    as_checkpoint(run / "checkpoints", dict(toy().state_dict()))
+    for asked in (run, saved(run / "a.pt", {})):
+        config = compose_config(*TOY, f"model.weights={asked}")
+        with unreadable(run), pytest.raises(UserError, match=r"cannot be read \(Permission denied"):
+            starting_weights(config, tmp_path / "none", log=pytest.fail)
 
 
 def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from generated_runs import lines_of, write_run
+from rights import unreadable
 
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.tables import FORMATS
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.runs import read_runs, with_what_is_there
 from ddp_runner.errors import UserError
 
 ERROR = {"rank": 1, "kind": "crash", "sentence": "rank 1 raised RuntimeError: no"}
@@ -92,6 +93,33 @@ def test_a_damaged_file_is_named(
     assert "\n" not in note.sentence
     assert str(tmp_path) not in note.sentence  # the same fault in many runs takes one line
     assert re.search(reason, note.sentence)
+
+
+@pytest.mark.parametrize("place", ["", ".hydra", ".hydra/config.yaml", "run.json"])
+def test_a_run_that_is_somebody_elses_has_a_reason(tmp_path: Path, place: str) -> None:
+    """One private folder below outputs does not keep the others from being compared."""
+    write_run(tmp_path / "good", lines=lines_of([1.0, 2.0]))
+    private = write_run(tmp_path / "private", lines=lines_of([1.0, 2.0]))
+    with unreadable(private / place):
+        runs = read_runs([tmp_path])
+        seen = [with_what_is_there(run) for run in runs]
+        alone = read_runs([private])
+    comparison = compare(runs)
+    assert len(comparison.rows) == 1
+    (note,) = comparison.skipped
+    assert re.fullmatch(r"(run\.json|config\.yaml|\S+run\.json) cannot be read .*", note.sentence)
+    assert "Permission denied" in note.sentence
+    assert [len(run.lines) for run in seen] == [2, 2 if place else 0]
+    assert [run.reason for run in alone] == [note.sentence]
+
+
+def test_a_folder_that_may_be_listed_and_not_entered_has_a_reason(tmp_path: Path) -> None:
+    """Its files have names, and no content."""
+    run = write_run(tmp_path / "run", lines=lines_of([1.0]))
+    with unreadable(run):
+        run.chmod(0o444)
+        (found,) = read_runs([tmp_path])
+    assert found.reason == "run.json cannot be read (Permission denied)"
 
 
 @pytest.mark.parametrize(

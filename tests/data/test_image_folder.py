@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rights
 import torch
 from pictures import write_folders
 from PIL import Image
@@ -228,6 +229,13 @@ def test_keys_that_cannot_be_are_rejected(
     """The line has key, value and rule; a dataset larger than memory is found before decoding."""
     with pytest.raises(UserError, match=message):
         load_dataset(replace(SOURCE, **keys), data_root=tmp_path, log=print)
+
+
+@pytest.mark.parametrize("place", ["", "train", "train/cat"])
+def test_a_folder_that_cannot_be_read_is_named(place: str, root: Path, tmp_path: Path) -> None:
+    """It does not count as empty."""
+    with rights.unreadable(root / place), pytest.raises(UserError, match=r"cannot be read \(Perm"):
+        load_dataset(SOURCE, data_root=tmp_path, log=print)
 
 
 def test_a_link_to_nowhere_is_named(root: Path, tmp_path: Path) -> None:

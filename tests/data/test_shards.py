@@ -12,6 +12,7 @@ import pytest
 import torch
 import webdataset
 from pictures import add, write_folders, write_shards
+from rights import unreadable
 from torch import Tensor
 
 from ddp_runner.data.cache import load_dataset
@@ -168,6 +169,16 @@ def test_each_fault_of_a_shard_is_named(
     with pytest.raises(UserError, match=f"^/.*{message}") as caught:
         load_dataset(SOURCE, data_root=tmp_path, log=print)
     assert "\n" not in str(caught.value)
+
+
+def test_shards_that_cannot_be_looked_for_are_not_left_out(root: Path, tmp_path: Path) -> None:
+    """The training would have fewer samples."""
+    (root / "private").mkdir()
+    for path in sorted(root.glob("train-*"))[:1]:
+        path.rename(root / "private" / path.name)
+    for place, keys in ((root, {}), (root / "private", {"train": "*/train-*.tar"})):
+        with unreadable(place), pytest.raises(UserError, match=f"{place} cannot be read"):
+            load_dataset(replace(SOURCE, **keys), data_root=tmp_path, log=print)
 
 
 def _zeros(content: bytes, header: int) -> bytes:

@@ -119,6 +119,22 @@ def test_a_full_disk_for_metrics_ends_the_run_and_it_resumes(
     assert_resumes(tmp_path, uninterrupted)
 
 
+def test_a_resume_that_cannot_read_the_checkpoints_changes_nothing(
+    tmp_path: Path, uninterrupted: Path
+) -> None:
+    """It must not begin at step 0, over the lines of metrics.jsonl."""
+    run = Path(shutil.copytree(uninterrupted, tmp_path / RUN))
+    kept = (run / "checkpoints").rename(tmp_path / "kept")
+    (run / "checkpoints").touch()
+    before = (run / "metrics.jsonl").read_bytes()
+    end = run_command(f"resume={RUN}", "train.epochs=9", folder=tmp_path)
+    assert "checkpoints cannot be read (Not a directory); make it a folder" in error_line(end)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    (run / "checkpoints").unlink()
+    kept.rename(run / "checkpoints")
+    assert run_command(f"resume={RUN}", folder=tmp_path).exit_code == 0
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was killed in mid-training, with all of its checkpoints."""

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from commands import run_command
+from rights import unreadable
 from run_folders import metrics, record
 
 import ddp_runner
@@ -164,6 +165,63 @@ def test_a_flipped_bit_of_an_export_is_named(copy: Path) -> None:
     with pytest.raises(UserError, match="is damaged: its checksum differs"):
         ddp_runner.load(copy)
     ddp_runner.load(copy, weights="last")
+
+
+def test_an_export_that_cannot_be_read_is_named(copy: Path) -> None:
+    """With what can be loaded in its place."""
+    path = copy / "model.safetensors"
+    with unreadable(path), pytest.raises(UserError, match=r"cannot be read \(Permission denied\)"):
+        ddp_runner.load(copy)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"Is a directory\).* write inference.weights=last"):
+        ddp_runner.load(copy)
+    ddp_runner.load(copy, weights="last")
+
+
+def test_a_kill_between_the_export_and_its_checksum_damages_nothing(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has not completed, so its checkpoints are taken; run.json is of an earlier export."""
+    best = ddp_runner.load(copy).state_dict()
+    write_run_record(copy, status="failed", export_sha256="0" * 64)
+    found = ddp_runner.load(copy).state_dict()
+    assert all(found[name].equal(best[name]) for name in best)
+    assert "model.safetensors is passed over: the run has not completed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["", ".hydra", ".hydra/config.yaml"])
+def test_a_run_that_is_somebody_elses_is_named(copy: Path, place: str) -> None:
+    """Whether the folder is private or a file in it."""
+    with unreadable(copy / place), pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+        ddp_runner.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"run": "x" * 300}, r"cannot be read \(File name too long\)"),
+        ({"run": None}, r"run \(None\) must be a path"),
+        ({"data_root": 3}, r"data_root \(3\) must be a path"),
+        ({"allowed_targets": None}, r"allowed_targets \(None\) must be a list of packages"),
+        ({"allowed_targets": [1]}, r"allowed_targets \(\[1\]\) must be a list of packages"),
+        ({"device": "meta"}, r"device='meta' cannot be used \(it holds no weights\)"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named(
+    arguments: dict[str, Any], sentence: str, sweep: Path
+) -> None:
+    """In one line, as everything that a user can cause."""
+    with pytest.raises(UserError, match=sentence):
+        ddp_runner.load(**{"run": sweep / "optimizer.lr=0.01"} | arguments)
+
+
+@pytest.mark.parametrize("paths", [None, [None], 3])
+def test_paths_that_are_none_are_named(paths: Any) -> None:
+    """By both that read runs."""
+    for read in (ddp_runner.read_runs, ddp_runner.read_metrics):
+        with pytest.raises(UserError, match=r"paths \((None|3)\) must be a path"):
+            read(paths)
 
 
 def test_an_export_that_the_run_has_trained_beyond_is_not_its_best(copy: Path) -> None:

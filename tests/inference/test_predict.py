@@ -171,6 +171,18 @@ def test_a_stopped_prediction_leaves_no_file(tmp_path: Path) -> None:
     assert not list((tmp_path / "long").glob("*predictions*"))
 
 
+def test_a_prediction_whose_run_has_moved_says_how_to_name_it(tmp_path: Path) -> None:
+    """Before torch is imported: the folder that resume names is the right one."""
+    run = train(tmp_path, *MODELS["classes"])
+    predict(tmp_path)
+    run.rename(tmp_path / "moved")
+    end = run_command("resume=predicted", folder=tmp_path, environ=OWN_DATA)
+    assert error_line(end) == (
+        f"resume=predicted is a run of task=predict about {run}, which does not exist; write "
+        "task=predict resume=RUN with the folder where that run is now"
+    )
+
+
 def test_too_many_numbers_for_a_csv_go_into_parquet(tmp_path: Path) -> None:
     """A CSV of a thousand columns is refused; Parquet has a list."""
     wide = ("dataset=fake_images", "dataset.num_classes=1001", "dataset.num_samples=64")

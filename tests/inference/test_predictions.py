@@ -52,6 +52,67 @@ def test_half_precision_becomes_float32() -> None:
     assert columns(torch.tensor([1.5, 2.5], dtype=torch.bfloat16))["output"] == [1.5, 2.5]
 
 
+def test_only_outputs_with_scores_have_a_prediction() -> None:
+    """A mask has no highest class; whole numbers have."""
+    scores = torch.tensor([[0.5, 2.0], [3.0, 0.0]])
+    outputs = {"logits": scores, "mask": scores > 1, "counts": scores.int()}
+    found = columns(outputs, num_classes=2)
+    assert [name for name in found if name.endswith("prediction")] == [
+        "logits_prediction",
+        "counts_prediction",
+    ]
+    assert (found["logits_prediction"], found["mask_1"]) == ([1, 0], [True, False])
+
+
+def test_the_shortest_floating_types_become_float32() -> None:
+    """NumPy has none of them."""
+    values = torch.tensor([1.5, 2.0]).to(torch.float8_e4m3fn)
+    assert columns(values)["output"] == [1.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (torch.ones(2, 3).to_sparse(), r"a sparse_coo tensor of \(2, 3\) of float32"),
+        (
+            torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+            r"a strided tensor of \(2,\) of bits8",
+        ),
+        (torch.zeros(2, device="meta"), r"a strided tensor of \(2,\) of float32"),
+    ],
+)
+def test_outputs_that_numpy_cannot_hold_are_named(values: torch.Tensor, kind: str) -> None:
+    """With their dtype, whether they are outputs or targets."""
+    for found, name in (({"odd": values}, "odd"), (torch.zeros(2), "target")):
+        targets = values if name == "target" else None
+        with pytest.raises(UserError, match=f"cannot write {name}, {kind}"):
+            columns(found, targets)
+
+
+def test_nested_outputs_have_no_rows() -> None:
+    """They have no shape, either."""
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(UserError, match="returns a NestedTensor as output"):
+        columns(nested)
+
+
+def test_parquet_names_a_type_that_it_does_not_have(tmp_path: Path) -> None:
+    """A CSV holds complex numbers as text."""
+    rows = {"wave": np.ones(2, dtype=np.complex64)}
+    with open_writer(tmp_path / "predictions.csv") as writer:
+        writer.write(rows)
+    with (
+        open_writer(tmp_path / "predictions.parquet") as writer,
+        pytest.raises(UserError, match="wave is of complex64, which Parquet does not have"),
+    ):
+        writer.write(rows)
+
+
+def test_an_output_whose_name_is_no_text_has_escapes() -> None:
+    """A file in UTF-8 could not hold it."""
+    assert "\\udcff" in columns({"\udcff": torch.zeros(2)})
+
+
 @pytest.mark.parametrize("outputs", [None, torch.zeros(()), torch.zeros(3), (torch.zeros(2),)])
 def test_outputs_without_a_row_for_each_sample_are_named(outputs: Any) -> None:
     """A step that returns none, or a sum, has nothing to predict."""

@@ -31,6 +31,8 @@ def test_a_resumed_run_can_be_profiled(tmp_path: Path) -> None:
     """
     begin = run_command(*TOY, "train.max_steps=8", folder=tmp_path)
     assert begin.exit_code == 0
+    killed = begin.run_dir / "profile" / ".steps-3-99.tmp"  # while its profile was written
+    killed.mkdir(parents=True)
     keys = ("train.profile=5-12", "train.max_steps=14")
     end = run_command(f"resume={RUN}", *keys, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from commands import RUNNER, TIME_LIMIT_S, background, run_command, wait_for, wait_until_gone
 from generated_runs import write_run
+from rights import unreadable
 from run_folders import last_step, run_dirs
 from terminals import terminal
 from trainings import LONG
@@ -190,6 +191,22 @@ def test_a_pipe_that_watches_gets_one_look(tmp_path: Path) -> None:
     """There is nothing to redraw."""
     end = run_command("--watch", ".", folder=tmp_path, program=STATUS)
     assert (end.exit_code, end.stdout) == (0, "no run is alive here\n")
+
+
+@pytest.mark.parametrize("named", ["", "private", "private/below"])
+def test_a_folder_that_cannot_be_read_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    """It may hold a run that is alive: nobody can tell."""
+    write_run(tmp_path / "private" / "below")
+    folder = tmp_path / (named or "private")
+    with unreadable(tmp_path / "private"):
+        assert run([str(tmp_path / named)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{folder}",
+        "    unreadable",
+        "    the folder cannot be read (Permission denied)",
+    ]
 
 
 @pytest.mark.parametrize(

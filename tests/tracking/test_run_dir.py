@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from rights import unreadable
 
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
@@ -98,6 +99,15 @@ def test_a_frozen_config_is_replaced_whole_or_not_at_all(file: str, tmp_path: Pa
         assert (tmp_path / ".hydra" / file).read_bytes() == before[file]
     RunDir(tmp_path).freeze(Config(seed=3), overrides=long, choices={})
     assert "seed: 3" in (tmp_path / ".hydra" / "config.yaml").read_text()
+
+
+def test_a_folder_that_cannot_be_searched_for_links_is_named(tmp_path: Path) -> None:
+    """The run would write to files in it, and one of them may be a link."""
+    (tmp_path / "logs").mkdir()
+    with unreadable(tmp_path / "logs"), pytest.raises(UserError, match="logs cannot be read"):
+        RunDir(tmp_path).locked().__enter__()
+    with RunDir(tmp_path).locked():
+        pass
 
 
 def test_a_folder_whose_holder_ends_right_now_is_in_use(

@@ -18,9 +18,19 @@ def find_pictures(
     """Return the files of ``train`` and of ``eval`` with their classes, in a fixed order.
 
     Raises:
-        UserError: a folder is missing or empty, or the classes of the splits differ or do not
-            match num_classes.
+        UserError: a folder is missing or empty or cannot be read, or the classes of the splits
+            differ or do not match num_classes.
     """
+    try:
+        return _find(root, num_classes, eval_fraction)
+    except OSError as error:
+        raise UserError(
+            f"{Path(error.filename or root).absolute()} cannot be read ({error.strerror}); make it "
+            "readable, or name another folder with data_root and dataset.folder"
+        ) from error
+
+
+def _find(root: Path, num_classes: int, eval_fraction: float | None) -> dict[str, Samples]:
     if eval_fraction is not None:
         _, samples = _classes(root, num_classes)
         parts = shared.shuffled_split(
@@ -46,7 +56,7 @@ def find_pictures(
 
 def _classes(root: Path, num_classes: int) -> tuple[set[str], Samples]:
     """Return the names of the classes, and the pictures sorted by class and path."""
-    folders = [path for path in root.glob("*") if path.is_dir() and path.name[0] != "."]
+    folders = [path for path in root.iterdir() if path.is_dir() and path.name[0] != "."]
     # Sorted as paths are, by their parts.
     classes = {
         folder.name: sorted(_pictures(str(folder)), key=lambda path: path.replace(os.sep, "\0"))

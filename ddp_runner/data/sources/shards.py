@@ -5,7 +5,8 @@ The shards stay where they are. What is prepared, once a machine, is their index
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class Shards:
         """Index the shards: the inputs are the places of the samples, the targets their marks.
 
         Raises:
-            UserError: no shard is found, or one is damaged.
+            UserError: no shard is found, one is damaged, or a folder cannot be read.
         """
         tensors = {}
         for split, paths in self._shards(data_root).items():
@@ -117,13 +118,29 @@ class Shards:
     def _shards(self, data_root: Path) -> dict[str, list[Path]]:
         found = {}
         for key, pattern in (("train", self.train), ("eval", self.eval)):
-            found[key] = sorted((data_root / self.folder).glob(pattern))
+            found[key] = sorted(_glob(data_root / self.folder, pattern))
             if not found[key]:
                 raise UserError(
                     f"{(data_root / self.folder).absolute()} holds no shards named {pattern}; name "
                     f"the folder with data_root and dataset.folder, or write dataset.{key}=PATTERN"
                 )
         return found
+
+
+def _glob(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield the files of a pattern; ``Path.glob`` leaves out those in folders it may not read."""
+    above = folder.glob(str(Path(pattern).parent)) if "/" in pattern else ()
+    for place in (folder, *above):
+        try:
+            os.scandir(place).close()
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # there is no shard in it
+        except OSError as error:
+            raise UserError(
+                f"{place.absolute()} cannot be read ({error.strerror}); make it readable, or name "
+                "another folder with data_root and dataset.folder"
+            ) from error
+    yield from folder.glob(pattern)
 
 
 @dataclass(frozen=True)
