@@ -121,6 +121,8 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
             f"--config-dir is given twice, and {parsed.config_dir} would replace the other one; "
             "give one of them by 'hydra.searchpath=[file:///FOLDER]'"
         )
+    if parsed.config_dir == "":
+        raise UserError("--config-dir is empty; write --config-dir=FOLDER, or leave it out")
     if parsed.config_dir is not None and not Path(parsed.config_dir).is_dir():
         raise UserError(f"--config-dir: there is no folder {Path(parsed.config_dir).absolute()}")
     modes = (parsed.cfg, parsed.info, parsed.shell_completion, parsed.multirun, parsed.run)

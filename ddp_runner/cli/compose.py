@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
-from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
+from ddp_runner.cli.resume import NotARunError, left_trackers, said_again, with_resumed
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
@@ -35,10 +35,9 @@ from ddp_runner.tracking.run_dir import RunDir
 
 MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
-HF_DATASET = "ddp_runner.data.sources.hf_dataset.HFDataset"
-FOLDERS = tuple(
-    f"ddp_runner.data.sources.{one}" for one in ("image_folder.ImageFolder", "shards.Shards")
-)
+SOURCES = "ddp_runner.data.sources"
+HF_DATASET = f"{SOURCES}.hf_dataset.HFDataset"
+FOLDERS = (f"{SOURCES}.image_folder.ImageFolder", f"{SOURCES}.shards.Shards")
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
@@ -118,8 +117,7 @@ def plan_at(
     """
     command, env = invocation.command, invocation.env
     with opened(composed) as (given, node):
-        overrides = _written(node, command)
-        raw, lacks_run, notes = given, False, list[str]()
+        raw, overrides, lacks_run, notes = given, _written(node, command), False, list[str]()
         try:
             raw = with_resumed(given, overrides, is_launched=env is not None)
             notes = left_trackers(given, overrides)
@@ -142,6 +140,7 @@ def plan_at(
                 lacks_run=lacks_run,
             )
             validate_files(config, env=place.env)
+        choices = _choices(node, config)
         return Job(
             config=config,
             started_at=invocation.started_at,
@@ -149,8 +148,9 @@ def plan_at(
             code=invocation.code,
             overrides=overrides,
             own_groups=command.own_groups if invocation.env is None else None,
+            said_again=said_again(given, overrides, command.own_groups, choices=choices),
             secrets=secrets,
-            choices=_choices(node, config),
+            choices=choices,
             warnings=(*invocation.warnings, *map(secrets.hide, [*notes, *warnings])),
         )
 
@@ -162,8 +162,8 @@ def _choices(node: HydraConf, config: Config) -> dict[str, str]:
         for group, option in node.runtime.choices.items()
         if option is not None and "/" not in str(group)
     }
-    several = {group: getattr(config, group) for group in LIST_GROUPS}
-    return choices | {group: f"[{','.join(names)}]" for group, names in several.items() if names}
+    lists = {one: ",".join(getattr(config, one)) for one in LIST_GROUPS}
+    return choices | {group: f"[{names}]" for group, names in lists.items() if names}
 
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:

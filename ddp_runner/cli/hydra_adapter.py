@@ -155,6 +155,19 @@ def is_grid(sweeper: Any) -> bool:
     return bool(sweeper.get("_target_") == f"{BasicSweeper.__module__}.{BasicSweeper.__name__}")
 
 
+def literal(value: Any) -> str:
+    """Return a plain value, such as a mapping, as a value of an override."""
+
+    def with_quotes(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: with_quotes(one) for key, one in tree.items()}
+        if isinstance(tree, list):
+            return [with_quotes(one) for one in tree]
+        return QuotedString(tree, Quote.single) if isinstance(tree, str) else tree
+
+    return Override._get_value_element_as_str(with_quotes(value))
+
+
 def quoted(text: str) -> str:
     """Return a text as a value of an override, whatever characters it has."""
     return QuotedString(text, Quote.single).with_quotes()

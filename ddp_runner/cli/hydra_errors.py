@@ -21,10 +21,12 @@ from ddp_runner.errors import UserError, in_yaml
 
 OURS = "ddp_runner"
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
+GROUP_EXAMPLE = "params.groups=[{match:head.*,lr:0.01}]"
 DEFAULT_HINT = "write key=value, and quote what the shell would change"
 # Class names of errors, which tell a user nothing.
 EVALUATING = re.compile(r" \w+ while evaluating ")
 RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
+HOLDS_A_VALUE = r"Invalid loaded object type: (\w+)"  # an OSError of OmegaConf's, about a YAML
 # What has no attributes to ask: a pattern of Hydra's or OmegaConf's message, and what to print. The
 # first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
@@ -50,6 +52,14 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      "a YAML holds a list where keys belong; write KEY: VALUE in it"),
     (r'can only concatenate str \(not "dict"\) to str',
      "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
+    (r"Cannot assign (\w+) to Dict\b",
+     rf"params.groups holds \1 where mappings belong; write {GROUP_EXAMPLE}"),
+    (r"(?s)Key (\S+) \(\w+\) is incompatible with \(str\).*full_key: (\S+)",
+     r"\2: the key \1 of a YAML is not a text; begin it with a letter"),
+    (r"Incompatible key type '(\w+)'",
+     r"a YAML has a key that is not a text (\1); begin it with a letter"),
+    (HOLDS_A_VALUE,
+     r"a YAML of --config-dir holds only a value (\1); write KEY: VALUE in it"),
     (r"Exceeds the limit \((\d+) digits\) for integer", r"a number has more than \1 digits"),
 )  # fmt: skip
 
@@ -66,7 +76,8 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
     if own := [link for link in chain if isinstance(link, UserError)]:
         return own[0]
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
-    if isinstance(error, OSError) and not is_hydras:  # some of Hydra's are both
+    # Some of Hydra's are both, and so is one of OmegaConf's about a YAML.
+    if isinstance(error, OSError) and not (is_hydras or re.match(HOLDS_A_VALUE, str(error))):
         return UserError(_system_error(error))
     if not (is_hydras or _is_from_libraries(error)):
         return None
@@ -101,6 +112,8 @@ def _system_error(error: OSError) -> str:
         return f"{where}{reason}; free some, also in the folder for temporary files (TMPDIR)"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{where}{reason}; raise the limit, as in ulimit -n 4096"
+    if isinstance(error, PermissionError):
+        return f"{where}{reason}; make it readable, and writable for a run, or give another folder"
     if isinstance(error, FileNotFoundError) and error.filename is None:
         return f"the current folder is gone ({reason}); change to one that exists"
     return f"{where}{reason}; give folders that exist or can be made"
@@ -111,7 +124,7 @@ def _first_line(chain: Sequence[BaseException]) -> str:
         reason = " ".join(str(chain[0]).split("\nSee ")[0].split())
         return f"{EVALUATING.sub(': ', reason)}; {DEFAULT_HINT}"
     if isinstance(chain[0], yaml.MarkedYAMLError):
-        return str(chain[0])
+        return f"{chain[0]}; correct the YAML there"
     found = next((one for one in chain if isinstance(one, OmegaConfBaseException)), None)
     lines = str(found or "\n".join(map(str, chain))).strip().splitlines()
     reason = RESOLVING.sub("the interpolation fails: ", [*lines, "the command cannot be read"][0])
@@ -170,6 +183,12 @@ def _wrong_value(chain: Sequence[BaseException]) -> str | None:
         return f"{key} is a group of keys; write {key}.KEY=VALUE"
     if kind is list:
         return f"{key} must be a list; write {key}=[ONE,OTHER]"
+    whole = re.sub(r"\[\d+\]$", "", key)
+    if whole != key and _schema_type(whole) is list:
+        if whole == "params.groups":
+            return f"{key} must be a mapping; write {GROUP_EXAMPLE}"
+        shown = " (null)" if "NoneType" in str(error) else ""
+        return f"{key}{shown} must be a text; write {whole}=[ONE,OTHER]"
     if kind not in KINDS:
         return None
     return f"{key} ({in_yaml(error.value)}) must be {KINDS[kind]}"

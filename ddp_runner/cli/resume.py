@@ -1,7 +1,7 @@
 """What a command takes from the run that it resumes: groups, frozen config, and run folder."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -11,10 +11,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import UNNAMED, quoted
+from ddp_runner.cli.hydra_adapter import UNNAMED, literal, quoted
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, frozen_config
-from ddp_runner.config.schema import AUTO, RUNNER_KEYS
+from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing
 from ddp_runner.job import Job
@@ -130,10 +130,36 @@ def left_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:
     names = list(_frozen(Path(raw.resume)).trackers)
     if not names:
         return []
+    is_own = any(not (CONFIG_DIR / "trackers" / f"{one}.yaml").is_file() for one in names)
+    keys = "its keys and, for one of your own, --config-dir=FOLDER" if is_own else "its keys"
     return [
         f"the run was sent to {', '.join(names)}, and a resumed run sends nothing by itself: add "
-        f"trackers=[{','.join(names)}] with its keys, or trackers=[]"
+        f"trackers=[{','.join(names)}] with {keys}, or trackers=[]"
     ]
+
+
+def said_again(
+    given: DictConfig,
+    overrides: Sequence[str],
+    own_groups: Sequence[str],
+    *,
+    choices: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Return what a command that resumes this run says again; see ``Job``.
+
+    Args:
+        given: what this command composes.
+        overrides: that the user wrote.
+        own_groups: where the user's own groups are; see ``CommandLine``.
+        choices: the option of each group.
+    """
+    allowed = ",".join(given.allowed_targets)
+    trackers = [one for one in overrides if re.match(r"[+~]*trackers\b", one)]
+    # A run that is resumed leaves out its experiment, so its trackers are given key by key.
+    if own_groups and "experiment" in choices:
+        found: Any = OmegaConf.to_container(given.trackers, resolve=False)
+        trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in found.items()]
+    return (*([f"allowed_targets=[{allowed}]"] if allowed else []), *own_groups, *trackers)
 
 
 def _take_model(

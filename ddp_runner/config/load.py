@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from ddp_runner.config.moved import with_moved_names
+from ddp_runner.config.plain import validate_plain
 from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import Place, Secrets
 from ddp_runner.errors import UserError, one_line
@@ -25,13 +26,14 @@ def to_config(raw: DictConfig) -> Config:
     """Return a composed config as the schema's object, its interpolations resolved.
 
     Raises:
-        UserError: a key is not in the schema.
+        UserError: a key is not in the schema, or has what no run can use; see ``plain``.
     """
     for key in map(str, raw):
         if key not in {field.name for field in fields(Config)}:
             raise UserError(f"{key} is not a key of the config; see --help for all keys")
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     assert isinstance(config, Config)
+    validate_plain(config)
     return config
 
 

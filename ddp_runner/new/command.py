@@ -5,6 +5,7 @@ ddp-runner new work/my_project
 """
 
 import argparse
+import errno
 import importlib.util
 import keyword
 import os
@@ -13,6 +14,7 @@ import shlex
 import sys
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -80,7 +82,9 @@ def run(arguments: Sequence[str]) -> None:
     except OSError as error:
         where = error.filename or folder
         reason = error.strerror or one_line(error)
-        raise UserError(f"{where}: {reason}; give a folder that can be written") from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free some" if is_full else "give a folder that can be written"
+        raise UserError(f"{where}: {reason}; {fix}") from error
     print(f"created {folder}, {len(paths)} files")
     if found.missing is not None:
         print(f"ddp-runner came from {found.missing}, which is gone: correct it in pyproject.toml")
@@ -92,24 +96,44 @@ def run(arguments: Sequence[str]) -> None:
 def create(folder: Path, name: str, found: Origin) -> list[Path]:
     """Write the template under a name; return the paths below the folder.
 
+    What is written by then is removed again if it cannot be written whole.
+
     Raises:
-        UserError: the folder holds something already.
+        UserError: the folder holds something already, or is a file.
         OSError: it cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(_others(folder))):
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give the name of a new folder")
+    if folder.exists() and any(_others(folder)):
         raise UserError(f"{folder} exists and is not empty; give the name of a new folder")
-    paths = [path for path in sorted(TEMPLATE.rglob("*")) if path.is_file()]
+    made = list[Path]()
+    try:
+        return _copy_template(folder, name, found, made)
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        raise
+
+
+def _copy_template(folder: Path, name: str, found: Origin, made: list[Path]) -> list[Path]:
+    """Write the files of the template; add to `made` every folder and file that is new."""
+    sources = [path for path in sorted(TEMPLATE.rglob("*")) if path.is_file()]
     written = list[Path]()
-    for path in paths:
-        relative = path.relative_to(TEMPLATE)
+    for source in sources:
+        relative = source.relative_to(TEMPLATE)
         if "__pycache__" in relative.parts:
             continue
-        text = path.read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+        text = source.read_text(encoding="utf-8").replace(PLACEHOLDER, name)
         if relative.name == "pyproject.toml":
             text = text.replace(REQUIREMENT, f'"ddp-runner>={__version__}"') + found.lines()
         target = Path(str(relative).replace(PLACEHOLDER, name))
-        (folder / target).parent.mkdir(parents=True, exist_ok=True)
-        (folder / target).write_text(text, encoding="utf-8")
+        path = folder / target
+        for parent in [one for one in reversed(path.parents) if not one.exists()]:
+            parent.mkdir()
+            made.append(parent)
+        made.append(path)
+        path.write_text(text, encoding="utf-8")
         written.append(target)
     return written
 

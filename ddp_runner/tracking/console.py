@@ -186,16 +186,13 @@ def end_summary(
     wall_s: float,
     run_dir: Path,
     title: str = "",
-    allowed: Sequence[str] = (),
-    trackers: Sequence[str] = (),
+    said_again: Sequence[str] = (),
     waiting: str | None = None,
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
-    not finite. `wall_s` is what this command took, and `waiting` the sentence about the slowest
-    rank. A resumed run allows nothing and sends nothing by itself, so the command to go on names
-    what this one `allowed`, and its overrides of `trackers`.
+    not finite. `wall_s` is of this command, `waiting` on the slowest rank; `said_again`: ``Job``.
     """
     results = {name: metrics[name] for name in headlines(metrics) if metrics[name] is not None}
     took = f"{status} in {wall_s:.1f} s"
@@ -215,16 +212,20 @@ def end_summary(
                 lines.append(f"  {part}")
         lines += [waiting] if waiting else []
     if status == Status.PREEMPTED:
-        again = [RunDir(run_dir).resume_argument]
-        again += [f'"allowed_targets=[{",".join(allowed)}]"'] if allowed else []
-        again += map(shlex.quote, trackers)
-        lines.append(f"go on: python -m ddp_runner {' '.join(again)}")
+        words = [RunDir(run_dir).resume_argument, *map(_quoted, said_again)]
+        lines.append(f"go on: python -m ddp_runner {' '.join(words)}")
     if not title:
         folder = shown_path(run_dir)
         # The folder below which TensorBoard shows the run by its name.
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
+
+
+def _quoted(word: str) -> str:
+    """Return a word for a shell; a list of names in double quotes, as in the docs."""
+    is_list = re.fullmatch(r"\w+=\[[\w.,]*\]", word, re.ASCII)
+    return f'"{word}"' if is_list else shlex.quote(word)
 
 
 def _of(name: str, count: int, total: int) -> str:

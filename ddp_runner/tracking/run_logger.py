@@ -1,13 +1,10 @@
 """What a task logs to: files, TensorBoard and the terminal on rank 0, nothing on other ranks."""
 
-import re
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self, Unpack
-
-import yaml
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe, replace_file
@@ -48,7 +45,7 @@ class RunLogger:
 
     Args:
         run_dir: the run's folder, with its frozen config.
-        job: whose trackers follow the run; None: there are none.
+        job: of the session; None: no tracker follows the run.
         started_at: time.time() when the command, or the sweep's job, began.
         resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
         max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
@@ -77,7 +74,6 @@ class RunLogger:
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
         config_text = run_dir.config.read_text(encoding="utf-8")
-        self._config_text = config_text
         self._files = MetricFiles(run_dir.path, config_text=config_text, resume_step=resume_step)
         self._progress = progress(
             max_steps,
@@ -166,19 +162,13 @@ class RunLogger:
             )
         wall_s = time.time() - self._started_at  # of this session: what this command took
         folder, title = self._run_dir.path, self._title
-        allowed, trackers = list[str](), list[str]()
-        if status == Status.PREEMPTED:
-            allowed = yaml.safe_load(self._config_text).get("allowed_targets", allowed)
-            given = yaml.safe_load(self._run_dir.overrides.read_text(encoding="utf-8"))
-            trackers = [one for one in given if re.match(r"\+*trackers[.=]", one)]
         summary = end_summary(
             status,
             metrics,
             wall_s=wall_s,
             run_dir=folder,
             title=title,
-            allowed=allowed,
-            trackers=trackers,
+            said_again=self._job.said_again if self._job else (),
             waiting=waiting_line(record),
         )
         print(summary, flush=True)

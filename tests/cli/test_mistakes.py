@@ -31,6 +31,10 @@ OWN = {
     "optimizer/tagged": "a: !!python/object:os.system {}\n",
     "optimizer/empty": "",
     "optimizer/open": "name: open\n_target_: torch.optim.SGD\nlr: ???\n",
+    "optimizer/five": "5\n",
+    "optimizer/number": "5: 3\n",
+    "optimizer/nothing": "null: 3\n",
+    "optimizer/huge": f"name: huge\n_target_: torch.optim.SGD\nlr: 0x{'f' * 5000}\n",
     "experiment/kinds": "# @package _global_\ntrain:\n  epochs: many\n",
 }
 UNKNOWN = "train.epoch is not a key of the config; did you mean train.epochs?"
@@ -50,6 +54,18 @@ ANSWERS = {
     "-m --config-dir=MINE optimizer=rmsprop,sgd optimizer.alfa=3": "did you mean optimizer.alpha?",
     "--config-dir=MINE optimizer=rmsprob": "did you mean rmsprop?",
     "--config-dir=MINE optimizer=broken train.epoch=3": "broken.yaml",
+    "--config-dir=MINE optimizer=broken": "line 2, column 1; correct the YAML there",
+    "--config-dir=MINE optimizer=five": "holds only a value (int); write KEY: VALUE in it",
+    "--config-dir=MINE optimizer=number":
+        "optimizer.5: the key 5 of a YAML is not a text; begin it with a letter",
+    "--config-dir=MINE optimizer=nothing": "is not a text (NoneType); begin it with a letter",
+    "--config-dir=MINE optimizer=huge": "optimizer.lr is a number of more than 1024 bits; write",
+    "--config-dir ''": "--config-dir is empty; write --config-dir=FOLDER, or leave it out",
+    "--config-dir=": "--config-dir is empty; write --config-dir=FOLDER, or leave it out",
+    "tags=[a,null]": "tags[1] (null) must be a text; write tags=[ONE,OTHER]",
+    "collectives.ops=[null]": "collectives.ops[0] (null) must be a text; write collectives.ops=[",
+    "params.groups=[1]": "holds int where mappings belong; write params.groups=[{match:head.*",
+    "params.groups=[[a]]": "params.groups[0] must be a mapping; write params.groups=[{match:head",
     "--config-dir=MINE optimizer=list": "a list where keys belong",
     "--config-dir=MINE optimizer=loop": "lead back to itself",
     "--config-dir=MINE optimizer=lacking": "optimizer=nowhere does not exist",
@@ -201,7 +217,8 @@ def test_what_cannot_be_explained_keeps_its_first_line() -> None:
     assert str(user_error(rejected.value, broken)) == UNKNOWN
     assert user_error(ZeroDivisionError("ours")) is None
     assert str(user_error(OSError(28, "No space left on device"))).startswith("No space left on")
-    for number, part in {28: "TMPDIR", 24: "ulimit -n", 2: "the current folder is gone"}.items():
+    parts = {28: "TMPDIR", 24: "ulimit -n", 2: "the current folder is gone", 13: "make it readable"}
+    for number, part in parts.items():
         assert part in str(user_error(OSError(number, "reason")))
 
 

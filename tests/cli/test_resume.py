@@ -11,7 +11,7 @@ from configs import LAPTOP, compose_raw, config_error, resolved
 from run_folders import checkpoint_steps, record
 
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import register
+from ddp_runner.cli.compose import Invocation, compose, plan, register
 from ddp_runner.cli.resume import left_trackers, resumed_overrides, with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
@@ -62,6 +62,55 @@ def test_a_resume_says_that_it_sends_nothing(tmp_path: Path) -> None:
     assert note.endswith("add trackers=[mlflow] with its keys, or trackers=[]")
     assert left_trackers(raw, [f"resume={tmp_path}", "trackers=[]"]) == []
     assert left_trackers(compose_raw(), []) == []
+
+
+def planned(*arguments: str, env: DistEnv | None = None) -> Job:
+    """Return the job that a command line describes, in this process."""
+    command = parse(arguments)
+    return plan(compose(command), LAPTOP, Invocation(command, env, 0.0, {}))
+
+
+def test_a_command_that_goes_on_finds_the_users_own_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option of --config-dir, the keys of the command, or all of an experiment's keys."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACE", "a secret place")
+    conf = tmp_path / "my conf"
+    keys = "{_target_: mine.Print, foo: 1, where: '${oc.env:PLACE}', words: [\"it's\", null]}"
+    experiment = "# @package _global_\ndefaults:\n  - override /trackers: [print]\n"
+    for name, text in {
+        "trackers/print": f"mine: {keys}\n",
+        "experiment/own": f"{experiment}trackers:\n  mine:\n    foo: 2\n",
+    }.items():
+        (conf / name).parent.mkdir(parents=True)
+        (conf / f"{name}.yaml").write_text(text)
+    own, allowed = f"--config-dir={conf}", "allowed_targets=[mine]"
+    under_torchrun = DistEnv(0, 0, 1, 1, launcher="torchrun")
+    for words, foo in (
+        (("trackers=print", "+trackers.mine.bar='a b'"), 1),
+        (("trackers=[print]", "trackers.mine.foo=3"), 3),
+        (("experiment=own",), 2),
+        (("experiment=own", "trackers.mine.foo=4"), 4),
+    ):
+        for env in (None, under_torchrun):
+            job = planned("model=toy", "parallelism=single", own, allowed, *words, env=env)
+            assert job.said_again[:2] == (allowed, own)
+            assert "a secret place" not in str(job.said_again)
+            again = planned("model=toy", "parallelism=single", *job.said_again)
+            assert again.config.trackers == job.config.trackers
+            assert again.config.trackers["mine"]["foo"] == foo
+            assert again.said_again == job.said_again
+    assert planned("model=toy").said_again == ()
+
+
+def test_a_resume_names_the_folder_that_an_own_tracker_needs(tmp_path: Path) -> None:
+    """Without it the option would not exist."""
+    config, _ = resolved("+trackers.mine._target_=my.T", "allowed_targets=[my]")
+    write_run_record(tmp_path, status="preempted")
+    RunDir(tmp_path).freeze(config, overrides=(), choices={})
+    (note,) = left_trackers(compose_raw(f"resume={tmp_path}"), [f"resume={tmp_path}"])
+    assert "with its keys and, for one of your own, --config-dir=FOLDER, or trackers=[]" in note
 
 
 def resume(*arguments: str, env: DistEnv | None = None) -> Config:

@@ -147,6 +147,40 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         run([str(tmp_path / "file" / "shapes")])
 
 
+def test_a_file_is_not_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    """An empty one, too."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file is a file; give the name of a new folder"):
+        run([str(tmp_path / "file")])
+
+
+@pytest.mark.parametrize("existing", [(), ("shapes",), ("shapes/.git",)])
+def test_a_disk_that_fills_leaves_nothing_and_the_next_try_works(
+    existing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a folder that was there."""
+    for name in existing:
+        (tmp_path / name).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    folder = tmp_path / "shapes" if existing else tmp_path / "new" / "shapes"
+    write_text, written = Path.write_text, list[Path]()
+
+    def fills(path: Path, text: str, **options: str) -> int:
+        written.append(path)
+        if len(written) <= 7:
+            return write_text(path, text, **options)
+        write_text(path, text[:10], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fills)
+    with pytest.raises(UserError, match=r"shapes: No space left on device; free some$"):
+        run([str(folder)])
+    assert len(written) == 8
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.setattr(Path, "write_text", write_text)
+    run([str(folder)])
+
+
 def test_every_file_has_the_new_name(tmp_path: Path) -> None:
     """In its path and its text; and the project finds this ddp-runner."""
     run([str(tmp_path / "shapes")])

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -200,11 +201,12 @@ def test_a_loop_of_ones_own_shows_its_own_names() -> None:
         assert "completed in 4.6 s  d/loss 0.5000" in text
 
 
-def test_the_command_that_goes_on_allows_what_the_run_was_allowed(tmp_path: Path) -> None:
-    """A resumed run allows nothing by itself."""
-    allowed = ["mine", "theirs"]
-    text = end_summary("preempted", {}, wall_s=1.0, run_dir=tmp_path, allowed=allowed)
+def test_the_command_that_goes_on_says_again_what_the_run_was_told(tmp_path: Path) -> None:
+    """A resumed run allows nothing by itself; a shell reads the words as they were."""
+    words = ["allowed_targets=[mine,theirs]", "--config-dir=/my $conf", "+trackers.a.b='c d'"]
+    text = end_summary("preempted", {}, wall_s=1.0, run_dir=tmp_path, said_again=words)
     assert f'resume={tmp_path} "allowed_targets=[mine,theirs]"' in text
+    assert shlex.split(text.splitlines()[1])[5:] == [f"resume={tmp_path}", *words]
 
 
 def test_the_result_of_a_sweeps_job_is_one_line() -> None:

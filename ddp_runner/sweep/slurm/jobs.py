@@ -60,17 +60,11 @@ class Standing:
     is_final: bool = True  # False: Slurm has ended the job, and run.json may still change
 
 
-def resume_override(job: Job) -> str:
-    """Return the override by which each rank of a job finds its frozen config."""
+def resuming_words(job: Job) -> list[str]:
+    """Return the words by which each rank of a job finds its frozen config, and what it lacks."""
     assert job.run_dir is not None
     (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
-    return override
-
-
-def allowed_override(jobs: Sequence[Job]) -> list[str]:
-    """Return the override for what a frozen config cannot allow itself; none if it is nothing."""
-    targets = sorted({target for job in jobs for target in job.config.allowed_targets})
-    return [f"allowed_targets=[{','.join(targets)}]"] if targets else []
+    return [override, *job.said_again]
 
 
 def submit(
@@ -115,8 +109,7 @@ def submit(
                 additional_parameters=dict(options),
             )
             # submitit's process becomes the rank, so that Slurm's signals reach the rank.
-            common = allowed_override(jobs)
-            arguments = [[*RUNNER, resume_override(job), *common] for job in jobs]
+            arguments = [[*RUNNER, *resuming_words(job)] for job in jobs]
             submitted = executor.map_array(os.execv, [sys.executable] * len(jobs), arguments)
     except RuntimeError as error:  # of submitit, with what sbatch printed
         raise UserError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddp_runner.files import replace_file
 from ddp_runner.job import Job
-from ddp_runner.sweep.slurm.jobs import LOGS, RUNNER, allowed_override, resume_override
+from ddp_runner.sweep.slurm.jobs import LOGS, RUNNER, resuming_words
 from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun, srun_options
 
 
@@ -26,7 +26,6 @@ def write_sbatch_file(
     named = {"job_name": folder.name, "array": array, "output": logs, "chdir": str(Path.cwd())}
     lines = [_option(key, value) for key, value in {**named, **options}.items()]
     command = shlex.join(["srun", *srun_options(options), *RUNNER])
-    common = shlex.join(allowed_override(jobs))
     text = "\n".join(
         [
             "#!/bin/bash",
@@ -34,10 +33,11 @@ def write_sbatch_file(
             *lines,
             "",
             "runs=(",
-            *(f"  {_double_quoted(resume_override(job))}" for job in jobs),
+            *(f"  {_double_quoted(shlex.join(resuming_words(job)))}" for job in jobs),
             ")",
             *settings.setup,
-            f'{command} "${{runs[$SLURM_ARRAY_TASK_ID]}}" {common}'.rstrip(),
+            'eval "words=(${runs[$SLURM_ARRAY_TASK_ID]})"',
+            f'{command} "${{words[@]}}"',
             *after_srun(settings),
             "",
         ]
@@ -51,5 +51,5 @@ def _option(key: str, value: str | int | bool) -> str:
 
 
 def _double_quoted(text: str) -> str:
-    """Return a text as one word of bash; it holds single quotes for Hydra already."""
+    """Return the words of a job as one word of bash; they hold single quotes already."""
     return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'

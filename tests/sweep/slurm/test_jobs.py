@@ -18,7 +18,14 @@ from sweeps import statuses, table_row
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.slurm import jobs as slurm_jobs
-from ddp_runner.sweep.slurm.jobs import RECORD, standing, submit, submitted_number
+from ddp_runner.sweep.slurm.jobs import (
+    RECORD,
+    resuming_words,
+    standing,
+    submit,
+    submitted_number,
+)
+from ddp_runner.sweep.slurm.sbatch_file import write_sbatch_file
 from ddp_runner.tracking.run_record import write_run_record
 
 
@@ -63,6 +70,28 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
         sys.executable,
         [sys.executable, "-m", "ddp_runner", f"resume={sweep / 'b'}"],
     )
+
+
+def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: Batch, tmp_path: Path) -> None:
+    """Its trackers above all, each job its own: by submitit, and by a script of sbatch's."""
+    said = {"a": (), "b": ("--config-dir=/my $conf", "+trackers.x.y='it\"s'", "tags=[c, d]")}
+    jobs = [replace(batch.jobs[name], said_again=words) for name, words in said.items()]
+    options = {"cpus_per_task": 1}
+    words = [[f"resume={job.run_dir}", *job.said_again] for job in jobs]
+    assert [resuming_words(job) for job in jobs] == words
+    write_sbatch_file(tmp_path / "sweep.sbatch", jobs, options=options, settings=SETTINGS)
+    program(tmp_path / "bin", "srun", 'printf "%s\\0" "$@"')
+    for index, expected in enumerate(words):
+        environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        end = subprocess.run(
+            ["bash", str(tmp_path / "sweep.sbatch")],
+            env=environ | {"SLURM_ARRAY_TASK_ID": str(index)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rest = end.stdout.partition("ddp_runner\0")[2]
+        assert rest.split("\0")[:-1] == expected
 
 
 def test_what_slurm_rejects_is_said_and_submitted_by_the_next_start(
