@@ -42,12 +42,12 @@ def test_the_matmul_peak_is_that_of_large_products(monkeypatch: pytest.MonkeyPat
 
 
 def train_and_measure(
-    env: DistEnv, config: Config, after_s: float, draws: bool
+    env: DistEnv, config: Config, after_s: float, draws: bool, counts_first: bool = False
 ) -> tuple[Trace, Any]:
     """Train five steps; return the trace, and what run.json keeps."""
     metrics.SETTLED_S = after_s
     state = build(env, config)
-    if config.train.compile:
+    if config.train.compile or counts_first:  # what a run that compiles does
         count_before_compiling(state)
     if draws:
         state.module.register_forward_pre_hook(Drawing())
@@ -110,13 +110,14 @@ def test_measuring_changes_no_step(keys: tuple[str, ...]) -> None:
 
 
 def test_the_count_is_that_of_one_sample() -> None:
-    """Whatever the ranks, micro-batches and modes, and whether or not it is compiled."""
+    """Whatever the ranks, micro-batches and modes, and also if it is counted before compiling."""
     counts = set()
-    for world_size, *keys in (
-        (1, "parallelism=single"),
-        (2, "train.grad_accum_steps=2"),
-        (3, "dataset.num_samples=28"),  # the counted step is the last of an epoch, of 4 samples
-        (1, "train.compile=true"),
+    for world_size, counts_first, *keys in (
+        (1, False, "parallelism=single"),
+        (2, False, "train.grad_accum_steps=2"),
+        # The counted step is the last of an epoch, of 4 samples.
+        (3, False, "dataset.num_samples=28"),
+        (1, True),
     ):
         config = compose_config(
             *("model=convnet", "dataset=fake_images", "dataset.num_samples=96"),
@@ -124,7 +125,7 @@ def test_the_count_is_that_of_one_sample() -> None:
             *keys,
             world_size=world_size,
         )
-        (_, fields), *_ = run_ranks(train_and_measure, world_size, config, 0.0, False)
+        (_, fields), *_ = run_ranks(train_and_measure, world_size, config, 0.0, False, counts_first)
         counts.add(fields["flops_per_sample"])
     assert len(counts) == 1
 
