@@ -21,6 +21,22 @@ def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+def share_group(model_ranks: int, *, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group of this rank and one rank of each other share. Collective.
+
+    Args:
+        model_ranks: so many neighbouring ranks compute one share together.
+        group: the ranks of the loop, all of them if ``model_ranks`` is not 1; None: all.
+    """
+    if model_ranks == 1:
+        return group
+    of_ranks = range(dist.get_world_size())
+    groups = [list(of_ranks[first::model_ranks]) for first in range(model_ranks)]
+    own, _ = dist.new_subgroups_by_enumeration(groups)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
 def sum_over_ranks(
     values: Sequence[float], *, group: dist.ProcessGroup | None = None
 ) -> list[float]:
@@ -47,15 +63,6 @@ def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = No
     """Copy rank 0's buffers (BatchNorm statistics) to the group's ranks. Collective."""
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0, group=group)
-
-
-@torch.no_grad()
-def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the state_dict of rank 0's module to the group's ranks. Collective."""
-    for tensor in module.state_dict().values():
-        value = tensor.contiguous()  # channels_last weights are not
-        dist.broadcast(value, src=0, group=group)
-        tensor.copy_(value)
 
 
 def from_rank_zero(compute: Callable[[], T]) -> T:

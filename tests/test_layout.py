@@ -22,8 +22,9 @@ ALLOWED = {
     "job": {"config", "scratch"},
     "scratch": {"errors", "files"},
     "distributed": GROUND,
+    "shards": set(),
     "metrics": {*GROUND, "config", "data", "distributed"},
-    "parallelism": {*GROUND, "dist_env", "job"},
+    "parallelism": {*GROUND, "dist_env", "job", "shards"},
     "models": set(),
     "data": {*GROUND, "config"},
     "tracking": {*GROUND, "config", "dist_env", "job"},
@@ -36,7 +37,7 @@ ALLOWED = {
     "collectives": {*GROUND, "config", "distributed", "job", "rank", "tracking"},
     "train": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "metrics"),
-        *("job", "parallelism", "profiling", "rank", "scratch", "tracking"),
+        *("job", "parallelism", "profiling", "rank", "scratch", "shards", "tracking"),
     },
     "inference": {
         *(
@@ -50,11 +51,11 @@ ALLOWED = {
             "job",
             "metrics",
         ),
-        *("parallelism", "rank", "tracking", "train"),
+        *("parallelism", "rank", "shards", "tracking", "train"),
     },
     "own_loop": {
         *(*GROUND, "checkpoint", "config", "data", "distributed", "job", "parallelism", "rank"),
-        "tracking",
+        *("shards", "tracking"),
     },
     "check": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "rank", "tracking"),

@@ -11,15 +11,17 @@ import torch
 from ddp_runner.errors import UserError, typed
 
 
-def load_plain_data(file: Path, *, named: str, fix: str) -> Any:
+def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False) -> Any:
     """Return what torch.save wrote, its tensors on the CPU, if it is plain data.
+
+    With `is_mapped` a tensor is read from the file when it is used. Change none of them.
 
     Raises:
         UserError: the file holds anything else; none of its code has run. `named` begins the
             message, and `fix` says what to do.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         global_name = re.search(r"GLOBAL (\S+)", str(error))
         what = f"it names {global_name[1]}" if global_name else "it is not a file of plain data"

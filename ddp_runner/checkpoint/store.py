@@ -151,8 +151,8 @@ def best_checkpoints(
     return sorted(scores, key=lambda path: sign * scores[path])
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state that was saved, its tensors on the CPU.
+def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
+    """Return the state that was saved, its tensors on the CPU; or in the file, if it is mapped.
 
     Raises:
         UserError: the checkpoint is damaged, or holds anything but plain data; none of its code
@@ -163,7 +163,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{error}; use another checkpoint") from error
     fix = "use a checkpoint that this program wrote"
-    state: dict[str, Any] = load_plain_data(path / STATE, named=f"checkpoint {path}", fix=fix)
+    state: dict[str, Any] = load_plain_data(
+        path / STATE, named=f"checkpoint {path}", fix=fix, is_mapped=is_mapped
+    )
     return state
 
 

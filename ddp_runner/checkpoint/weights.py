@@ -38,22 +38,29 @@ def starting_weights(
     return found
 
 
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a model's parameters and buffers in place, on their devices. Rank 0 only.
+def read_weights(module: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Return the state_dict of a model from a file, with the model's own keys. Rank 0 only.
 
     Args:
-        module: bare, not yet wrapped.
+        module: bare; it is left as it is.
         path: a checkpoint folder, a ``.safetensors`` file, or a state_dict that torch.save wrote,
             by itself or under the key ``model`` or ``state_dict``.
 
     Raises:
         UserError: the file is not readable, could run code, or is of another model.
     """
-    load_tensors(module, _read(path), named=f"model.weights ({path})")
+    return fitting_tensors(module, _read(path), named=f"model.weights ({path})")
 
 
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, named: str) -> None:
-    """Load a state_dict into a bare model in place, on its devices.
+    """Load a state_dict into a bare model in place, on its devices; see ``fitting_tensors``."""
+    module.load_state_dict(fitting_tensors(module, tensors, named=named))
+
+
+def fitting_tensors(
+    module: nn.Module, tensors: Mapping[str, Tensor], *, named: str
+) -> dict[str, Tensor]:
+    """Return a state_dict with the keys of a bare model, perhaps of its shards.
 
     The names may have the prefixes that torch.compile and DDP add. In an error the state_dict goes
     by what it is `named`.
@@ -82,7 +89,7 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, named: str
             f"{named} does not fit the model: {'; '.join(differences)}; give "
             "weights of the same model, or the model's original keys"
         )
-    module.load_state_dict({own: found[name] for name, own in names.items()})
+    return {own: found[name] for name, own in names.items()}
 
 
 def export_weights(

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from ddp_runner.config.schema import AUTO, Batch, Config, is_asynchronous, mode_needs
+from ddp_runner.config.schema import AUTO, Batch, Config, mode_needs, num_shares
 from ddp_runner.config.validate import validate_ranks
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
@@ -37,7 +37,7 @@ def num_ranks(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
         return needs.max_ranks
     gpus = 0 if config.backend.device == "cpu" else hardware.num_gpus
     per_node = gpus // needs.devices_per_rank
-    return (per_node or min(2, hardware.num_cores)) * launch.most_nodes
+    return max(needs.min_ranks, (per_node or min(2, hardware.num_cores)) * launch.most_nodes)
 
 
 def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
@@ -110,8 +110,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
             )
         if explicit == {"batch.per_rank"} or (per_rank == AUTO and not explicit):
             total = None
-    num_servers = mode_needs(config.parallelism).num_servers
-    shares = 1 if is_asynchronous(config.parallelism) else ranks - num_servers
+    shares = num_shares(config.parallelism, ranks)
     num_micro_steps = config.train.grad_accum_steps
     parts = shares * num_micro_steps
     if total is None:
@@ -122,8 +121,15 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
-        divisor = f"{'trainers' if num_servers else 'world_size'} ({shares})"
+        divisor = f"{_who(config, ranks, shares)} ({shares})"
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
     return Batch(**vars(config.batch) | {"global_size": total, "per_rank": total // parts})
+
+
+def _who(config: Config, ranks: int, shares: int) -> str:
+    """Return what a global batch is split among, in the words of the mode."""
+    if mode_needs(config.parallelism).num_servers:
+        return "trainers"
+    return "world_size" if shares == ranks else "the ranks with samples of their own"

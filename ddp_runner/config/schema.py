@@ -24,7 +24,16 @@ CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
 RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
-    "model": ("name", "loss", "num_stages", "channels_last", "weights"),
+    "model": (
+        "name",
+        "loss",
+        "num_stages",
+        "channels_last",
+        "weights",
+        "meta_init",
+        "blocks",
+        "tensor_parallel",
+    ),
     "dataset": (),
     "parallelism": ("needs",),
     "optimizer": ("name",),
@@ -41,6 +50,9 @@ class ModeNeeds:
 
     devices_per_rank: int = 1
     max_ranks: int | None = None  # None: any number
+    min_ranks: int = 1
+    num_replicas: int = 1  # of which each is split over equally many ranks
+    model_ranks: int | None = 1  # ranks that compute the same samples together; None: all
     num_servers: int = 0  # ranks that hold parameters and compute no gradients
     data_parallel: bool = False  # one rank drives all GPUs of its machine
 
@@ -56,6 +68,14 @@ def is_asynchronous(mode: Mapping[str, Any]) -> bool:
     Each takes whole batches, and the run continues when some of them are lost.
     """
     return mode_needs(mode).num_servers > 0 and mode.get("mode") == "async"
+
+
+def num_shares(mode: Mapping[str, Any], ranks: int) -> int:
+    """Return the parts into which the ranks of a mode split a global batch."""
+    needs = mode_needs(mode)
+    if is_asynchronous(mode):
+        return 1
+    return (ranks - needs.num_servers) // (needs.model_ranks or ranks)
 
 
 @dataclass

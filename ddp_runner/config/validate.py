@@ -10,7 +10,7 @@ from pathlib import Path
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
-from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.config.schema import Config, RunConfig, mode_needs, num_shares
 from ddp_runner.config.validate_inference import validate_inference
 from ddp_runner.config.validate_optimizing import validate_optimizing
 from ddp_runner.dist_env import DistEnv
@@ -72,7 +72,8 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_offline = config.dataset["_target_"].startswith(OFFLINE)
     if is_offline and config.task in ("train", "check") and isinstance(samples, int):
-        validate_num_samples(name, samples, ranks=config.world_size)
+        ranks = num_shares(config.parallelism, config.world_size)
+        validate_num_samples(name, samples, ranks=ranks)
 
 
 def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
@@ -199,6 +200,13 @@ def _validate_mode(config: Config) -> None:
     if needs.num_servers and ranks < 2:
         raise UserError(
             f"parallelism={name} needs a server and a trainer, world_size is {ranks}; use 2 or more"
+        )
+    parts = needs.num_replicas * (needs.model_ranks or 1)
+    if ranks < needs.min_ranks or ranks % parts:
+        multiple = f", a multiple of {parts}," if parts > 1 else ""
+        raise UserError(
+            f"parallelism={name} needs {needs.min_ranks} ranks or more{multiple} and world_size is "
+            f"{ranks}; write world_size={max(needs.min_ranks, -(-ranks // parts) * parts)}"
         )
     if has_own_loop(config.task):
         stages = needs.devices_per_rank  # the function places its modules itself

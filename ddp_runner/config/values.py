@@ -40,7 +40,8 @@ POSITIVE = (
     "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
-    "parallelism.needs.max_ranks",
+    "parallelism.needs.max_ranks", "parallelism.needs.model_ranks",
+    "parallelism.needs.num_replicas", "parallelism.needs.min_ranks",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
@@ -204,9 +205,13 @@ def _validate_metrics(metrics: Mapping[Any, Any]) -> None:
             )
 
 
+NULLABLE = ("max_ranks", "model_ranks")  # null: any number, and all ranks
+
+
 def _validate_needs(needs: Any) -> None:
     defaults = asdict(ModeNeeds())
-    _validate_kind("parallelism.needs", needs, defaults)
+    given = {key: value for key, value in needs.items() if value is not None or key not in NULLABLE}
+    _validate_kind("parallelism.needs", given, defaults)
     for key, value in needs.items():
         if key not in defaults:
             meant = nearest(str(key), defaults, cutoff=0.0)

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 from ddp_runner.checkpoint.weights import export_weights
-from ddp_runner.inference.model import first_samples, open_model
+from ddp_runner.inference.model import open_model
 from ddp_runner.inference.run_files import logged_at
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session
+from ddp_runner.shards import gathered
 from ddp_runner.tracking.start_block import shown_path
+from ddp_runner.train.evaluation import first_samples
 from ddp_runner.train.programs import export_programs
 
 
@@ -25,9 +27,10 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
         return Status.COMPLETED
     with open_logger(session, model) as logger:
         logger.step_done(step=0, epoch=0)  # the start-up ends here
+        tensors = gathered(model.evaluated.state_dict(), keep=session.env.is_rank_zero)
         if session.env.is_rank_zero:
             setup, run_dir = model.setup, session.run_dir
-            tensors, metrics = model.evaluated.state_dict(), logged_at(model.run_dir, model.step)
+            metrics = logged_at(model.run_dir, model.step)
             numbers = {name: one for name, one in metrics.items() if "/" in name}
             export_weights(
                 run_dir.export,
@@ -39,7 +42,6 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
             split = next(iter(setup.splits.values()))
             files = export_programs(
                 setup.config,
-                session.mode,
                 setup.dataset,
                 arguments=model.arguments,
                 tensors=tensors,

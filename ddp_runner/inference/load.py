@@ -11,17 +11,15 @@ from torch import nn
 
 from ddp_runner.checkpoint.weights import load_tensors
 from ddp_runner.config.allowed_targets import validate_targets
-from ddp_runner.config.instantiate import make
 from ddp_runner.config.load import frozen_config, to_config
-from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import is_missing
 from ddp_runner.inference.weights import find_weights
-from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
-from ddp_runner.train.build import build_dataset, place_model
+from ddp_runner.train.build import alone, build_dataset, place_model
 
 
 def load_model(
@@ -51,8 +49,7 @@ def load_model(
     found = find_weights(run_dir, config, weights, log=print)
     if arguments is None:
         arguments = build_dataset(config, log=print).model_arguments
-    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=allowed_targets)
-    devices = (place,) * mode_needs(config.parallelism).devices_per_rank
+    mode, devices = alone(config, place)
     with torch.random.fork_rng():
         seed_rng(config.seed)  # equal buffers that no file keeps
         module = place_model(config, mode, arguments, devices)

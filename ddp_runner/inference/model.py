@@ -9,25 +9,27 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ddp_runner.checkpoint.weights import load_tensors
+from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import MOST_GPU_DATA, Piece
-from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.splits import MOST_GPU_DATA
+from ddp_runner.data.streams import AnySplit
 from ddp_runner.data.trees import shape_of
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.distributed import broadcast_state, from_rank_zero, loop_group
+from ddp_runner.distributed import from_rank_zero, loop_group, share_group
 from ddp_runner.errors import UserError, typed
 from ddp_runner.inference.run_files import logged_at, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.metrics.metric import Metric
+from ddp_runner.parallelism.mode import Role
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.build import build_dataset, build_metrics, build_step, place_model
-from ddp_runner.train.evaluation import forward
+from ddp_runner.train.evaluation import first_samples, forward
 from ddp_runner.train.programs import NUM_SAMPLES
 from ddp_runner.train.step import StepFunction
 
@@ -37,6 +39,7 @@ class InferenceSetup:
     """What a rank computes with; it has what ``EvalSetup`` asks for."""
 
     config: RunConfig
+    role: Role
     env: DistEnv  # its place among the ranks that compute
     devices: tuple[torch.device, ...]
     dataset: Dataset
@@ -44,6 +47,7 @@ class InferenceSetup:
     step: StepFunction
     metrics: Mapping[str, Metric]
     group: ProcessGroup | None  # the ranks that compute; None: all
+    data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
     splits: Mapping[str, AnySplit]  # those that ``inference.split`` names, near the device
 
 
@@ -86,6 +90,7 @@ def open_model(session: Session) -> TrainedModel | None:
     step, epoch, name, arguments = from_rank_zero(facts)
     role = session.mode.role(session.env)
     group = loop_group(takes_part=role.loop is not None)
+    data_group = share_group(role.model_ranks, group=group)
     if role.loop is None:
         return None
     dataset = build_dataset(config, log=session.log)
@@ -93,12 +98,14 @@ def open_model(session: Session) -> TrainedModel | None:
     if not isinstance(arguments, Mapping):  # a run of an earlier version
         arguments = dataset.model_arguments
     module = place_model(config, session.mode, arguments, session.devices)
+    tensors = None
     if found:  # on rank 0
         validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
-        load_tensors(module, found[0].tensors, named=str(found[0].path))
-    broadcast_state(module, group=group)
+        tensors = fitting_tensors(module, found[0].tensors, named=str(found[0].path))
+    send_module(module, tensors, group=group)
     setup = InferenceSetup(
         config=config,
+        role=role,
         env=role.loop,
         devices=session.devices,
         dataset=dataset,
@@ -106,6 +113,7 @@ def open_model(session: Session) -> TrainedModel | None:
         step=build_step(config, session.devices),
         metrics=build_metrics(config),
         group=group,
+        data_group=data_group,
         splits=_splits(config, dataset, near=session.devices[0]),
     )
     model = TrainedModel(
@@ -145,13 +153,3 @@ def _try_samples(model: TrainedModel, split: AnySplit) -> None:
             f"the model of {model.run_dir} cannot take dataset={setup.dataset.name}, whose samples "
             f"are {shape_of(samples)}: {typed(error)}; choose a dataset that fits"
         ) from error
-
-
-def first_samples(split: AnySplit, *, seed: int) -> Any:
-    """Return a batch of a split's first samples, as it loads them; of one alone, it twice."""
-    numbers = range(NUM_SAMPLES)
-    if isinstance(split, StreamSplit):
-        return split.first(numbers)
-    piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
-    (data,) = split.load([piece], seed=seed)
-    return data

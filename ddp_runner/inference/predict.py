@@ -1,6 +1,7 @@
 """``task=predict``: what a run's model gives for each sample, in one file in the samples' order."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +31,7 @@ from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.build import build_source
-from ddp_runner.train.evaluation import forward
+from ddp_runner.train.evaluation import forward, together
 
 
 def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -119,7 +120,7 @@ def _num_rounds(model: TrainedModel, split: AnySplit) -> int:
     """Return in how many rounds the ranks take a split; 0: nobody knows, for a stream."""
     setup = model.setup
     if not isinstance(split, StreamSplit):
-        return math.ceil(len(split) / (setup.eval_batch_size * setup.env.world_size))
+        return math.ceil(len(split) / (setup.eval_batch_size * setup.role.eval_share[1]))
     if setup.env.world_size > 1 or split.num_workers > 1:
         raise UserError(
             f"dataset={setup.dataset.name} is a stream, whose samples have no numbers, so that "
@@ -132,26 +133,39 @@ def _num_rounds(model: TrainedModel, split: AnySplit) -> int:
 def _own_rows(model: TrainedModel, split: AnySplit, *, name: str) -> Iterator[Columns | None]:
     """Yield this rank's rows, one batch a round; None once it has no more while others have."""
     setup, module = model.setup, model.evaluated.eval()
-    for numbers, batch in _own_batches(model, split):
-        step = forward(model, module, batch)
-        yield columns_of(step, split=name, numbers=numbers, num_classes=setup.dataset.num_classes)
+    numbers, num_own = deque[range](), 0
+
+    def own_batches() -> Iterator[MicroBatch]:
+        for its_numbers, batch in _own_batches(model, split):
+            numbers.append(its_numbers)
+            yield batch
+
+    is_first = setup.env.rank % setup.role.model_ranks == 0  # of those that compute it together
+    for batch in together(own_batches(), split, setup):
+        step, num_own = forward(model, module, batch), num_own + 1
+        if not (batch.weight and is_first):
+            yield None
+            continue
+        its_numbers = numbers.popleft()
+        yield columns_of(
+            step, split=name, numbers=its_numbers, num_classes=setup.dataset.num_classes
+        )
     if not isinstance(split, StreamSplit):
-        num_batches = math.ceil(len(split) / setup.eval_batch_size)
-        num_own = len(range(setup.env.rank, num_batches, setup.env.world_size))
         yield from [None] * (_num_rounds(model, split) - num_own)
 
 
 def _own_batches(model: TrainedModel, split: AnySplit) -> Iterator[tuple[range, MicroBatch]]:
     """Yield every world_size-th batch of a split, from the rank's on, with its samples' numbers."""
     setup = model.setup
-    size, rank, seed = setup.eval_batch_size, setup.env.rank, setup.config.seed
+    size, (share, num_shares) = setup.eval_batch_size, setup.role.eval_share
+    seed = setup.config.seed
     if isinstance(split, StreamSplit):
         start = 0
         for batch in eval_batches(split, batch_size=size, rank=0, world_size=1, seed=seed):
             yield range(start, start + batch.num_samples), batch
             start += batch.num_samples
         return
-    starts = range(rank * size, len(split), setup.env.world_size * size)
+    starts = range(share * size, len(split), num_shares * size)
     ranges = [range(start, min(start + size, len(split))) for start in starts]
     for numbers, data in zip(ranges, split.load(map(Piece, ranges), seed=seed), strict=True):
         yield numbers, MicroBatch(data, num_samples=len(numbers))

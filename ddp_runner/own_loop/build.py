@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_runner.checkpoint.weights import load_weights, starting_weights
+from ddp_runner.checkpoint.weights import read_weights, starting_weights
 from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import validate_num_samples
@@ -30,14 +30,17 @@ def build_model(session: Session, **arguments: Any) -> nn.Module:
     """
     keys, allowed = session.config.model, session.config.allowed_targets
     build = partial(make, "model", keys, kind=nn.Module, allowed=allowed, **arguments)
-    module = session.mode.place(build, session.devices)
+    # ``wrap`` places it; a model of several stages places itself.
+    is_cut = len(session.devices) > 1
+    module = session.mode.place(build, session.devices) if is_cut else build()
+    module = module if is_cut else module.to(session.devices[0])
     if keys.get("channels_last"):
         module = module.to(memory_format=torch.channels_last)
     if session.env.is_rank_zero:
         checkpoints = session.run_dir.checkpoints
         weights = starting_weights(session.config, checkpoints, log=session.log)
         if weights is not None:
-            load_weights(module, weights)
+            module.load_state_dict(read_weights(module, weights))
     return module
 
 
@@ -80,7 +83,7 @@ def build_batches(
     Raises:
         UserError: the dataset is not map-style, or has fewer samples than there are ranks.
     """
-    env, device = session.env, session.devices[0]
+    role, device = session.mode.role(session.env), session.devices[0]
     split: Split = dataset
     if not (hasattr(dataset, "load") and hasattr(dataset, "near")):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -89,12 +92,12 @@ def build_batches(
                 f"{type(dataset).__name__}; give a map-style torch.utils.data.Dataset"
             )
         split = LoaderSplit(name, dataset, **options)
-    validate_num_samples(type(dataset).__name__, len(split), ranks=env.world_size)
+    validate_num_samples(type(dataset).__name__, len(split), ranks=role.num_shares)
     return GlobalBatches(
         split=split.near(device, most_bytes=MOST_GPU_DATA),
         global_size=global_size or session.config.batch.global_size,
         grad_accum_steps=1,
-        share=env.rank,
-        num_shares=env.world_size,
+        share=role.share,
+        num_shares=role.num_shares,
         seed=seed,
     )

@@ -28,6 +28,7 @@ from ddp_runner.own_loop.wrapping import bare, fix_bucket_order
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive
+from ddp_runner.shards import gathered
 
 
 class Run:
@@ -230,11 +231,14 @@ class Run:
     def export(self, module: nn.Module) -> None:
         """Write rank 0's weights of a module, bare or wrapped, to model.safetensors.
 
+        Collective if the module is split over ranks; other ranks need not call else.
+
         Raises:
             UserError: the file cannot be written.
         """
+        state = gathered(bare(module).state_dict(), keep=self.is_rank_zero)
         if self.is_rank_zero:
-            state, metrics = bare(module).state_dict(), json_safe(self._recording().metrics)
+            metrics = json_safe(self._recording().metrics)
             export_weights(self._session.run_dir.export, state, step=self._step, metrics=metrics)
 
     def _at(self, step: int) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.fetched import on_every_machine
 from ddp_runner.checkpoint.plain_data import reject_sharded
@@ -14,6 +14,7 @@ from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
 from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.rank.session import Session
+from ddp_runner.shards import first_not_finite, gathered, load_module, load_optimizer
 
 PARTS = {"task", "step", "objects", "rng"}
 
@@ -46,17 +47,19 @@ def state_of(objects: Mapping[str, Any], session: Session, *, step: int) -> dict
             state is never saved.
     """
     for name, value in objects.items():
-        for key, one in value.named_parameters() if isinstance(value, nn.Module) else ():
-            if not torch.isfinite(one).all():
-                raise UserError(
-                    f"parameter {name}.{key} became NaN or infinite by step {step}; it was not "
-                    "saved: start again with a smaller learning rate, or resume from an earlier "
-                    "checkpoint"
-                )
+        if not isinstance(value, nn.Module):
+            continue
+        if (key := first_not_finite(value.named_parameters())) is not None:
+            raise UserError(
+                f"parameter {name}.{key} became NaN or infinite by step {step}; it was not "
+                "saved: start again with a smaller learning rate, or resume from an earlier "
+                "checkpoint"
+            )
     states = {
         name: dict(value) if isinstance(value, dict) else value.state_dict()
         for name, value in objects.items()
     }
+    states = gathered(states, keep=session.env.is_rank_zero)
     reject_sharded(states)
     rng = gather_objects(rng_state(session.devices[0]))
     return {"task": session.config.task, "step": step, "objects": states, "rng": rng}
@@ -111,6 +114,10 @@ def _load(objects: Mapping[str, Any], content: Any, path: Path, *, task: str) ->
             if isinstance(value, dict):
                 value.clear()
                 value.update(saved[name])
+            elif isinstance(value, nn.Module):
+                load_module(value, saved[name])
+            elif isinstance(value, Optimizer):
+                load_optimizer(value, saved[name])
             else:
                 value.load_state_dict(saved[name])
         except Exception as error:  # of anybody's class: any kind

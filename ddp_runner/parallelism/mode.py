@@ -68,10 +68,19 @@ class Role:
     share: int  # the part of each global batch that it computes, from 0
     num_shares: int  # parts of a global batch; their gradients are averaged
     loop: DistEnv | None  # its place among the ranks of the loop; None if it serves them
+    model_ranks: int = 1  # so many neighbouring ranks compute one share together
+    # A forward waits for the other ranks, so all of them must evaluate equally many batches.
+    has_collective_forward: bool = False
     # Only if some ranks serve the loop: how the loop gets their gradients, and how they compute
     # them until it ends. Collective: every rank calls one of the two.
     gradients: Callable[[Duties], GradientSource] | None = None
     serve: Callable[[Duties], Status] | None = None
+
+    @property
+    def eval_share(self) -> tuple[int, int]:
+        """Which part of an evaluation a rank of the loop computes, from 0, and of how many."""
+        assert self.loop is not None
+        return self.loop.rank // self.model_ranks, self.loop.world_size // self.model_ranks
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.schema import RunConfig, mode_needs
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
 from ddp_runner.job import Job
@@ -56,6 +56,8 @@ def start_block(
     """
     batch = config.batch
     who = "rank" if num_shares == env.world_size else "trainer"
+    if (together := mode_needs(config.parallelism).model_ranks) != 1:
+        who = f"group of {together or env.world_size} rank"
     shares = f"{batch.per_rank} a rank x {counted(num_shares, who)}"
     if config.train.grad_accum_steps > 1:
         shares += f" x {config.train.grad_accum_steps} micro-steps"

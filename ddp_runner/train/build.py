@@ -9,20 +9,23 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ddp_runner.checkpoint.weights import load_weights, starting_weights
+from ddp_runner.checkpoint.weights import read_weights, starting_weights
 from ddp_runner.config.instantiate import find, keywords, make, make_function
-from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.distributed import broadcast_buffers, loop_group
+from ddp_runner.distributed import loop_group, share_group, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Metric
+from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Mode
+from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
+from ddp_runner.shards import has_shards, send_module
 from ddp_runner.train.build_batches import build_batches
 from ddp_runner.train.build_schedule import build_schedule
 from ddp_runner.train.ema import Ema
@@ -86,6 +89,7 @@ def build_setup(
         metrics=build_metrics(config),
         timer=timer,
         group=group,
+        data_group=share_group(role.model_ranks, group=group),
     )
 
 
@@ -148,7 +152,7 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
 def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     """Build the model, the optimizer and its schedule. Collective: every rank must call.
 
-    Only rank 0 reads a file of weights; the mode sends them to the others.
+    Only rank 0 reads a file of weights; the others get them from it.
 
     Raises:
         UserError: a group's keys do not fit the object that it names, or the model has nothing to
@@ -159,7 +163,8 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     module = _build_module(setup, weights=weights)
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = setup.mode.wrap(compiled, setup.devices)
-    seed_rng(derive(config.seed, "dropout", setup.env.rank))  # each drops other units
+    # Each share drops other units.
+    seed_rng(derive(config.seed, "dropout", setup.env.rank // setup.role.model_ranks))
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
     if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
@@ -195,7 +200,25 @@ def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[...,
     allowed = config.allowed_targets
     known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
     facts = {name: value for name, value in arguments.items() if name in known}
-    return partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
+    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
+    return partial(_with_initial_weights, build)
+
+
+def _with_initial_weights(build: Callable[..., nn.Module], **devices: torch.device) -> nn.Module:
+    """Build a model; fill it by ``initialise`` if it offers that, so that all modes begin alike."""
+    module = build(**devices)
+    if hasattr(module, "init_weights") and not any(one.is_meta for one in module.parameters()):
+        initialise(module)
+    return module
+
+
+def alone(config: Config, device: torch.device) -> tuple[Mode, tuple[torch.device, ...]]:
+    """Return how a process on its own places a model, all of it on one device."""
+    num_devices = mode_needs(config.parallelism).devices_per_rank
+    if num_devices == 1:
+        return Single("single"), (device,)
+    mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    return mode, (device,) * num_devices
 
 
 def place_model(
@@ -207,9 +230,16 @@ def place_model(
         UserError: see ``model_factory``.
     """
     module = mode.place(model_factory(config, arguments), devices)
-    if config.model.get("channels_last"):
+    if config.model.get("channels_last") and not has_shards(module):  # these are contiguous
         module = module.to(memory_format=torch.channels_last)
     return module
+
+
+def _load_weights(module: nn.Module, path: Path | None) -> None:
+    """Load rank 0's file, if it has one, on all ranks: a mode need not send all that is in it."""
+    (num_files,) = sum_over_ranks([path is not None])
+    if num_files:
+        send_module(module, read_weights(module, path) if path else None, group=None)
 
 
 def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
@@ -223,8 +253,6 @@ def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
             f"model={keys.get('name')} has no parameter that requires a gradient, so there is "
             "nothing to train; unfreeze some, or name another model"
         )
-    if weights is not None:
-        load_weights(module, weights)
     if keys.get("weights") is not None:
-        broadcast_buffers(module)  # ps sends only parameters, so ranks need rank 0's buffers now
+        _load_weights(module, weights)
     return module

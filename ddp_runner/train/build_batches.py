@@ -46,7 +46,7 @@ def build_batches(
         "seed": config.seed,
     }
     if not isinstance(split, StreamSplit):
-        validate_num_samples(dataset.name, len(split), ranks=config.world_size)
+        validate_num_samples(dataset.name, len(split), ranks=role.num_shares)
         return GlobalBatches(
             split=split,
             num_randoms=dataset.num_randoms,

@@ -9,12 +9,12 @@ from torch.distributed import ProcessGroup
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import add_over_ranks, gather_objects, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import Metric
+from ddp_runner.parallelism.mode import Role
 from ddp_runner.train.step import Step, StepFunction
 
 
@@ -26,8 +26,8 @@ class EvalSetup(Protocol):
         """Return the resolved config."""
 
     @property
-    def env(self) -> DistEnv:
-        """Return the rank's place among the ranks that evaluate."""
+    def role(self) -> Role:
+        """Return what the rank does; it takes part in the loop."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -52,6 +52,10 @@ class EvalSetup(Protocol):
     @property
     def group(self) -> ProcessGroup | None:
         """Return the ranks that evaluate; None: all."""
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """Return those whose samples together are all of them; None: all."""
 
 
 class EvalTotals:
@@ -91,7 +95,7 @@ class EvalTotals:
         Raises:
             UserError: no rank had a sample, or a metric computes no number. All ranks raise.
         """
-        group = self._setup.group
+        group = self._setup.data_group
         loss, count = sum_over_ranks([self._loss.item(), self._count.item()], group=group)
         if not count:  # of a split whose length is not known
             raise UserError(

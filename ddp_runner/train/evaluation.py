@@ -1,16 +1,20 @@
 """The forward of a batch, and the evaluation of a whole split, while training and afterwards."""
 
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ddp_runner.data.batches import MicroBatch, eval_batches
-from ddp_runner.data.streams import AnySplit
-from ddp_runner.distributed import broadcast_buffers
+from ddp_runner.data.splits import Piece
+from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.distributed import broadcast_buffers, sum_over_ranks
 from ddp_runner.train.eval_totals import EvalSetup, EvalTotals
 from ddp_runner.train.step import Step
 
+NUM_FIRST = 2  # samples of a batch that stands for the others of its split
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,12 +59,50 @@ def evaluate(
     broadcast_buffers(module, group=setup.group)
     module.eval()
     for split in splits or (setup.dataset.eval,):
-        for batch in eval_batches(
+        share, num_shares = setup.role.eval_share
+        batches = eval_batches(
             split,
             batch_size=setup.eval_batch_size,
-            rank=setup.env.rank,
-            world_size=setup.env.world_size,
+            rank=share,
+            world_size=num_shares,
             seed=setup.config.seed,
-        ):
-            totals.add(forward(state, module, batch))
+        )
+        for batch in together(batches, split, setup):
+            step = forward(state, module, batch)
+            if batch.weight:
+                totals.add(step)
     return totals.compute()
+
+
+def together(
+    batches: Iterable[MicroBatch], split: AnySplit, setup: EvalSetup
+) -> Iterator[MicroBatch]:
+    """Yield batches, and placeholders of weight 0 while other ranks still have some.
+
+    Only where a forward waits for the other ranks; else the batches are yielded as they come.
+    Collective there: every rank must take all of them.
+    """
+    if not setup.role.has_collective_forward:
+        yield from batches
+        return
+    placeholder: MicroBatch | None = None
+    for batch in chain(batches, repeat(None)):
+        (num_left,) = sum_over_ranks([batch is not None], group=setup.group)
+        if not num_left:
+            return
+        if batch is None and placeholder is None:
+            data = first_samples(split, seed=setup.config.seed)
+            placeholder = MicroBatch(data, num_samples=0, weight=0.0)
+        one = placeholder if batch is None else batch
+        assert one is not None
+        yield one
+
+
+def first_samples(split: AnySplit, *, seed: int) -> Any:
+    """Return a batch of a split's first samples, as it loads them; of one alone, it twice."""
+    numbers = range(NUM_FIRST)
+    if isinstance(split, StreamSplit):
+        return split.first(numbers)
+    piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
+    (data,) = split.load([piece], seed=seed)
+    return data

@@ -11,9 +11,9 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
 from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.distributed import broadcast_state
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
+from ddp_runner.shards import gathered, send_module
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import add_warning, write_run_record
@@ -46,16 +46,15 @@ def export_best(
         UserError: the model cannot be written.
     """
     settings, position, best = state.setup.config.checkpoint, state.position, None
-    module = state.evaluated
-    if state.setup.env.rank == 0:
+    module, is_first = state.evaluated, state.setup.env.is_rank_zero
+    tensors = gathered(module.state_dict(), keep=is_first)
+    if is_first:
         is_average = module is not state.module
-        best = _Model(module.state_dict(), position.step, position.metrics, is_average)
+        best = _Model(tensors, position.step, position.metrics, is_average)
         if settings.monitor is not None:
             best = _best(run_dir.checkpoints, best, settings, log=log)
     if settings.load_best:
-        if best is not None:
-            module.load_state_dict(dict(best.state))
-        broadcast_state(module, group=state.setup.group)
+        send_module(module, best.state if best else None, group=state.setup.group)
         results, _ = evaluate(state)
         logger.log(
             {name.replace("eval/", "best/"): value for name, value in results.items()},
@@ -92,7 +91,6 @@ def _export_programs(
     try:
         files = export_programs(
             setup.config,
-            setup.mode,
             setup.dataset,
             arguments=setup.dataset.model_arguments,
             tensors=best.state,

@@ -21,7 +21,7 @@ from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.measuring import measure_once_settled
-from ddp_runner.train.metrics import gradient_norm, step_metrics
+from ddp_runner.train.metrics import by_mesh, gradient_norm, step_metrics
 from ddp_runner.train.state import Position, TrainState
 
 
@@ -64,7 +64,7 @@ def train(
             timer.add(samples=batch.global_count)
             logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
-                logger.first_loss(*sum_over_ranks([loss.item()], group=setup.group))
+                logger.first_loss(*sum_over_ranks([loss.item()], group=setup.data_group))
             finished, has_ended = state.ends_with(batch), batch.is_last
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
@@ -130,11 +130,12 @@ def _clip(state: TrainState) -> None:
         return
     parameters = list(state.module.parameters())
     state.scaler.unscale_(state.optimizer)
-    if config.clip_norm is not None:
-        state.grad_norm = nn.utils.clip_grad_norm_(parameters, config.clip_norm)
-    if config.clip_value is not None:
-        state.grad_norm = gradient_norm(parameters)
-        nn.utils.clip_grad_value_(parameters, config.clip_value)
+    norm = state.grad_norm = gradient_norm(parameters)
+    for group in by_mesh(parameters):
+        if config.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(group, config.clip_norm, norm)
+        if config.clip_value is not None:
+            nn.utils.clip_grad_value_(group, config.clip_value)
 
 
 def backward(state: TrainState, batch: StepBatch) -> Tensor:
@@ -154,7 +155,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             # The reduction averages over the shares, but global_count already counts them all.
             scaled = state.scaler.scale(loss * setup.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
-            exchanges = is_last and has_peers
+            exchanges = is_last and has_peers and not setup.role.has_collective_forward
             if exchanges:
                 timer.mark_end_of_backward(scaled)
             setup.profiler.begin(StepPart.BACKWARD)
@@ -166,7 +167,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
         if counts_tokens:
             num_tokens += step.count * micro_batch.weight
     if counts_tokens:
-        factor = token_factor(num_tokens, batch, group=setup.group)
+        factor = token_factor(num_tokens, batch, group=setup.data_group)
         for parameter in state.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.device))

@@ -1,7 +1,8 @@
 """The metrics of an optimizer step."""
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from ddp_runner.distributed import add_over_ranks, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.shards import whole
 from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
 
@@ -37,7 +39,10 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     times = table(exchanges, rank=env.rank, world_size=env.world_size)
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
     is_settled = state.setup.timer.running_s > SETTLED_S
-    own = [own_loss, is_settled, *parts.values(), *(one.item() for one in state.scalars.values())]
+    # Of the ranks that compute one share together, the first counts.
+    counts = env.rank % state.setup.role.model_ranks == 0
+    sums_of = [one.item() * counts for one in state.scalars.values()]
+    own = [own_loss * counts, is_settled, *parts.values(), *sums_of]
     # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
     packed = torch.cat([torch.tensor(own, dtype=torch.float64), times.flatten()])
     sums = add_over_ranks(packed, state.setup.group)
@@ -70,10 +75,25 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the L2 norm of the whole gradient, a scalar."""
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
-    return nn.utils.get_total_norm(dense)
+    """Return the L2 norm of the whole gradient, a scalar. Collective if gradients are split."""
+    norms = list[Tensor]()
+    for group in by_mesh(parameters):
+        gradients = [one.grad for one in group if one.grad is not None]
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
+        norms.append(whole(nn.utils.get_total_norm(dense)))
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> Collection[list[nn.Parameter]]:
+    """Return the parameters with gradients, those that are split over the same ranks together.
+
+    An operator takes tensors of one mesh of ranks, or tensors that are whole.
+    """
+    groups = defaultdict[object, list[nn.Parameter]](list)
+    for one in parameters:
+        if one.grad is not None:
+            groups[getattr(one.grad, "device_mesh", None)].append(one)
+    return groups.values()
 
 
 def global_loss(state: TrainState, loss: Tensor) -> float:
@@ -82,7 +102,7 @@ def global_loss(state: TrainState, loss: Tensor) -> float:
     Raises:
         UserError: the loss is NaN or infinite.
     """
-    (total,) = sum_over_ranks([loss.item()], group=state.setup.group)
+    (total,) = sum_over_ranks([loss.item()], group=state.setup.data_group)
     return _finite_loss(total, state)
 
 

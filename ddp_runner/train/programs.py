@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.weights import load_tensors
-from ddp_runner.config.schema import RunConfig, mode_needs
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, typed
-from ddp_runner.parallelism.mode import Mode
-from ddp_runner.train.build import build_step, place_model
+from ddp_runner.train.build import alone, build_step, place_model
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
@@ -35,7 +34,6 @@ MOST_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; beyond them a s
 
 def export_programs(
     config: RunConfig,
-    mode: Mode,
     dataset: Dataset,
     *,
     arguments: Mapping[str, Any],
@@ -50,7 +48,6 @@ def export_programs(
 
     Args:
         config: of the run.
-        mode: which places the model.
         dataset: whose batches the training step takes; the step shows how the model is called.
         arguments: facts of the data that the model is built with.
         tensors: the weights, a state_dict.
@@ -60,7 +57,7 @@ def export_programs(
     Raises:
         UserError: torch cannot trace the model, or a file cannot be written.
     """
-    devices = (CPU,) * mode_needs(config.parallelism).devices_per_rank
+    mode, devices = alone(config, CPU)
     with torch.random.fork_rng():
         module = place_model(config, mode, arguments, devices)
         step = build_step(config, devices)

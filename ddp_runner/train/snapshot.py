@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint.fetched import on_every_machine
@@ -15,6 +14,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
 from ddp_runner.rank.rng import rng_state, set_rng_state
+from ddp_runner.shards import first_not_finite, gathered, load_module, load_optimizer
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
@@ -31,23 +31,23 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
         config: without secrets; see ``Secrets.written``.
 
     Raises:
-        UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard. Such
-            a state is never saved.
+        UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard and not
+            a DTensor. Such a state is never saved.
     """
+    if (name := first_not_finite(state.module.named_parameters())) is not None:
+        raise UserError(
+            f"parameter {name} became NaN or infinite by step {state.position.step}; it was "
+            "not saved: start again with a smaller optimizer.lr, or resume from a checkpoint "
+            "whose loss was still small"
+        )
     content: dict[str, Any] = {
         "model": state.module.state_dict(),
         "optimizer": state.optimizer.state_dict(),
     }
     if state.ema is not None:
         content["ema"] = state.ema.state_dict()
+    content = gathered(content, keep=state.setup.env.is_rank_zero)
     reject_sharded(content)
-    for name, parameter in state.module.named_parameters():  # equal on all ranks, so all raise
-        if not torch.isfinite(parameter).all():
-            raise UserError(
-                f"parameter {name} became NaN or infinite by step {state.position.step}; it was "
-                "not saved: start again with a smaller optimizer.lr, or resume from a checkpoint "
-                "whose loss was still small"
-            )
     position = asdict(replace(state.position, outstanding=state.gradients.outstanding(state)))
     del position["metrics"]  # the manifest keeps them
     if isinstance(state.setup.batches, StreamBatches):  # where each rank is in its part
@@ -84,7 +84,7 @@ def restore(
     # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
     # counts on the CPU, where a step reads them without waiting for a GPU.
     with on_every_machine(path) as found:
-        content = load_checkpoint(found)
+        content = load_checkpoint(found, is_mapped=True)  # a rank may need only its shards of it
         position = read_position(content, found)
     validate_same_run(content, position, state.setup, config, path)
     rehearse(state)
@@ -117,7 +117,7 @@ def _load(
 ) -> None:
     """Load the model, optimizer, schedule, scaler and random numbers of a checkpoint."""
     setup, saved_rngs = state.setup, content["rng"]
-    state.module.load_state_dict(content["model"])
+    load_module(state.module, content["model"])
     _load_optimizer(state, content, position, config)
     if state.ema is not None:
         state.ema.load_state_dict(content["ema"])
@@ -145,7 +145,7 @@ def _load_optimizer(
         {key: value for key, value in group.items() if key in settings}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(content["optimizer"])
+    load_optimizer(optimizer, content["optimizer"])
     if not isinstance(scheduler, LambdaLR):  # its saved rates are part of its state
         scheduler.load_state_dict(saved)
         for index, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):

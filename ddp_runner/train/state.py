@@ -63,6 +63,7 @@ class Setup:
     metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
     timer: StepTimer
     group: ProcessGroup | None  # the ranks of the loop; None: all
+    data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
     profiler: AnyProfiler = field(default_factory=NullProfiler)
 
 

@@ -21,6 +21,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
+from ddp_runner.shards import whole
 from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train, train_step
@@ -108,8 +109,8 @@ def _cast(dataset: Dataset, split: TensorSplit) -> TensorSplit:
 
 
 def flat_weights(module: nn.Module) -> Tensor:
-    """Return all parameters as a flat vector."""
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    """Return all parameters as a flat vector. Collective if they are split."""
+    return torch.cat([whole(parameter.detach()).flatten() for parameter in module.parameters()])
 
 
 def at(state: TrainState, **position: Any) -> TrainState:

@@ -1,0 +1,50 @@
+"""Gives a model initial weights that depend on no rank, device or way of splitting it.
+
+A model that offers ``init_weights(module)``, which fills the parameters that a module holds itself,
+need never be built whole: each module's parameters are drawn from a seed of its own.
+"""
+
+import torch
+from torch import nn
+
+from ddp_runner.errors import UserError, listed
+from ddp_runner.seeds import derive
+from ddp_runner.shards import copy_shard
+
+
+@torch.no_grad()
+def initialise(model: nn.Module) -> None:
+    """Fill the parameters of a model that offers ``init_weights``, whole or in shards.
+
+    Besides the parameters there is never more than one module's own at a time. The seed is
+    torch's; the generator is left as it was.
+
+    Raises:
+        UserError: ``init_weights`` leaves a parameter without values.
+    """
+    seed, done = torch.initial_seed(), set[nn.Parameter]()
+    before = torch.get_rng_state()
+    for name, module in model.named_modules():
+        own = {key: one for key, one in module._parameters.items() if one is not None}
+        if not own.keys() or done.issuperset(own.values()):
+            continue  # a tied parameter belongs to the first of its modules
+        whole = {
+            key: nn.Parameter(torch.full(one.shape, torch.nan, dtype=one.dtype, device="cpu"))
+            for key, one in own.items()
+        }
+        torch.default_generator.manual_seed(derive(seed, "weights", name))
+        module._parameters.update(whole)
+        try:
+            model.init_weights(module)  # type: ignore[operator]
+        finally:
+            module._parameters.update(own)
+        if empty := [key for key, one in whole.items() if one.isnan().any()]:
+            raise UserError(
+                f"init_weights of the model leaves {listed(empty)} of {name or 'the model'} "
+                "without values; fill them"
+            )
+        for key, one in own.items():
+            if one not in done:
+                copy_shard(one, whole[key])
+        done |= {*own.values()}
+    torch.set_rng_state(before)

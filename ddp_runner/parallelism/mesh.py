@@ -1,0 +1,212 @@
+"""Modes that split a model over a mesh of ranks: FSDP2, HSDP, tensor parallelism, and both at once.
+
+The axes of the mesh are, from the outermost: ``replicate``, whose ranks hold equal shards;
+``shard``, whose ranks hold a shard of each parameter; and ``tensor``, whose ranks compute parts of
+the same layer for the same samples. Batches are split over the first two.
+
+Sources: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html and
+https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism.initial_weights import initialise
+from ddp_runner.parallelism.mode import Role, unwrapped
+from ddp_runner.parallelism.module_names import matched
+
+WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A model whose parameters are split over ranks; see the YAML of the mode for its keys."""
+
+    name: str
+    num_replicas: int
+    tensor_parallel_size: int | None
+    reshard_after_forward: bool | int
+    cpu_offload: bool
+    sequence_parallel: bool
+    precision: str
+    meta_init: bool
+    blocks: Sequence[str]
+    plan: Mapping[str, str]
+    wrap = staticmethod(unwrapped)  # ``place`` has split the model already
+
+    def role(self, env: DistEnv) -> Role:
+        """Return the role of a rank; those of one group of tensor parallelism have equal shares."""
+        size = self.tensor_parallel_size or env.world_size
+        return Role(
+            share=env.rank // size,
+            num_shares=env.world_size // size,
+            loop=env,
+            model_ranks=size,
+            has_collective_forward=True,
+        )
+
+    def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
+        """Build the model and keep this rank's shards. Collective: every rank must call.
+
+        With ``meta_init`` no rank ever holds more than its shards and one whole module's own
+        parameters; else each holds the whole model while it is built.
+
+        Raises:
+            UserError: a pattern matches no module, the model does not fit its plan, or it has
+                buffers that only a whole model could fill.
+        """
+        mesh = self._mesh(devices[0])
+        with torch.device("meta" if self.meta_init else "cpu"):
+            module = build()
+        is_meta = any(one.is_meta for one in module.parameters())
+        if is_meta and (names := [name for name, _ in module.named_buffers()]):
+            raise UserError(
+                f"model.meta_init=true builds a model without values, and nothing fills its "
+                f"buffers ({', '.join(names[:3])}); compute them in its forward, or write "
+                "model.meta_init=false"
+            )
+        if not is_meta:
+            module = module.to(devices[0]).to(memory_format=torch.contiguous_format)
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), src=0)  # else each would keep a part of its own
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            _split_layers(
+                module, mesh["tensor"], self.plan, is_sequence_split=self.sequence_parallel
+            )
+        if "shard" in (mesh.mesh_dim_names or ()):
+            self._shard(module, mesh, devices[0])
+        if is_meta:
+            module.to_empty(device="cpu" if self.cpu_offload else devices[0])
+            initialise(module)
+        return module
+
+    @contextmanager
+    def _unsynced(self, model: nn.Module) -> Iterator[None]:
+        shards = model if isinstance(model, FSDPModule) else None
+        if shards is not None:
+            shards.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if shards is not None:
+                shards.set_requires_gradient_sync(True)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context whose backward keeps whole gradients, for a later one to reduce."""
+        return self._unsynced(model)
+
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        num_ranks = dist.get_world_size()
+        tensor = self.tensor_parallel_size or num_ranks
+        sizes = {
+            "replicate": self.num_replicas,
+            "shard": num_ranks // (self.num_replicas * tensor),
+            "tensor": tensor,
+        }
+        axes = {axis: size for axis, size in sizes.items() if size > 1}
+        return _new_mesh(dist.group.WORLD, device.type, tuple((axes or {"shard": 1}).items()))
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        """Shard each block's parameters, and then what is left as one more group."""
+        axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tensor")
+        policy = MixedPrecisionPolicy()
+        if self.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        settings: dict[str, Any] = {
+            "mesh": mesh[axes],
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        }
+        for pattern in self.blocks:
+            for block in matched(module, pattern, key="model.blocks").values():
+                fully_shard(block, **settings)
+        fully_shard(module, **settings)
+
+
+@lru_cache(maxsize=1)
+def _new_mesh(
+    world: dist.ProcessGroup, device_type: str, axes: tuple[tuple[str, int], ...]
+) -> DeviceMesh:
+    """Return the mesh of these axes and sizes. Its groups are made once for each `world`."""
+    names, sizes = zip(*axes, strict=True)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def _split_layers(
+    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, is_sequence_split: bool
+) -> None:
+    """Split the layers that the plan names over the ranks of the mesh.
+
+    Raises:
+        UserError: a name matches no module, or a word is unknown.
+    """
+    styles = _styles(is_sequence_split=is_sequence_split)
+    for pattern, word in plan.items():
+        if word not in _styles(is_sequence_split=True):
+            raise UserError(
+                f"model.tensor_parallel ({pattern}: {word}) must be one of "
+                f"{', '.join(_styles(is_sequence_split=True))}"
+            )
+        found = matched(module, pattern, key="model.tensor_parallel")
+        for name, layer in found.items() if word in styles else ():
+            _validate_size(name, layer, word, size=mesh.size())
+            parallelize_module(layer, mesh, styles[word]())
+
+
+def _validate_size(name: str, layer: nn.Module, word: str, *, size: int) -> None:
+    """Reject a layer that the ranks cannot split into equal parts."""
+    weight, axis = getattr(layer, "weight", None), {"colwise": 0, "rowwise": 1}.get(word)
+    if axis is not None and isinstance(weight, Tensor) and weight.shape[axis] % size:
+        sides = ("outputs", "inputs")
+        raise UserError(
+            f"{name} has {weight.shape[axis]} {sides[axis]}, which {size} ranks cannot split into "
+            "equal parts; choose a parallelism.tensor_parallel_size that divides it"
+        )
+
+
+def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelStyle]]:
+    """Return what the words of a plan mean. Between layers activations are whole or split."""
+    between = SPLIT if is_sequence_split else WHOLE
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": lambda: RowwiseParallel(output_layouts=between),
+    }
+    if not is_sequence_split:
+        return styles
+    return styles | {
+        "sequence": SequenceParallel,
+        "gather": lambda: PrepareModuleInput(
+            input_layouts=(SPLIT,), desired_input_layouts=(WHOLE,)
+        ),
+        "split": lambda: PrepareModuleOutput(
+            output_layouts=(WHOLE,), desired_output_layouts=(SPLIT,)
+        ),
+    }

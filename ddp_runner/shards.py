@@ -1,0 +1,145 @@
+"""Tensors of which a rank holds only a part: put together to be saved, cut again when loaded.
+
+They are torch's DTensors. Importing that class takes half a second, so they are known by their
+method ``full_tensor``, and a run without any pays nothing.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_shard(value: object) -> bool:
+    """Return whether a value is a tensor that is split over ranks."""
+    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def has_shards(module: nn.Module) -> bool:
+    """Return whether a rank holds only a part of the module."""
+    return any(map(is_shard, module.parameters()))
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; all of it if it is not split."""
+    return cast(Any, tensor).to_local() if is_shard(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor. Collective if it is split."""
+    return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
+
+
+def gathered(state: Any, *, keep: bool) -> Any:
+    """Return a state with whole tensors, on the CPU, in place of shards. Collective if it has any.
+
+    One tensor at a time is put together.
+
+    Args:
+        state: tensors, and dicts and lists of them; what is not split is returned as it is.
+        keep: whether this rank needs the result; else its whole tensors are None.
+    """
+    if isinstance(state, Mapping):
+        parts = {key: gathered(value, keep=keep) for key, value in state.items()}
+        if all(parts[key] is state[key] for key in parts):
+            return state
+        result = copy.copy(state)  # of the same kind: a module's has its version beside the keys
+        result.update(parts)  # type: ignore[attr-defined]
+        return result
+    if isinstance(state, list | tuple):
+        items = [gathered(value, keep=keep) for value in state]
+        return state if all(map(_is_same, items, state)) else items
+    if not is_shard(state):
+        return state
+    full = whole(state.detach())
+    return full.cpu() if keep else None
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
+
+
+def like(value: Tensor, own: Tensor) -> Tensor:
+    """Return a whole tensor split as a rank's own one is; as it is if that is not split."""
+    if not is_shard(own) or is_shard(value):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(own, DTensor)
+    local = value.to(own.device_mesh.device_type)
+    return distribute_tensor(local, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def copy_shard(own: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor, or this rank's part of it, into the rank's own one."""
+    with torch.no_grad():
+        own_part(own).copy_(own_part(like(value, own)))
+
+
+def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state_dict with whole tensors, which every rank has, into a module or its shards."""
+    expected = module.state_dict() if has_shards(module) else {}
+    found = {
+        key: like(value, expected[key]) if key in expected else value
+        for key, value in state.items()
+    }
+    module.load_state_dict(found if expected else state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state_dict with whole tensors, which every rank has, into an optimizer.
+
+    What has a parameter's shape is split as the parameter is.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    own = dict(zip(numbers, parameters, strict=True))
+    of_parameters = {
+        number: {key: _owned(value, own.get(number)) for key, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": of_parameters})
+
+
+def _owned(value: Any, parameter: Tensor | None) -> Any:
+    """Return a tensor of the optimizer's own: it may come from a file that is mapped to memory."""
+    if not isinstance(value, Tensor):
+        return value
+    if parameter is None or not is_shard(parameter) or value.shape != parameter.shape:
+        return value.clone()
+    return like(value, parameter).clone()
+
+
+def send_module(
+    module: nn.Module, tensors: Mapping[str, Tensor] | None, *, group: dist.ProcessGroup | None
+) -> None:
+    """Load rank 0's tensors on all ranks, one at a time. Collective: every rank must call.
+
+    Args:
+        module: bare, of the same model on every rank.
+        tensors: on rank 0 its state_dict with whole tensors; None on the others.
+        group: the ranks that have the module; None: all.
+    """
+    for key, own in module.state_dict().items():
+        value = torch.empty(own.shape, dtype=own.dtype, device=own_part(own).device)
+        if tensors is not None:
+            value.copy_(tensors[key])
+        dist.broadcast(value, src=0, group=group)
+        copy_shard(own, value)
+
+
+def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that is NaN or infinite somewhere; None: all are finite.
+
+    Every rank gets the same answer. Collective if a tensor is split.
+    """
+    tensors = dict(named)
+    flags = torch.tensor([not torch.isfinite(own_part(one)).all() for one in tensors.values()])
+    if any(map(is_shard, tensors.values())):
+        counts = flags.long()
+        dist.all_reduce(counts)
+        flags = counts > 0
+    return next((name for name, flag in zip(tensors, flags, strict=True) if flag), None)
