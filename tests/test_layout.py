@@ -22,9 +22,8 @@ ALLOWED = {
     "job": {"config", "scratch"},
     "scratch": {"errors", "files"},
     "distributed": GROUND,
-    "shards": set(),
     "metrics": {*GROUND, "config", "data", "distributed"},
-    "parallelism": {*GROUND, "dist_env", "job", "shards"},
+    "parallelism": {*GROUND, "dist_env", "job"},
     "models": set(),
     "data": {*GROUND, "config"},
     "tracking": {*GROUND, "config", "dist_env", "job"},
@@ -37,7 +36,7 @@ ALLOWED = {
     "collectives": {*GROUND, "config", "distributed", "job", "rank", "tracking"},
     "train": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "metrics"),
-        *("job", "parallelism", "profiling", "rank", "scratch", "shards", "tracking"),
+        *("job", "parallelism", "profiling", "rank", "scratch", "tracking"),
     },
     "inference": {
         *(
@@ -51,11 +50,11 @@ ALLOWED = {
             "job",
             "metrics",
         ),
-        *("parallelism", "rank", "shards", "tracking", "train"),
+        *("parallelism", "rank", "tracking", "train"),
     },
     "own_loop": {
         *(*GROUND, "checkpoint", "config", "data", "distributed", "job", "parallelism", "rank"),
-        *("shards", "tracking"),
+        "tracking",
     },
     "check": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "rank", "tracking"),

@@ -38,6 +38,11 @@ def starting_weights(
     return found
 
 
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Load a file of ``read_weights`` into a bare model in place, on its devices. Rank 0 only."""
+    module.load_state_dict(read_weights(module, path))
+
+
 def read_weights(module: nn.Module, path: Path) -> dict[str, Tensor]:
     """Return the state_dict of a model from a file, with the model's own keys. Rank 0 only.
 

@@ -205,19 +205,17 @@ def _validate_metrics(metrics: Mapping[Any, Any]) -> None:
             )
 
 
-NULLABLE = ("max_ranks", "model_ranks")  # null: any number, and all ranks
-
-
 def _validate_needs(needs: Any) -> None:
     defaults = asdict(ModeNeeds())
-    given = {key: value for key, value in needs.items() if value is not None or key not in NULLABLE}
-    _validate_kind("parallelism.needs", given, defaults)
+    _validate_kind("parallelism.needs", needs, {})
     for key, value in needs.items():
         if key not in defaults:
             meant = nearest(str(key), defaults, cutoff=0.0)
             raise UserError(f"parallelism.needs.{key} does not exist; did you mean {meant}?")
-        if key == "max_ranks" and value is not None:  # its default, null, has no kind
-            _validate_kind(f"parallelism.needs.{key}", value, 1)
+        if value is not None or key not in ("max_ranks", "model_ranks"):  # null: any, all
+            _validate_kind(
+                f"parallelism.needs.{key}", value, 1 if defaults[key] is None else defaults[key]
+            )
 
 
 def _validate_list(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:

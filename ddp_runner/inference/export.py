@@ -7,8 +7,8 @@ from ddp_runner.inference.model import open_model
 from ddp_runner.inference.run_files import logged_at
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
+from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session
-from ddp_runner.shards import gathered
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.evaluation import first_samples
 from ddp_runner.train.programs import export_programs

@@ -23,9 +23,9 @@ from ddp_runner.inference.run_files import logged_at, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Role
+from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.build import build_dataset, build_metrics, build_step, place_model

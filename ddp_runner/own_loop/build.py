@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_runner.checkpoint.weights import read_weights, starting_weights
+from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import validate_num_samples
@@ -40,7 +40,7 @@ def build_model(session: Session, **arguments: Any) -> nn.Module:
         checkpoints = session.run_dir.checkpoints
         weights = starting_weights(session.config, checkpoints, log=session.log)
         if weights is not None:
-            module.load_state_dict(read_weights(module, weights))
+            load_weights(module, weights)
     return module
 
 

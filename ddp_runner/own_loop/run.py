@@ -25,10 +25,10 @@ from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
 from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order
+from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive
-from ddp_runner.shards import gathered
 
 
 class Run:
@@ -98,10 +98,8 @@ class Run:
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in the run's mode of parallelism, on this rank's devices.
 
-        Under DDP its backward averages the gradients over the ranks. Keep the bare module: it is
-        what optimizers, ``restore`` and evaluations take. A loop may wrap several.
-
-        Collective: every rank must call, for equal modules in one order.
+        Its backward averages the gradients over the ranks. Keep the bare module: it is what
+        optimizers, ``restore`` and evaluations take. Collective, for equal modules in one order.
         """
         mode = self._session.mode
         if len(self.devices) == 1:  # a module on several devices has placed its stages itself
@@ -229,16 +227,14 @@ class Run:
         return self._is_stopped
 
     def export(self, module: nn.Module) -> None:
-        """Write rank 0's weights of a module, bare or wrapped, to model.safetensors.
-
-        Collective if the module is split over ranks; other ranks need not call else.
+        """Write rank 0's weights of a module, bare or wrapped, to model.safetensors. Collective.
 
         Raises:
             UserError: the file cannot be written.
         """
-        state = gathered(bare(module).state_dict(), keep=self.is_rank_zero)
+        state, metrics = bare(module).state_dict(), json_safe(self._recording().metrics)
+        state = gathered(state, keep=self.is_rank_zero)
         if self.is_rank_zero:
-            metrics = json_safe(self._recording().metrics)
             export_weights(self._session.run_dir.export, state, step=self._step, metrics=metrics)
 
     def _at(self, step: int) -> int:

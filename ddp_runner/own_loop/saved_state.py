@@ -12,9 +12,9 @@ from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
+from ddp_runner.parallelism.shards import first_not_finite, gathered, load_module, load_optimizer
 from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.rank.session import Session
-from ddp_runner.shards import first_not_finite, gathered, load_module, load_optimizer
 
 PARTS = {"task", "step", "objects", "rng"}
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ddp_runner.errors import UserError, listed
+from ddp_runner.parallelism.shards import copy_shard
 from ddp_runner.seeds import derive
-from ddp_runner.shards import copy_shard
 
 
 @torch.no_grad()

@@ -136,18 +136,21 @@ class Mesh:
     def _shard(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
         """Shard each block's parameters, and then what is left as one more group."""
         axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tensor")
-        policy = MixedPrecisionPolicy()
-        if self.precision == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         settings: dict[str, Any] = {
             "mesh": mesh[axes],
             "reshard_after_forward": self.reshard_after_forward,
-            "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
+        # Blocks of a transformer are gathered in half the bytes; autocast gives each operator its
+        # dtype, as without shards. What is outside of them, and BatchNorm, needs fp32.
+        halved = MixedPrecisionPolicy()
+        if self.precision == "bf16":
+            halved = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         for pattern in self.blocks:
             for block in matched(module, pattern, key="model.blocks").values():
-                fully_shard(block, **settings)
+                fully_shard(block, mp_policy=halved, **settings)
         fully_shard(module, **settings)
 
 

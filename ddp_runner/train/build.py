@@ -21,11 +21,11 @@ from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Mode
+from ddp_runner.parallelism.shards import has_shards, send_module
 from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
-from ddp_runner.shards import has_shards, send_module
 from ddp_runner.train.build_batches import build_batches
 from ddp_runner.train.build_schedule import build_schedule
 from ddp_runner.train.ema import Ema

@@ -13,7 +13,7 @@ from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
-from ddp_runner.shards import gathered, send_module
+from ddp_runner.parallelism.shards import gathered, send_module
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import add_warning, write_run_record

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ddp_runner.distributed import add_over_ranks, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
+from ddp_runner.parallelism.shards import whole
 from ddp_runner.rank.cuda import peak_memory_gib
-from ddp_runner.shards import whole
 from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
 

@@ -13,8 +13,8 @@ from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
+from ddp_runner.parallelism.shards import first_not_finite, gathered, load_module, load_optimizer
 from ddp_runner.rank.rng import rng_state, set_rng_state
-from ddp_runner.shards import first_not_finite, gathered, load_module, load_optimizer
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState

@@ -21,7 +21,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
-from ddp_runner.shards import whole
+from ddp_runner.parallelism.shards import whole
 from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train, train_step

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from train_states import (
@@ -486,28 +486,37 @@ def test_where_nothing_is_whole_every_rank_rejects(tmp_path: Path) -> None:
     assert first[1] == [f"{tmp_path / 'none'} holds no checkpoint: the run begins at step 0"]
 
 
-def sharded(env: DistEnv, config: Config) -> list[str]:
-    """Return how a rank refuses to save a part of a parameter, and of a moment."""
+def sharded(env: DistEnv, config: Config) -> list[Any]:
+    """Return what a rank would save of a split parameter and moment, and what of foreign shards."""
     state = build(env, config)
     mesh = init_device_mesh("cpu", (env.world_size,))
     whole = state.module.net1.weight
     part = distribute_tensor(whole.detach(), mesh, [Shard(0)])
-    answers = []
     state.optimizer.state[whole]["momentum_buffer"] = part
-    with pytest.raises(UserError) as error:
-        snapshot(state, config)
-    answers.append(str(error.value))
     state.module.net1.weight = nn.Parameter(part)
+    saved = snapshot(state, config)
+    moment = saved["optimizer"]["state"][0]["momentum_buffer"]
+    state.optimizer.state[whole]["momentum_buffer"] = whole.detach().as_subclass(Foreign)
     with pytest.raises(UserError) as error:
         snapshot(state, config)
-    return [*answers, str(error.value)]
+    return [whole.detach(), saved["model"]["net1.weight"], moment, str(error.value)]
 
 
-def test_a_sharded_state_is_never_saved(tmp_path: Path) -> None:
-    """On every rank alike, with the tensor's key: one rank's part is not the whole."""
-    for answer in run_ranks(sharded, 2, config_of(*TOY)):
-        assert "['momentum_buffer'] is a DTensor, of which each rank holds only a part" in answer[0]
-        assert answer[1].startswith("the state['model']['net1.weight'] is a DTensor")
+class Foreign(Tensor):
+    """Looks like a tensor of which torch keeps a part on each rank, and that cannot be gathered."""
+
+    __module__ = "torch.distributed.foreign"
+
+
+def test_shards_are_saved_as_whole_tensors_or_not_at_all() -> None:
+    """Rank 0 alone keeps them; on every rank alike a foreign shard is refused by its key."""
+    first, second = run_ranks(sharded, 2, config_of(*TOY))
+    for found in first[1:3]:
+        assert torch.equal(found, first[0])
+        assert type(found) is Tensor
+    assert second[1:3] == [None, None]
+    for answer in (first, second):
+        assert "['momentum_buffer'] is a Foreign, of which each rank holds only a part" in answer[3]
 
 
 def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
