@@ -44,6 +44,8 @@ def load_rank_state(
         state.setup.env.world_size,
     )
     if own is None:
+        if saved is not None and state.setup.env.is_rank_zero:
+            log("the checkpoint's states by rank are dropped: this run has none")
         return dict(content)
     reason = ""
     if saved is None:
