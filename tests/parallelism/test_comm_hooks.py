@@ -83,6 +83,7 @@ def test_the_bytes_are_those_that_are_sent(
     (plain,), nothing = found["plain"]
     assert nothing == ""
     assert found["bf16"] == found["fp16"] == ((plain // 2,), "")
+    assert results[0]["bf16"][0].losses != results[0]["fp16"][0].losses
     assert found["powersgd"] == ((), "PowerSGD sends two thin matrices for each large one")
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from ranks import run_ranks
+from run_folders import metrics
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -20,6 +23,7 @@ from train_states import (
     Trace,
     build,
     compose_config,
+    equal,
     flat_weights,
     run_loop,
     take_steps,
@@ -29,6 +33,7 @@ from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.rank_state import averaged, rank_state
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.snapshot import snapshot
 
@@ -155,6 +160,26 @@ def test_replicas_are_averaged_where_they_are_saved_and_evaluated() -> None:
         torch.testing.assert_close(saved, mean)
         assert torch.equal(saved, evaluated)
         assert torch.equal(left, weights[-1])
+
+
+def eval_loss(env: DistEnv, config: Config, weights: dict[str, Tensor]) -> float:
+    """Return the loss of some weights on the evaluation set."""
+    state = build(env, config)
+    state.module.load_state_dict(weights)
+    return evaluate(state)[0]["eval/loss"]
+
+
+def test_a_run_evaluates_and_exports_the_mean_of_its_replicas(tmp_path: Path) -> None:
+    """Not rank 0's weights, nor a mean of what each rank finds with its own."""
+    few = ("model=toy", "dataset.num_samples=24", "batch.global_size=8", "train.max_steps=3")
+    local = ("world_size=2", "parallelism.post_local_sgd.period=100", "optimizer.lr=0.3")
+    run = run_command(*few, *local, "train.num_threads=1", folder=tmp_path).run_dir
+    saved, exported = own(run / "checkpoints"), load_file(run / "model.safetensors")
+    torch.testing.assert_close(dict(saved["model"]), exported, rtol=0, atol=0)
+    assert not equal(dict(saved["ranks"][0]["model"]), exported)
+    (loss,) = run_ranks(eval_loss, 1, compose_config(*few, "parallelism=single"), exported)
+    (found,) = [line["eval/loss"] for line in metrics(run) if "eval/loss" in line]
+    assert found == pytest.approx(loss, rel=1e-6)
 
 
 def torchs_recipe(env: DistEnv, config: Config, plain: Config) -> tuple[Tensor, Tensor]:
