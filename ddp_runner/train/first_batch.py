@@ -119,13 +119,13 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
 
 
 def rehearse(state: TrainState) -> None:
-    """Run a backward whose gradients are dropped. Collective: every rank must call.
+    """Run backwards whose gradients are dropped. Collective: every rank must call.
 
-    DDP rebuilds its buckets after its first backward. A gradient's place in its bucket decides in
-    which order three or more ranks are added, and so how the sum is rounded. A resumed run must
-    therefore not take its first step with the initial buckets, and a hook that keeps tensors for
-    its buckets cannot. Call this before loading the state, since it changes random numbers and
-    buffers.
+    DDP rebuilds its buckets after its first backward, with a static graph after the second. A
+    gradient's place in its bucket decides in which order three or more ranks are added, and so how
+    the sum is rounded. A resumed run must therefore not take its first step with the initial
+    buckets, and a hook that keeps tensors for its buckets cannot. Call this before loading the
+    state, since it changes random numbers and buffers.
     """
     has_one_order = state.setup.env.world_size < 3 and rank_state(state.model) is None
     if state.model is state.module or has_one_order:
@@ -133,5 +133,7 @@ def rehearse(state: TrainState) -> None:
     state.model.train()
     # The real batch size, since torch.compile compiles for it.
     batches = state.setup.batches
-    step = forward(state, state.model, batches.samples(range(batches.micro_size)))
-    step.loss_sum.backward()  # the next step sets these gradients to None
+    for _ in range(2 if getattr(state.model, "static_graph", False) else 1):
+        state.module.zero_grad(set_to_none=True)
+        step = forward(state, state.model, batches.samples(range(batches.micro_size)))
+        step.loss_sum.backward()  # the next step sets these gradients to None
