@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.compare_ranks import Finding, equality, tolerance
+from ddp_runner.check.compare_ranks import TOLERANCES, Finding, equality, tolerance
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
@@ -26,6 +26,7 @@ DELAY_S = 0.3  # how much later the last rank begins its backward
 # A gradient that is only rounding (a bias before BatchNorm) is compared with this part of the
 # model's largest.
 SMALLEST_PART = 1e-3
+SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by parallelism.comm_hook
 
 
 def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
@@ -80,7 +81,12 @@ def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
 def mean_gradients(
     state: TrainState, own: Mapping[str, Tensor], synced: Mapping[str, Tensor | None]
 ) -> Finding:
-    """Check that a batch's ``synced_gradients`` are the mean of the ranks' ``own_gradients``."""
+    """Check that a batch's ``synced_gradients`` are the mean of the ranks' ``own_gradients``.
+
+    A hook that rounds what it sends gets the tolerance of the dtype. PowerSGD begins later.
+    """
+    hook = state.setup.config.parallelism.get("comm_hook")
+    least = TOLERANCES[SENT_AS[hook]] if hook in SENT_AS else 0.0
     name = "gradients are the mean of the ranks' own, not the sum"
     names = sorted(set.intersection(*map(set, gather_objects(list(own)))))
     distances = torch.zeros(3, len(names), dtype=torch.float64)
@@ -95,13 +101,18 @@ def mean_gradients(
     dist.all_reduce(distances, op=dist.ReduceOp.MAX)
     largest, from_mean, from_sum = distances
     scale = largest.clamp(min=SMALLEST_PART * float(largest.max()) or 1.0)
-    allowed = torch.tensor([tolerance(state, own[key].dtype) for key in names]) * scale
+    relative = [max(least, tolerance(state, own[key].dtype)) for key in names]
+    allowed = torch.tensor(relative) * scale
     wrong = [key for key, is_near in zip(names, from_mean <= allowed, strict=True) if not is_near]
     index = int((from_mean / scale).argmax())
     detail = (
         f"of {len(names)} the farthest is {names[index]}: {float(from_mean[index]):.2g} off the "
         f"mean and {float(from_sum[index]):.2g} off the sum, of up to {float(largest[index]):.2g}"
     )
+    if hook in SENT_AS:
+        detail += f"; comm_hook={hook} may be off by {least:g} of the largest"
+    elif hook is not None:
+        detail += f"; these are sent as they are: comm_hook={hook} begins at a later step"
     return Finding(name, not wrong, f"not {listed(wrong)}; {detail}" if wrong else detail)
 
 

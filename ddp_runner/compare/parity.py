@@ -59,10 +59,15 @@ def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
 def promises_parity(run: Run) -> bool:
     """Return whether a run takes the steps of one process.
 
-    Asynchronous modes do not, nor do the steps of a stream, which its ranks split.
+    Asynchronous modes do not, nor do hooks that send rounded gradients, replicas that train on
+    their own, and the steps of a stream, which its ranks split.
     """
     is_asynchronous = run.config.get("parallelism.mode") == "async"
-    return not is_asynchronous and run.record.get("trains_on_stream") is not True
+    is_inexact = run.config.get("parallelism.comm_hook") is not None
+    is_local = run.config.get("parallelism.post_local_sgd.period") is not None
+    if is_asynchronous or is_inexact or is_local:
+        return False
+    return run.record.get("trains_on_stream") is not True
 
 
 def _simplicity(run: Run) -> tuple[int, int, str]:

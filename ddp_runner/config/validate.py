@@ -11,6 +11,7 @@ from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
 from ddp_runner.config.schema import Config, RunConfig, mode_needs, num_shares
+from ddp_runner.config.validate_ddp import validate_ddp, validate_starts
 from ddp_runner.config.validate_inference import validate_inference
 from ddp_runner.config.validate_optimizing import validate_optimizing
 from ddp_runner.dist_env import DistEnv
@@ -90,13 +91,14 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
 
 
 def validate_scheduler(config: RunConfig) -> None:
-    """Reject a warm-up longer than the run. The config has its batch filled in.
+    """Reject what would not begin, or not end, in the run. The config has its batch filled in.
 
     Raises:
         UserError: a rule is broken.
     """
     if config.task in INFERENCE:
         return
+    validate_starts(config, num_steps=known_steps(config))
     warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
     if isinstance(warmup, int) and steps is not None and warmup > steps:
         raise UserError(
@@ -221,12 +223,7 @@ def _validate_mode(config: Config) -> None:
             f"model={model} has {stages} stage; take a model cut in two (toy_mp, convnet_mp, "
             "mnist_net_mp)"
         )
-    grad_accum_steps = config.train.grad_accum_steps
-    if mode.get("static_graph") and grad_accum_steps > 1:
-        raise UserError(
-            "parallelism.static_graph=true cannot skip gradient syncs, which "
-            f"train.grad_accum_steps ({grad_accum_steps}) does; turn one of them off"
-        )
+    validate_ddp(config)
     if needs.data_parallel and config.train.compile:
         raise UserError(
             f"train.compile=true does not work with parallelism={name}, which copies the model to "

@@ -6,16 +6,20 @@ https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_runner.parallelism.comm_hooks import ITEM_BYTES, ROUNDING, PowerSGD, powersgd
 from ddp_runner.parallelism.mode import same_role
+from ddp_runner.parallelism.post_local_sgd import PostLocalSGD
+from ddp_runner.parallelism.rank_state import attach
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class DDP:
     forward_sync_buffers: bool
     devices_per_rank: int = 1
     sync_batchnorm: bool = False
+    comm_hook: str | None = None  # bf16, fp16 or powersgd
+    powersgd: Mapping[str, int] = field(default_factory=dict)
+    post_local_sgd: Mapping[str, int | None] = field(default_factory=dict)
     role = staticmethod(same_role)
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
@@ -48,7 +55,7 @@ class DDP:
         is_renamed = "forward_sync_buffers" in parameters
         sync_key = "forward_sync_buffers" if is_renamed else "broadcast_buffers"
         settings: dict[str, Any] = {sync_key: self.forward_sync_buffers}
-        return DistributedDataParallel(
+        model = DistributedDataParallel(
             module,
             device_ids=[devices[0]] if moves_inputs else None,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -57,6 +64,28 @@ class DDP:
             gradient_as_bucket_view=True,  # saves one copy of the gradients
             **settings,
         )
+        self._register_hook(model, devices[0])
+        return model
+
+    def _register_hook(self, model: DistributedDataParallel, device: torch.device) -> None:
+        """Have DDP send its gradients as the keys say, if not as they are."""
+        start_step, period = (self.post_local_sgd.get(key) for key in ("start_step", "period"))
+        if self.comm_hook in ROUNDING:
+            model.register_comm_hook(None, ROUNDING[self.comm_hook])
+        elif self.comm_hook == "powersgd":
+            layout = {"bucket_cap_mb": self.bucket_cap_mb, "static_graph": self.static_graph}
+            state = PowerSGD(
+                rank=self.powersgd["matrix_approximation_rank"],
+                start_step=self.powersgd["start_step"],
+                layout=layout,
+                device=device,
+            )
+            model.register_comm_hook(state, powersgd)
+            attach(model, state)
+        elif start_step is not None and period is not None:
+            averages = PostLocalSGD(model.module, start_step=start_step, period=period)
+            model.register_comm_hook(averages.hook, post_localSGD_hook)
+            attach(model, averages)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return DDP's own context: the next backward outside it reduces what was accumulated.
@@ -72,10 +101,27 @@ class DDP:
 def all_reduce_bytes(model: nn.Module) -> tuple[int, ...]:
     """Return the bytes of each all-reduce of a step, in their order; none if it is not under DDP.
 
-    DDP forms its buckets anew after the first backward, in the order of the gradients.
+    None either if a hook decides what is sent: see ``why_unknown``. DDP forms its buckets anew
+    after the first backward, in the order of the gradients.
     """
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, DistributedDataParallel) or why_unknown(model):
         return ()
     facts = model._get_ddp_logging_data()  # for debugging; checked with torch 2.15
     sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes") or ""
-    return tuple(int(size) for size in sizes.split(",") if size)
+    item_bytes = divisor = 1
+    if facts.get("comm_hook") in ROUNDING:
+        item_bytes = ITEM_BYTES
+        divisor = next(one for one in model.parameters() if one.requires_grad).element_size()
+    return tuple(int(size) * item_bytes // divisor for size in sizes.split(",") if size)
+
+
+def why_unknown(model: nn.Module) -> str:
+    """Return why the bytes of a model's all-reduces are not known; empty if they are."""
+    if not isinstance(model, DistributedDataParallel):
+        return ""
+    hook = model._get_ddp_logging_data().get("comm_hook")
+    reasons = {
+        powersgd.__qualname__: "PowerSGD sends two thin matrices for each large one",
+        post_localSGD_hook.__qualname__: "post-local SGD sends weights, and not in each step",
+    }
+    return reasons.get(str(hook), "")

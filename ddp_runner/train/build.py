@@ -12,6 +12,7 @@ from torch import nn
 from ddp_runner.checkpoint.weights import read_weights, starting_weights
 from ddp_runner.config.instantiate import find, keywords, make, make_function
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.config.validate_ddp import validate_starts
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import MOST_GPU_DATA
@@ -170,12 +171,12 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
         ema = Ema(module, decay=decay)
     steps_per_epoch = setup.batches.steps_per_epoch
+    total_steps = config.train.max_steps or (
+        steps_per_epoch and config.train.epochs * steps_per_epoch
+    )
+    validate_starts(config, num_steps=total_steps)
     schedule = build_schedule(
-        config,
-        optimizer,
-        total_steps=config.train.max_steps
-        or (steps_per_epoch and config.train.epochs * steps_per_epoch),
-        steps_per_epoch=steps_per_epoch,
+        config, optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch
     )
     return TrainState(
         module=module,

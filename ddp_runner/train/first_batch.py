@@ -15,6 +15,7 @@ from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import direction
+from ddp_runner.parallelism.rank_state import rank_state
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState, restored_after
@@ -118,17 +119,21 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
 
 
 def rehearse(state: TrainState) -> None:
-    """Run a backward whose gradients are dropped. Collective: every rank must call.
+    """Run backwards whose gradients are dropped. Collective: every rank must call.
 
-    DDP rebuilds its buckets after its first backward. A gradient's place in its bucket decides in
-    which order three or more ranks are added, and so how the sum is rounded. A resumed run must
-    therefore not take its first step with the initial buckets. Call this before loading the state,
-    since it changes random numbers and buffers.
+    DDP rebuilds its buckets after its first backward, with a static graph after the second. A
+    gradient's place in its bucket decides in which order three or more ranks are added, and so how
+    the sum is rounded. A resumed run must therefore not take its first step with the initial
+    buckets, and a hook that keeps tensors for its buckets cannot. Call this before loading the
+    state, since it changes random numbers and buffers.
     """
-    if state.model is state.module or state.setup.env.world_size < 3:
+    has_one_order = state.setup.env.world_size < 3 and rank_state(state.model) is None
+    if state.model is state.module or has_one_order:
         return  # the mode wraps nothing, or the sum has only one order
     state.model.train()
     # The real batch size, since torch.compile compiles for it.
     batches = state.setup.batches
-    step = forward(state, state.model, batches.samples(range(batches.micro_size)))
-    step.loss_sum.backward()  # the next step sets these gradients to None
+    for _ in range(2 if getattr(state.model, "static_graph", False) else 1):
+        state.module.zero_grad(set_to_none=True)
+        step = forward(state, state.model, batches.samples(range(batches.micro_size)))
+        step.loss_sum.backward()  # the next step sets these gradients to None

@@ -123,6 +123,28 @@ def write_prediction(folder: Path) -> None:
     write_benchmark(folder / "benchmark", world_size=2, latency_us=100, gb_per_s=2.0)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "sent"),
+    [
+        ("comm_hook", "bf16", 0.5),
+        ("comm_hook", "powersgd", None),
+        ("post_local_sgd.period", 4, None),
+    ],
+)
+def test_a_prediction_counts_the_bytes_that_a_hook_sends(
+    tmp_path: Path, key: str, value: object, sent: float | None
+) -> None:
+    """Half of them with 16 bits; where they are unknown there is no prediction."""
+    write_step(tmp_path / "one", 4000.0, COMPUTED)
+    write_benchmark(tmp_path / "benchmark", world_size=2, latency_us=100, gb_per_s=2.0)
+    parts = COMPUTED | {"comm": 3.0}
+    write_step(tmp_path / "two", 4571.0, parts, world_size=2, **{f"parallelism__{key}": value})
+    found = compared(tmp_path).rows[1].predicted
+    assert bool(found) is (sent is not None)
+    for prediction in found.values():
+        assert prediction.parts_ms["comm"] == pytest.approx(0.1 + (sent or 0) * 4 * 2**20 / 2e6)
+
+
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path to every field of a tree; of a list, those in its first item."""
     items = value.items() if isinstance(value, dict) else list(enumerate(value))[:1]
