@@ -160,10 +160,15 @@ MODES = {
     path.stem: OmegaConf.load(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
 }
 NEEDS = {name: keys.get("needs", {}) for name, keys in MODES.items()}
+TENSOR_PARALLEL = {"tp", "fsdp_tp"}
+MESHES = {name for name, keys in MODES.items() if keys["_target_"].endswith(".Mesh")}
 # Each mode with as few ranks as make it what it is; three, as a sum of three has an order.
 GROUPS = {
     **{
-        name: (name, min(2, needs.get("max_ranks", 2)) + needs.get("num_servers", 0))
+        name: (
+            name,
+            min(needs.get("min_ranks", 2), needs.get("max_ranks", 4)) + needs.get("num_servers", 0),
+        )
         for name, needs in NEEDS.items()
     },
     "ddp of three": ("ddp", 3),
@@ -229,6 +234,8 @@ def config_of(group: str, *overrides: str) -> Config:
     is_cut = MODES[mode.split()[0]].get("devices_per_rank", 1) > 1
     model = f"model=mnist_net{'_mp' if is_cut else ''}"
     keys = f"parallelism={mode}".split()
+    if mode in TENSOR_PARALLEL:
+        keys.append("+model.tensor_parallel={hidden:colwise,last:rowwise}")
     return compose_config(model, *BASE, *keys, *overrides, world_size=world_size)
 
 
@@ -286,7 +293,8 @@ def cases_of(group: str) -> list[str]:
     """Return the cases that a mode has; one with a server scales no loss."""
     if group == "asynchronous":
         return []
-    if group not in MODES or group == "dp":  # on CPUs it is one device, as single is
+    # On CPUs dp is one device, as single is; what a mesh has of its own are its shards.
+    if group not in MODES or group == "dp" or group in MESHES:
         return ["plain", "dropout", "all"]
     return [case for case in CASES if "num_servers" not in NEEDS[group] or case != "scaled loss"]
 
@@ -402,6 +410,11 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     return folder, left_by(SYNCHRONOUS, folder)
 
 
+def readers(group: str, lives: list[Life]) -> list[Life]:
+    """Return the ranks that take samples of their own: of tensor parallelism one of two."""
+    return lives[:: 2 if group in TENSOR_PARALLEL else 1]
+
+
 def samples_by_batch(*lives: Life) -> dict[int, Counter[int]]:
     """Return how often each sample was in a batch, over all ranks."""
     found: dict[int, Counter[int]] = {}
@@ -429,8 +442,9 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
         torch.testing.assert_close(losses, whole.trace.losses, **tolerances, msg=text)
         torch.testing.assert_close(first.trace.weights, whole.trace.weights, **tolerances, msg=text)
         assert first.trace.position == whole.trace.position, where
-        before = [Life(one.trace, one.drawn[:step]) for one in sources[source]]
-        found = samples_by_batch(*before, *(rank[source, step] for rank in ranks))
+        before = [Life(one.trace, one.drawn[:step]) for one in readers(source, sources[source])]
+        after = readers(target, [rank[source, step] for rank in ranks])
+        found = samples_by_batch(*before, *after)
         assert found == samples_by_batch(whole), where
         for epoch in range(2):
             used = sum((found[3 * epoch + batch] for batch in range(3)), Counter())
