@@ -24,7 +24,10 @@ CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
 RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
-    "model": ("name", "loss", "num_stages", "channels_last", "weights"),
+    "model": (
+        *("name", "loss", "num_stages", "channels_last", "weights"),
+        *("blocks", "tensor_parallel"),  # of its modules; see conf/model/gpt.yaml
+    ),
     "dataset": (),
     "parallelism": ("needs",),
     "optimizer": ("name",),
