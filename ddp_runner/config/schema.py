@@ -118,8 +118,8 @@ class SweepConfig:
 class Config:
     """One run. A mapping is a group whose keys its option's YAML gives: see RUNNER_KEYS."""
 
-    # train; evaluate, predict or export a run's model; check (what DDP guarantees); collectives
-    # (measure them); or your own function
+    # train; evaluate, predict or export a run's model, or sample a text from it; check (what DDP
+    # guarantees); collectives (measure them); or your own function
     task: str = "train"
     loop: dict[str, Any] = field(default_factory=dict)  # arguments of that function
     world_size: Any = "auto"  # ranks over all machines; auto: visible GPUs, else min(2, cores)

@@ -40,12 +40,12 @@ POSITIVE = (
     "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
-    "parallelism.needs.max_ranks",
+    "parallelism.needs.max_ranks", "inference.num_tokens", "inference.top_k",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
     "optimizer.weight_decay", "optimizer.momentum", "collectives.warmup_steps",
-    "scheduler.warmup_steps", "early_stop.min_delta",
+    "scheduler.warmup_steps", "early_stop.min_delta", "inference.temperature",
 )  # fmt: skip
 RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math.inf)) | {
     "backend.timeout_s": (1, YEAR_S),  # less is too short for ranks that share a core

@@ -115,8 +115,8 @@ class Text:
         train, evaluation = (self._split(name, tensors) for name in ("train", "eval"))
         vocab_size = int(tensors["vocab_size"])
         note = (
-            f"{self.name}: {len(train.tokens):,} training and {len(evaluation.tokens):,} evaluation "
-            f"tokens, a vocabulary of {vocab_size:,}"
+            f"{self.name}: {len(train.tokens):,} tokens to train on and "
+            f"{len(evaluation.tokens):,} to evaluate, of a vocabulary of {vocab_size:,}"
         )
         return Dataset(
             self.name,
