@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import MANIFEST
+from ddp_runner.config.inference import SAMPLE
 from ddp_runner.config.schema import Config
 from ddp_runner.config.tracking import validate_installed
 from ddp_runner.data.tokenizer import NEEDS_TEXT_EXTRA, tokenizer_file
@@ -33,7 +34,8 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     Raises:
         UserError: something is missing; the message says what to write instead.
     """
-    model, dataset, data_root = config.model, config.dataset, Path(config.data_root)
+    model, data_root = config.model, Path(config.data_root)
+    dataset = config.dataset if config.task != SAMPLE else {}  # which needs the run's folder alone
     if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
         raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
     is_bpe = dataset.get("_target_") == TEXT and dataset.get("vocabulary") == "bpe"

@@ -4,12 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 SAMPLE = "sample"
-INFERENCE = (
-    "evaluate",
-    "predict",
-    "export",
-    SAMPLE,
-)  # tasks that take a run's model and train nothing
+# Tasks that take a run's model and train nothing.
+INFERENCE = ("evaluate", "predict", "export", SAMPLE)
 EXPORTS = ("onnx", "torch_export")  # beside safetensors
 Asked = str | int  # of weights: best, last, or the step of a checkpoint
 SPLITS, FORMATS = ("eval", "train", "all"), ("csv", "parquet")

@@ -23,6 +23,7 @@ OFFLINE = {
     "collectives": "ddp",
     "what_ddp_guarantees": "ddp",
     "slow_rank": "ddp",
+    "gpt_text": "ddp",
 }
 # Experiments with tests of their own, here or in another file.
 OTHERS = {
