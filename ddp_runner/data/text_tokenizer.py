@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 BYTES, CHARACTERS, BPE = VOCABULARIES = ("bytes", "characters", "bpe")
 NUM_BYTES = 256
 UNKNOWN = "\ufffd"  # stands for a character that the training text lacks
-CHUNK = 2**20  # characters that the library encodes at once, up to the next line end
+CHUNK = 2**20  # characters of a part of a text for the library, up to the next line end
+AT_ONCE = 16  # such parts
 OWN = "ddp_runner"  # the key that marks a tokenizer.json of ours
 
 
@@ -114,8 +115,12 @@ class Library:
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return the token ids, uint32 (num_tokens,); no special tokens are added."""
-        parts = self.tokenizer.encode_batch(list(_chunks(text)), add_special_tokens=False)
-        return np.concatenate([np.zeros(0, np.uint32), *(np.array(one.ids) for one in parts)])
+        chunks, found = list(_chunks(text)), [np.zeros(0, np.uint32)]
+        for start in range(0, len(chunks), AT_ONCE):  # the library takes much memory for each token
+            group = chunks[start : start + AT_ONCE]
+            encodings = self.tokenizer.encode_batch_fast(group, add_special_tokens=False)
+            found += [np.array(one.ids, np.uint32) for one in encodings]
+        return np.concatenate(found)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids."""

@@ -22,7 +22,6 @@ from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.evaluation import DTYPES
 
@@ -83,7 +82,6 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
         text = tokenizer.decode(tokens)
         path = session.run_dir.path / FILE
         replace_file(path, text)
-        write_run_record(session.run_dir, sample=path.name)
         session.log("\n".join(map(printable, text.splitlines())))
         session.log(f"the text is in {shown_path(path)}")
         logger.finish(Status.COMPLETED, step=weights.step, epoch=0)

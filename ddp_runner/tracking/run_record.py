@@ -67,11 +67,10 @@ class RunFields(TypedDict, total=False):
     uses: Sequence[str]  # the groups that a loop of the user's own builds from
     model_arguments: Mapping[str, Any]  # facts of the data that the model was built with
     export_sha256: str  # of model.safetensors
-    of_run: str  # of an evaluation, a prediction, an export or a sample: the folder of the run
+    of_run: str  # of an evaluation, a prediction or an export: the folder of the run
     weights_step: int  # the step of the weights that it took
     split: str
     predictions: str  # the name of the file
-    sample: str  # likewise
     num_parameters: int
     gradient_bytes: int
     epoch: int

@@ -54,7 +54,7 @@ def sample(folder: Path, *args: str, name: str) -> str:
     assert end.exit_code == 0, end.stderr
     fields = record(folder / name)
     assert (fields["status"], fields["task"], fields["world_size"]) == ("completed", "sample", 1)
-    return (folder / name / fields["sample"]).read_text()
+    return (folder / name / "sample.txt").read_text()
 
 
 def test_a_run_logs_its_perplexity_and_keeps_its_tokenizer(folder: Path) -> None:
@@ -98,6 +98,20 @@ def test_other_texts_are_evaluated_with_the_tokens_of_the_run(folder: Path) -> N
     assert end.exit_code == 0, end.stderr
     (line,) = metrics(folder / "evaluated")
     assert line["eval/perplexity"] < 10
+
+
+def test_an_exported_program_takes_texts_of_any_length(folder: Path) -> None:
+    """And any number of them, as the model does."""
+    (folder / "long.txt").write_text("abc\n" * 100)
+    keys = ("task=export", f"resume={RUN}", "dataset.path=long.txt", f"data_root={folder}")
+    formats = ("checkpoint.export=[torch_export]", "hydra.run.dir=exported")
+    assert run_command(*keys, *formats, folder=folder).exit_code == 0
+    program = torch.export.load(folder / "exported" / "model.pt2").module()
+    model = ddp_runner.load(folder / RUN)
+    for shape in ((1, 5), (3, LENGTH), (2, 2 * LENGTH)):
+        tokens = torch.arange(shape[0] * shape[1]).view(shape) % 26
+        with torch.no_grad():
+            torch.testing.assert_close(program(tokens), model(tokens))
 
 
 def test_a_run_without_a_language_model_is_refused(folder: Path) -> None:
