@@ -26,9 +26,9 @@ RUN = "run"
 LENGTH = 16
 ASKED = ("inference.prompt=abc", "inference.num_tokens=40", "inference.temperature=4")
 TRAINING = (
-    *("model=gpt", "model.num_layers=1", "model.width=32", "model.num_heads=2"),
+    *("experiment=gpt_text", "model.num_layers=1", "model.width=32", "model.num_heads=2"),
     *("dataset.path=abc.txt", "dataset.vocabulary=characters", f"dataset.sequence_length={LENGTH}"),
-    *("batch.global_size=16", "world_size=2", "train.max_steps=40", "train.epochs=9"),
+    *("train.max_steps=40", "train.epochs=9", "scheduler.warmup_steps=4"),
     *("optimizer.lr=0.02", "train.num_threads=1", f"hydra.run.dir={RUN}"),
 )
 

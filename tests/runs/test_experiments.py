@@ -23,7 +23,6 @@ OFFLINE = {
     "collectives": "ddp",
     "what_ddp_guarantees": "ddp",
     "slow_rank": "ddp",
-    "gpt_text": "ddp",
 }
 # Experiments with tests of their own, here or in another file.
 OTHERS = {
@@ -31,6 +30,7 @@ OTHERS = {
     "parameter_server",
     "two_nodes",
     "start_from_weights",
+    "gpt_text",
     "reviews_bert",
     "reviews_bert_finetune",
     "resnet18_cifar10",
