@@ -24,7 +24,7 @@ from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.train.build import build_schedule
 
-LARGE = ("gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b")
+LARGE = ("gpt_10m", "gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b")
 OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")
 
 

@@ -125,6 +125,16 @@ def test_a_tokenizer_gives_back_the_text(vocabulary: str, text: str, tmp_path: P
     assert again.to_bytes() == tokenizer.to_bytes()
 
 
+@pytest.mark.parametrize("vocabulary", ["characters", "bpe"])
+def test_a_vocabulary_is_that_of_the_training_split(vocabulary: str, tmp_path: Path) -> None:
+    """What only the end of a text has is not known."""
+    (tmp_path / "a.txt").write_text("ab " * 60 + "zz " * 7)
+    source = text_source(path="a.txt", vocabulary=vocabulary, sequence_length=2)
+    tensors = source.build(tmp_path)
+    content = source.dataset(tensors).files[KEPT].decode()
+    assert ("zz" in content, "ab" in content) == (False, True)
+
+
 def test_what_a_vocabulary_lacks_is_one_sign() -> None:
     """Bytes and BPE lack nothing; bytes that are no UTF-8, as a model may write, are one, too."""
     characters = build_text_tokenizer("abc", vocabulary="characters", vocab_size=0)
