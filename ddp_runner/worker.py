@@ -14,6 +14,7 @@ from ddp_runner.dist_env import DistEnv, dist_env
 from ddp_runner.inference.evaluate import run_evaluation
 from ddp_runner.inference.export import run_export
 from ddp_runner.inference.predict import run_prediction
+from ddp_runner.inference.sample import run_sampling
 from ddp_runner.job import EXIT_COMPLETED, Job, Status
 from ddp_runner.own_loop.task import run_own_loop
 from ddp_runner.rank.session import Session, open_session
@@ -26,6 +27,7 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
     "evaluate": run_evaluation,
     "predict": run_prediction,
     "export": run_export,
+    "sample": run_sampling,
     "collectives": run_collectives,
     "check": run_check,
 }

@@ -1,11 +1,9 @@
 """From a command line to Hydra's composed config, and to a job whose files exist. Torch-free."""
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -13,17 +11,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, said_again, with_resumed
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import LIST_GROUPS, Config
-from ddp_runner.config.tracking import validate_installed
-from ddp_runner.data.tokenizer import NEEDS_TEXT_EXTRA, tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
@@ -31,14 +27,6 @@ from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
 from ddp_runner.sweep.executor import Place
 from ddp_runner.tracking.outputs import job_name
-from ddp_runner.tracking.run_dir import RunDir
-
-MODEL_FILE = "config.json"  # of a folder of trained weights
-BERT = "ddp_runner.models.bert.Bert"
-SOURCES = "ddp_runner.data.sources"
-HF_DATASET = f"{SOURCES}.hf_dataset.HFDataset"
-FOLDERS = (f"{SOURCES}.image_folder.ImageFolder", f"{SOURCES}.shards.Shards")
-WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -180,81 +168,3 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
 def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
     """Return the overrides that the user wrote, as they were written."""
     return tuple(one for one in as_written(node.overrides.task) if one not in command.implied)
-
-
-def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
-    """Reject a resolved config that names a missing file, folder or package.
-
-    `env` holds this rank's facts if the ranks run already.
-
-    Raises:
-        UserError: something is missing; the message says what to write instead.
-    """
-    model, dataset, data_root = config.model, config.dataset, Path(config.data_root)
-    if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
-        raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
-    for metric, keys in config.metrics.items():
-        is_theirs = str(keys["_target_"]).startswith("torchmetrics.")
-        if is_theirs and importlib.util.find_spec("torchmetrics") is None:
-            raise UserError(
-                f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
-                "installed; pip install 'ddp-runner[metrics]'"
-            )
-    validate_installed(config)
-    for key, package, extra in (
-        ("inference.format=parquet", "pyarrow", "parquet"),
-        ("checkpoint.export=[onnx]", "onnxscript", "onnx"),
-    ):
-        is_asked = extra in (config.inference.format, *config.checkpoint.export)
-        if is_asked and importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"{key} needs {package}, which is not installed; pip install 'ddp-runner[{extra}]'"
-            )
-    if dataset.get("_target_") == HF_DATASET:
-        _validate_hf(dataset)
-    elif (path := dataset.get("path")) is not None and not (data_root / str(path)).is_file():
-        raise UserError(
-            f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; give a "
-            "path under data_root, or an absolute one"
-        )
-    if dataset.get("_target_") in FOLDERS:
-        folder = data_root / str(dataset.get("folder"))
-        if not folder.is_dir():
-            raise UserError(
-                f"dataset.folder ({dataset.get('folder')}): there is no folder "
-                f"{folder.absolute()}; give one under data_root, or an absolute one"
-            )
-    if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
-        raise UserError(
-            f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}; "
-            "name a folder of trained weights, as transformers' save_pretrained leaves it"
-        )
-    if (name := dataset.get("tokenizer")) is not None:
-        tokenizer_file(Path(str(name)))
-    # Only rank 0 reads the weights, perhaps on another machine. A resumed run needs them no more.
-    num_nodes = env.num_nodes if env else config.launch.most_nodes
-    if (name := model.get("weights")) is not None and config.resume is None and num_nodes == 1:
-        weights = Path(str(name))
-        is_checkpoint = (weights / MANIFEST).exists() or RunDir(weights).checkpoints.is_dir()
-        if not (weights.exists() and (is_checkpoint or weights.suffix in WEIGHT_FILES)):
-            fault = "is not a weights file or run folder" if weights.exists() else "does not exist"
-            raise UserError(
-                f"model.weights ({weights}) {fault}; give a run folder, its "
-                f"checkpoints/step-XXXXXXXX, or a file that ends in {', '.join(WEIGHT_FILES)}"
-            )
-
-
-def _validate_hf(dataset: Mapping[str, Any]) -> None:
-    """Reject a dataset of Hugging Face's library without a path, or without its packages."""
-    if not isinstance(dataset.get("path"), str):
-        raise UserError(
-            f"dataset.path ({dataset.get('path')}) must name a dataset; write a folder under "
-            "data_root, a name of the hub, or dataset.path=csv with dataset.data_files"
-        )
-    needed = {"datasets": "hf"} | ({"torchdata": "streams"} if dataset.get("streaming") else {})
-    for package, extra in needed.items():
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"dataset={dataset.get('name')} needs {package}; write pip install "
-                f'"ddp-runner[{extra}]"'
-            )

@@ -162,7 +162,7 @@ def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
     if status != Status.COMPLETED:
         return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
-    if "checks" in record or record.get("task") in ("predict", "export"):
+    if "checks" in record or record.get("task") in ("predict", "export", "sample"):
         task = "check" if "checks" in record else record["task"]
         return f"a task={task} run has no metrics to compare"
     for name, kind in REQUIRED.items():

@@ -25,14 +25,8 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 # The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
 RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": (
-        "name",
-        "loss",
-        "num_stages",
-        "channels_last",
-        "weights",
-        "meta_init",
-        "blocks",
-        "tensor_parallel",
+        *("name", "loss", "num_stages", "channels_last", "weights"),
+        *("meta_init", "blocks", "tensor_parallel"),  # of its modules; see conf/model/gpt.yaml
     ),
     "dataset": (),
     "parallelism": ("needs",),
@@ -135,8 +129,8 @@ class SweepConfig:
 class Config:
     """One run. A mapping is a group whose keys its option's YAML gives: see RUNNER_KEYS."""
 
-    # train; evaluate, predict or export a run's model; check (what DDP guarantees); collectives
-    # (measure them); or your own function
+    # train; evaluate, predict or export a run's model, or sample a text from it; check (what DDP
+    # guarantees); collectives (measure them); or your own function
     task: str = "train"
     loop: dict[str, Any] = field(default_factory=dict)  # arguments of that function
     world_size: Any = "auto"  # ranks over all machines; auto: visible GPUs, else min(2, cores)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from pathlib import Path
 
-from ddp_runner.config.inference import INFERENCE
+from ddp_runner.config.inference import INFERENCE, SAMPLE
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
 from ddp_runner.config.schema import Config, RunConfig, mode_needs, num_shares
@@ -28,7 +28,8 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
     Raises:
         UserError: a rule is broken.
     """
-    if config.data_root != "data" and not Path(config.data_root).is_dir():
+    needs_data = config.task != SAMPLE and config.data_root != "data"
+    if needs_data and not Path(config.data_root).is_dir():
         raise UserError(
             f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
             "or dataset=digits, which needs none"

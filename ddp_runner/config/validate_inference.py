@@ -3,8 +3,16 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from ddp_runner.config.inference import EXPORTS, INFERENCE, InferenceConfig
-from ddp_runner.config.schema import AUTO, Config, mode_needs
+import yaml
+
+from ddp_runner.config.inference import (
+    EXPORTS,
+    INFERENCE,
+    SAMPLE,
+    SAMPLE_KEYS,
+    InferenceConfig,
+)
+from ddp_runner.config.schema import AUTO, CONFIG_DIR, Config, mode_needs
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 
@@ -24,6 +32,17 @@ def validate_inference(config: Config, *, chosen: Collection[str]) -> None:
         raise UserError(
             f"the keys of inference are for task={', '.join(INFERENCE)}, and task is {task}; leave "
             "them out"
+        )
+    defaults = InferenceConfig()
+    for key in SAMPLE_KEYS:
+        if task != SAMPLE and getattr(own, key) != getattr(defaults, key):
+            raise UserError(
+                f"inference.{key} is for task={SAMPLE}, and task is {task}; leave it out"
+            )
+    if task == SAMPLE and "world_size" in chosen and config.world_size not in (1, AUTO):
+        raise UserError(
+            f"task={SAMPLE} computes on one rank, world_size is {config.world_size}; leave "
+            "world_size out"
         )
     validate_weights(own.weights)
     formats = config.checkpoint.export
@@ -59,8 +78,11 @@ def fitted(
     """Return the config for this machine, and what to say if it lacks the GPUs of the run.
 
     A run's model must be usable where the run could not have been trained. Keys that the command
-    line chose stay.
+    line chose stay. A text is sampled by one rank, however many have trained the model.
     """
+    if config.task == SAMPLE and "parallelism" not in chosen:
+        single = (CONFIG_DIR / "parallelism" / "single.yaml").read_text(encoding="utf-8")
+        config = replace(config, parallelism=yaml.safe_load(single), world_size=1)
     backend, ranks = config.backend, config.world_size
     gpus = 0 if hardware.unusable else hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank
@@ -70,6 +92,6 @@ def fitted(
         return config, []
     note = f"the run had {needed} GPUs and this machine shows {gpus}"
     found = replace(config, backend=replace(backend, name=AUTO, device=AUTO))
-    if "world_size" not in chosen:
+    if "world_size" not in chosen and config.task != SAMPLE:
         found = replace(found, world_size=AUTO)
     return found, [f"{note}; give world_size and backend to choose"]

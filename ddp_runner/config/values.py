@@ -42,11 +42,12 @@ POSITIVE = (
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
     "parallelism.needs.max_ranks", "parallelism.needs.model_ranks",
     "parallelism.needs.num_replicas", "parallelism.needs.min_ranks",
+    "inference.num_tokens", "inference.top_k",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
     "optimizer.weight_decay", "optimizer.momentum", "collectives.warmup_steps",
-    "scheduler.warmup_steps", "early_stop.min_delta",
+    "scheduler.warmup_steps", "early_stop.min_delta", "inference.temperature",
 )  # fmt: skip
 RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math.inf)) | {
     "backend.timeout_s": (1, YEAR_S),  # less is too short for ranks that share a core

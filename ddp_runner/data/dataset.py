@@ -45,7 +45,7 @@ class Dataset:
     std: float | Sequence[float] = 1.0  # likewise
     augmentation: Augmentation | None = None
     padding_id: int | None = None  # fills up short sequences; a batch is cut to its longest
-    vocab_size: int | None = None  # of a tokenizer that came with a model: all ids are below it
+    vocab_size: int | None = None  # of a tokenizer that decides the model's: all ids are below it
     group_by_length: bool = False  # put sequences of similar length in one batch
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path, copied to the run's folder
     notes: tuple[str, ...] = ()  # about the data, printed when the run starts

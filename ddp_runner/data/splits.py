@@ -79,3 +79,41 @@ class TensorSplit:
         if device.type != "cuda" or self.inputs.nbytes + self.targets.nbytes > most_bytes:
             return self
         return TensorSplit(self.inputs.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """One long sequence of tokens, cut into samples of equal length; a batch is (inputs, targets).
+
+    Sample i has tokens i * length to (i + 1) * length as inputs, and as targets the same tokens
+    moved by one. So each token but the first is a target once; at the end less than a sample is
+    left out.
+    """
+
+    tokens: Tensor  # (num_tokens,), in memory or memory-mapped; int16 holds 0 to 65,535 unsigned
+    length: int  # tokens of a sample
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the tokens."""
+        return self.tokens.device
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return max(0, len(self.tokens) - 1) // self.length
+
+    def load(self, pieces: Iterable[Piece], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs and the targets of each piece, both int64 (batch, length)."""
+        windows = self.tokens.unfold(0, self.length + 1, self.length)  # a view
+        for piece in pieces:
+            rows = torch.as_tensor(piece.indices, device=self.device)
+            tokens = windows.index_select(0, rows).long()
+            if self.tokens.dtype == torch.int16:
+                tokens &= 0xFFFF
+            yield tokens[:, :-1], tokens[:, 1:]
+
+    def near(self, device: torch.device, *, most_bytes: float) -> "TokenSplit":
+        """Return the split on a GPU if it is small enough, else as it is."""
+        if device.type != "cuda" or self.tokens.nbytes > most_bytes:
+            return self
+        return TokenSplit(self.tokens.to(device), self.length)

@@ -1,7 +1,7 @@
 """Builds the model of a run in this very process, as in a notebook: no ranks, no process group."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,11 +15,19 @@ from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import is_missing
-from ddp_runner.inference.weights import find_weights
+from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.build import alone, build_dataset, place_model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The bare model of a run, in evaluation mode, and the weights that it has."""
+
+    module: nn.Module
+    weights: Weights
 
 
 def load_model(
@@ -29,8 +37,9 @@ def load_model(
     device: str | torch.device,
     allowed_targets: Sequence[str],
     data_root: Path | None,
-) -> nn.Module:
-    """Return the model of a run with its weights, in evaluation mode; see ``notebook.load``."""
+    log: Callable[[str], None] = print,
+) -> LoadedModel:
+    """Return the model of a run with its weights; see ``notebook.load``."""
     place = _usable(device)
     run_dir = RunDir(run)
     if is_missing(run_dir.config):
@@ -46,15 +55,15 @@ def load_model(
         raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
     if data_root is not None:
         config = replace(config, data_root=str(data_root))
-    found = find_weights(run_dir, config, weights, log=print)
+    found = find_weights(run_dir, config, weights, log=log)
     if arguments is None:
-        arguments = build_dataset(config, log=print).model_arguments
+        arguments = build_dataset(config, log=log).model_arguments
     mode, devices = alone(config, place)
     with torch.random.fork_rng():
         seed_rng(config.seed)  # equal buffers that no file keeps
         module = place_model(config, mode, arguments, devices)
     load_tensors(module, found.tensors, named=str(found.path))
-    return module.eval()
+    return LoadedModel(module.eval(), found)
 
 
 def _usable(device: str | torch.device) -> torch.device:

@@ -1,4 +1,4 @@
-"""What a notebook uses of runs: ``ddp_runner.load``, ``read_runs`` and ``read_metrics``."""
+"""What a notebook uses of runs: their models, tokenizers, records and metrics."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ddp_runner.compare.run import Run
+    from ddp_runner.data.text_tokenizer import TextTokenizer
 
 LINE = ["run", "step", "epoch", "time_s"]  # the columns of every line
 AnyPath = str | os.PathLike[str]
@@ -60,9 +61,21 @@ def load(
             device=device,
             allowed_targets=packages,
             data_root=root,
-        )
+        ).module
     finally:
         restore(before)
+
+
+def load_tokenizer(run: AnyPath) -> "TextTokenizer":
+    """Return the tokenizer of a run of texts: ``encode(text)`` and ``decode(tokens)``.
+
+    Raises:
+        UserError: the run has kept none, it is damaged, or the library that it needs is missing.
+    """
+    from ddp_runner.inference.run_files import kept_tokenizer
+    from ddp_runner.tracking.run_dir import RunDir
+
+    return kept_tokenizer(RunDir(_path(run, "run")))
 
 
 def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
+from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing
 from ddp_runner.tracking.run_dir import RunDir
@@ -32,6 +34,21 @@ def dataset_keys(run_dir: RunDir) -> Any:
     with suppress(Exception):  # PyYAML raises errors of any kind for odd tags
         return yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["dataset"]
     return None
+
+
+def kept_tokenizer(run_dir: RunDir) -> TextTokenizer:
+    """Return the tokenizer that a run of texts has kept.
+
+    Raises:
+        UserError: it has none, or it cannot be read.
+    """
+    folder = run_dir.path / "tokenizer"
+    if is_missing(folder / TOKENIZER_FILE):
+        raise UserError(
+            f"{run_dir} has no {folder.name}/{TOKENIZER_FILE}, which a run of texts keeps; name a "
+            "run of dataset=text"
+        )
+    return load_text_tokenizer(folder)
 
 
 def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset: str) -> None:

@@ -4,12 +4,38 @@ A model that offers ``init_weights(module)``, which fills the parameters that a 
 need never be built whole: each module's parameters are drawn from a seed of its own.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from ddp_runner.errors import UserError, listed
 from ddp_runner.parallelism.shards import copy_shard
 from ddp_runner.seeds import derive
+
+
+def build_by_modules(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model and ``initialise`` it; where the default device is meta, leave it empty.
+
+    Raises:
+        UserError: it offers no ``init_weights``, or has buffers, which nothing would fill.
+    """
+    with torch.device("meta"):
+        module = build()
+    if not hasattr(module, "init_weights"):
+        raise UserError(
+            "model.meta_init=true needs a model with the method init_weights(module), which fills "
+            "a module's own parameters; write it, or model.meta_init=false"
+        )
+    if names := [name for name, _ in module.named_buffers()]:
+        raise UserError(
+            "model.meta_init=true builds a model without values, and nothing fills its buffers "
+            f"({listed(names)}); compute them in its forward, or write model.meta_init=false"
+        )
+    if torch.get_default_device().type != "meta":
+        module.to_empty(device="cpu")
+        initialise(module)
+    return module
 
 
 @torch.no_grad()

@@ -25,12 +25,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -79,19 +77,13 @@ class Mesh:
         parameters; else each holds the whole model while it is built.
 
         Raises:
-            UserError: a pattern matches no module, the model does not fit its plan, or it has
-                buffers that only a whole model could fill.
+            UserError: a pattern matches no module, the model does not fit its plan, or it cannot
+                be built without values.
         """
         mesh = self._mesh(devices[0])
         with torch.device("meta" if self.meta_init else "cpu"):
             module = build()
         is_meta = any(one.is_meta for one in module.parameters())
-        if is_meta and (names := [name for name, _ in module.named_buffers()]):
-            raise UserError(
-                f"model.meta_init=true builds a model without values, and nothing fills its "
-                f"buffers ({', '.join(names[:3])}); compute them in its forward, or write "
-                "model.meta_init=false"
-            )
         if not is_meta:
             module = module.to(devices[0]).to(memory_format=torch.contiguous_format)
             for tensor in (*module.parameters(), *module.buffers()):
@@ -204,12 +196,38 @@ def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelSty
     }
     if not is_sequence_split:
         return styles
-    return styles | {
-        "sequence": SequenceParallel,
-        "gather": lambda: PrepareModuleInput(
-            input_layouts=(SPLIT,), desired_input_layouts=(WHOLE,)
-        ),
-        "split": lambda: PrepareModuleOutput(
-            output_layouts=(WHOLE,), desired_output_layouts=(SPLIT,)
-        ),
-    }
+    return styles | {"sequence": SequenceParallel, "gather": _Gather, "split": _Split}
+
+
+class _Gather(ParallelStyle):
+    """Gives a module the whole of its first argument, of which each rank has a part."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return _laid_out(args[0], mesh, SPLIT, WHOLE), *args[1:]
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class _Split(ParallelStyle):
+    """Leaves each rank a part of a module's output, of which all have the whole."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def split(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if output.shape[1] % mesh.size():
+                raise UserError(
+                    f"parallelism.sequence_parallel=true splits sequences of {output.shape[1]} "
+                    f"over {mesh.size()} ranks; choose a length that they divide"
+                )
+            return _laid_out(output, mesh, WHOLE, SPLIT)
+
+        module.register_forward_hook(split)
+        return module
+
+
+def _laid_out(value: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
+    """Return this rank's part of an activation in another layout over the mesh."""
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, [given], run_check=False)
+    return value.redistribute(placements=[wanted]).to_local()

@@ -26,7 +26,7 @@ LOST, SILENT, DAMAGED, UNREADABLE = "lost", "silent", "damaged", "unreadable"
 LOST_S = 60.0  # without a sign of life; a heartbeat comes every five seconds
 STARTING_S = 300.0  # before the first heartbeat: importing torch, waiting for other machines
 STALLED_S, STALLED_STEPS = 60.0, 20.0  # a step that takes so long, and so many times the usual
-WITHOUT_STEPS = ("collectives", "check", "predict", "export")  # tasks that take no steps
+WITHOUT_STEPS = ("collectives", "check", "predict", "export", "sample")  # tasks that take no steps
 
 
 @dataclass(frozen=True)

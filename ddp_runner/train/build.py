@@ -20,7 +20,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.initial_weights import initialise
+from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.parallelism.shards import has_shards, send_module
 from ddp_runner.parallelism.single import Single
@@ -202,15 +202,7 @@ def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[...,
     known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
     facts = {name: value for name, value in arguments.items() if name in known}
     build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
-    return partial(_with_initial_weights, build)
-
-
-def _with_initial_weights(build: Callable[..., nn.Module], **devices: torch.device) -> nn.Module:
-    """Build a model; fill it by ``initialise`` if it offers that, so that all modes begin alike."""
-    module = build(**devices)
-    if hasattr(module, "init_weights") and not any(one.is_meta for one in module.parameters()):
-        initialise(module)
-    return module
+    return partial(build_by_modules, build) if config.model.get("meta_init") else build
 
 
 def alone(config: Config, device: torch.device) -> tuple[Mode, tuple[torch.device, ...]]:

@@ -16,6 +16,27 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
+def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of a language model, summed over the tokens.
+
+    Targets of -100 do not count. Write batch.count=tokens with it, which divides by the tokens.
+
+    Args:
+        outputs: logits (batch, length, vocabulary).
+        targets: the tokens, int64 (batch, length).
+
+    Raises:
+        UserError: the outputs have no logits for each token.
+    """
+    if outputs.shape[:-1] != targets.shape:
+        raise UserError(
+            f"token_cross_entropy needs logits (batch, length, vocabulary) and targets (batch, "
+            f"length), not {tuple(outputs.shape)} and {tuple(targets.shape)}; choose a dataset or "
+            "a loss that fits the model"
+        )
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
 def nll(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the summed loss of log-probabilities (batch, classes) and classes (batch,)."""
     return F.nll_loss(outputs, targets, reduction="sum")

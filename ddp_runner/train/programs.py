@@ -68,7 +68,8 @@ def export_programs(
         try:
             with _quiet(), torch.no_grad(), _new_folder(folder) as temp:
                 args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
-                shapes = _dynamic_axes((args, kwargs), is_text=dataset.padding_id is not None)
+                is_text = dataset.padding_id is not None or dataset.vocab_size is not None
+                shapes = _dynamic_axes((args, kwargs), is_text=is_text)
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
                 _save(program, temp / FILES[name])
                 for file in temp.iterdir():  # large weights are in a second file

@@ -16,6 +16,7 @@ from texts import write_reviews
 from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, config_hash, mode_needs
 from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.splits import Piece
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -23,6 +24,7 @@ from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.train.build import build_schedule
 
+LARGE = ("gpt_10m", "gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b")
 OPTIONS = sorted(path for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name != "hydra")
 
 
@@ -51,6 +53,8 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     if config.model.get("pretrained"):
         return  # needs weights: see the test that fine-tunes
     assert isinstance(make("parallelism", config.parallelism), Mode)
+    if path.stem in LARGE:
+        return  # too large for a test: built on the meta device, see the tests of gpt
     num_stages = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(DistEnv(0, 0, 1, 1), kind="cpu", per_rank=num_stages)
     places = {f"dev{stage}": device for stage, device in enumerate(devices)}
@@ -60,11 +64,12 @@ def test_each_option_composes_by_its_own_command_and_builds(path: Path, tmp_path
     source = make("dataset", config.dataset)
     if "folder" in config.dataset:
         return  # needs files: see the test with real data
-    if "path" in config.dataset:
+    if config.dataset.get("path") is not None:
         write_reviews(tmp_path / config.dataset["path"])
     dataset = load_dataset(source, data_root=tmp_path, log=print)
-    outputs = model(dataset.normalize(dataset.train.inputs[:4]))
-    find(config.model["loss"], key="model.loss")(outputs, dataset.train.targets[:4]).backward()
+    (batch,) = dataset.train.load([Piece(torch.arange(4))], seed=0)
+    inputs, targets = dataset.prepare(batch, torch.device("cpu"))
+    find(config.model["loss"], key="model.loss")(model(inputs), targets).backward()
     optimizer.step()
     schedule.step()
     schedule.evaluated({"eval/loss": 1.0})

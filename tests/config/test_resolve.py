@@ -169,8 +169,8 @@ INVALID = [
     ("optimizer.lr=fast", "optimizer.lr (fast) must be a number"),
     ("optimizer.lr=-0.1", "optimizer.lr (-0.1) must be greater than 0"),
     ("task=trian",
-     "task (trian) must be one of train, evaluate, predict, export, collectives, check, or a "
-     "function of your own, as PACKAGE.MODULE.FUNCTION; did you mean train?"),
+     "task (trian) must be one of train, evaluate, predict, export, sample, collectives, check, or "
+     "a function of your own, as PACKAGE.MODULE.FUNCTION; did you mean train?"),
     ("task=mine.gan.train",
      "task (mine.gan.train) is no task of ddp_runner; if it is a function of your own, add "
      "allowed_targets=[mine]"),

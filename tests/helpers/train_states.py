@@ -16,7 +16,7 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
-from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.splits import TensorSplit, TokenSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
@@ -101,7 +101,9 @@ def build(env: DistEnv, config: Config) -> TrainState:
     return build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
 
 
-def _cast(dataset: Dataset, split: TensorSplit) -> TensorSplit:
+def _cast(dataset: Dataset, split: TensorSplit | TokenSplit) -> TensorSplit | TokenSplit:
+    if isinstance(split, TokenSplit):
+        return split
     dtype, targets = torch.get_default_dtype(), split.targets
     if targets.is_floating_point():
         targets = targets.to(dtype)

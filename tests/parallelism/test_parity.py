@@ -5,6 +5,7 @@ Float64 shows that only rounding differs; float32 shows how much that is in a re
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,23 @@ def test_the_steps_of_one_process_are_those_of_a_plain_loop() -> None:
     found = reference("toy")[torch.float64]
     torch.testing.assert_close(found.losses, losses, **TOLERANCES[torch.float64])
     torch.testing.assert_close(found.weights, weights, **TOLERANCES[torch.float64])
+
+
+def test_a_language_model_takes_the_steps_of_one_process(tmp_path: Path) -> None:
+    """Its loss is a mean over tokens; epochs end with a batch of three."""
+    letters = "".join(chr(97 + place * place % 26) for place in range(241))
+    (tmp_path / "letters.txt").write_text(letters)  # 27 samples to train on
+    keys = (
+        *("model=gpt", f"dataset.path={tmp_path / 'letters.txt'}", "dataset.sequence_length=8"),
+        *("model.num_layers=1", "model.width=16", "model.num_heads=2", "batch.global_size=8"),
+        *("optimizer=sgd", "optimizer.lr=0.5"),
+    )
+    (expected,) = run_ranks(trace, 1, compose_config(*keys, "parallelism=single"))
+    for found in run_ranks(trace, 2, compose_config(*keys, world_size=2)):
+        for dtype, steps in expected.items():
+            assert steps.losses[-1] < steps.losses[0]
+            torch.testing.assert_close(found[dtype].losses, steps.losses, **TOLERANCES[dtype])
+            torch.testing.assert_close(found[dtype].weights, steps.weights, **TOLERANCES[dtype])
 
 
 def initial_weights(env: DistEnv, config: Config) -> Tensor:

@@ -30,6 +30,7 @@ OTHERS = {
     "parameter_server",
     "two_nodes",
     "start_from_weights",
+    "gpt_text",
     "reviews_bert",
     "reviews_bert_finetune",
     "resnet18_cifar10",

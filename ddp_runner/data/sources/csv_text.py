@@ -55,10 +55,7 @@ class CsvText:
     def __post_init__(self) -> None:
         least_tokens = len(SPECIAL_TOKENS) + 1
         shared.require_at_least(self, num_classes=1, max_length=3, vocab_size=least_tokens)
-        if not 0 < self.eval_fraction < 1:
-            raise UserError(
-                f"dataset.eval_fraction ({self.eval_fraction}) must be between 0 and 1; use 0.1"
-            )
+        shared.require_eval_fraction(self.eval_fraction)
         if self.vocabulary not in VOCABULARIES:
             raise UserError(
                 f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"

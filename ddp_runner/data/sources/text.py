@@ -1,0 +1,182 @@
+"""Text files for language models: tokens in one long sequence, cut into samples of equal length."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.sources import shared
+from ddp_runner.data.splits import TokenSplit
+from ddp_runner.data.text_tokenizer import (
+    NUM_BYTES,
+    VOCABULARIES,
+    build_text_tokenizer,
+    load_text_tokenizer,
+)
+from ddp_runner.data.tokenizer import TOKENIZER_FILE, VOCABULARY_FILE
+from ddp_runner.errors import UserError
+
+KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
+KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
+BETWEEN = "\n\n"  # files, or topics of the bundled text
+MOST_SHORT = 2**16  # tokens of a vocabulary whose ids fit into two bytes
+
+
+@dataclass(frozen=True)
+class Text:
+    """Files of UTF-8 text, one after the other; the end of them is the evaluation split."""
+
+    name: str
+    path: str | Sequence[str] | None = None  # under data_root; None: Python's language reference
+    vocabulary: str = "bytes"  # bytes, characters or bpe
+    vocab_size: int = 2048  # most tokens of a bpe that is built here
+    tokenizer: str | None = None  # folder of a tokenizer, in place of a vocabulary built here
+    sequence_length: int = 128  # tokens of a sample
+    eval_fraction: float = 0.1  # of the characters
+
+    def __post_init__(self) -> None:
+        shared.require_at_least(self, sequence_length=1, vocab_size=NUM_BYTES)
+        shared.require_eval_fraction(self.eval_fraction)
+        if self.vocabulary not in VOCABULARIES:
+            raise UserError(
+                f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"
+            )
+        paths = [self.path] if isinstance(self.path, str | None) else self.path
+        if not paths or not all(path is None or (isinstance(path, str) and path) for path in paths):
+            raise UserError(
+                f"dataset.path ({self.path}) must be a file, or a list of files; write "
+                "dataset.path=my.txt"
+            )
+
+    def fingerprint(self, data_root: Path) -> dict[str, object]:
+        """Return what the tokens depend on; the length of a sample is cut later."""
+        fields = asdict(self)
+        del fields["sequence_length"]
+        if self.path is None:
+            fields["text"] = hashlib.sha256(bundled_text().encode()).hexdigest()
+        else:
+            fields["text"] = [shared.stamps([path]) for path in self._paths(data_root)]
+        if self.tokenizer is not None:
+            names = (TOKENIZER_FILE, VOCABULARY_FILE, "tokenizer_config.json")
+            fields["tokenizer"] = shared.stamps([Path(self.tokenizer, name) for name in names])
+        return fields
+
+    def build(self, data_root: Path) -> dict[str, Tensor]:
+        """Read, split and encode; the tokens are int16, unsigned, or int32 of a large vocabulary.
+
+        The vocabulary is built from the training split.
+
+        Raises:
+            UserError: a file is missing or not UTF-8, the tokenizer is unusable, or the text is
+                too short.
+        """
+        text = self._read(data_root)
+        cut = round(len(text) * (1 - self.eval_fraction))
+        parts = {"train": text[:cut], "eval": text[cut:]}
+        if self.tokenizer is not None:
+            tokenizer = load_text_tokenizer(Path(self.tokenizer))
+        else:
+            tokenizer = build_text_tokenizer(
+                parts["train"], vocabulary=self.vocabulary, vocab_size=self.vocab_size
+            )
+        tensors = {
+            "vocab_size": torch.tensor(tokenizer.vocab_size),
+            KEPT: torch.frombuffer(bytearray(tokenizer.to_bytes()), dtype=torch.uint8),
+        }
+        is_short = tokenizer.vocab_size <= MOST_SHORT
+        for split, part in parts.items():
+            encoded = tokenizer.encode(part)
+            if len(encoded) < 2:
+                raise UserError(
+                    f"the {split} split of dataset={self.name} has {len(encoded)} tokens; give a "
+                    "longer text, or another dataset.eval_fraction"
+                )
+            encoded = encoded.astype(np.uint16 if is_short else np.int32)
+            tokens = torch.from_numpy(encoded.view(np.int16) if is_short else encoded)
+            # Views: the cache keeps their bytes once.
+            tensors |= {
+                f"{split}_tokens": tokens,
+                f"{split}_inputs": tokens[:-1],
+                f"{split}_targets": tokens[1:],
+            }
+        return tensors
+
+    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
+        """Return the samples, with the tokenizer that made them.
+
+        Raises:
+            UserError: a split is shorter than a sample.
+        """
+        train, evaluation = (self._split(name, tensors) for name in ("train", "eval"))
+        vocab_size = int(tensors["vocab_size"])
+        note = (
+            f"{self.name}: {len(train.tokens):,} tokens to train on and "
+            f"{len(evaluation.tokens):,} to evaluate, of a vocabulary of {vocab_size:,}"
+        )
+        return Dataset(
+            self.name,
+            train,
+            evaluation,
+            num_classes=None,
+            mean=None,
+            vocab_size=vocab_size,
+            files={KEPT_FILE: tensors[KEPT].numpy().tobytes()},
+            notes=(note,),
+        )
+
+    def _split(self, name: str, tensors: Mapping[str, Tensor]) -> TokenSplit:
+        split = TokenSplit(tensors[f"{name}_tokens"], self.sequence_length)
+        if not len(split):
+            num_tokens = len(split.tokens)
+            raise UserError(
+                f"the {name} split of dataset={self.name} has {num_tokens} tokens, too few for "
+                f"dataset.sequence_length={self.sequence_length}; use {num_tokens - 1} or less"
+            )
+        return split
+
+    def _paths(self, data_root: Path) -> list[Path]:
+        paths = [self.path] if isinstance(self.path, str) else self.path or ()
+        return [data_root / path for path in paths]
+
+    def _read(self, data_root: Path) -> str:
+        if self.path is None:
+            return bundled_text()
+        return BETWEEN.join(map(_read_file, self._paths(data_root)))
+
+
+def bundled_text() -> str:
+    """Return the topics of Python's language reference that ``help()`` shows, in their order.
+
+    Each version of Python has its own.
+
+    Raises:
+        UserError: this Python was installed without them.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise UserError(
+            "dataset.path=null takes the language reference that comes with Python, which this "
+            "Python lacks (pydoc_data.topics); write dataset.path=FILE"
+        ) from error
+    return BETWEEN.join(text for _, text in sorted(topics.items()))
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(
+            f"dataset.path: {path.absolute()} cannot be read ({error.strerror}); give a file under "
+            "data_root, or an absolute path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); save "
+            "it as UTF-8"
+        ) from error

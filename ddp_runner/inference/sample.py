@@ -1,0 +1,180 @@
+"""``task=sample``: a text that the language model of a run writes.
+
+There is no cache of keys and values: each token is a forward over all that the model sees, the last
+``dataset.sequence_length`` tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.config.inference import InferenceConfig
+from ddp_runner.data.text_tokenizer import Characters, TextTokenizer
+from ddp_runner.data.trees import shape_of
+from ddp_runner.errors import UserError, printable, typed
+from ddp_runner.files import replace_file
+from ddp_runner.inference.load import load_model
+from ddp_runner.inference.run_files import kept_tokenizer
+from ddp_runner.inference.start import open_run_logger
+from ddp_runner.job import Status
+from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.seeds import derive
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.start_block import shown_path
+from ddp_runner.train.evaluation import DTYPES
+
+FILE = "sample.txt"
+DEFAULT_PROMPT = "\n"
+
+
+def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status:
+    """Print what the model of a run writes after ``inference.prompt``, and keep it as a file.
+
+    It needs the folder of the run, and none of its data. The same seed gives the same text.
+
+    Raises:
+        UserError: the run has no tokenizer or no language model, its weights are unusable, or the
+            prompt has no tokens.
+    """
+    note_restart(session, step=0)
+    config, asked, device = session.config, session.config.inference, session.devices[0]
+    assert asked.run is not None
+    of_run = RunDir(Path(asked.run))
+    tokenizer = kept_tokenizer(of_run)
+    tokens = encoded_prompt(tokenizer, asked.prompt)
+    loaded = load_model(
+        of_run.path,
+        weights=asked.weights,
+        device=device,
+        allowed_targets=config.allowed_targets,
+        data_root=Path(config.data_root),
+        log=session.log,
+    )
+    weights, precision = loaded.weights, config.train.precision
+    logger = open_run_logger(
+        session,
+        of_run=of_run,
+        weights=f"step {weights.step}, from {weights.path.relative_to(of_run.path)}",
+        step=weights.step,
+        data=f"a prompt of {len(tokens)} tokens, {asked.num_tokens} to write",
+        num_rounds=asked.num_tokens,
+    )
+    with logger:
+        autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
+        new_tokens = sampled(
+            loaded.module,
+            tokens,
+            asked,
+            vocab_size=tokenizer.vocab_size,
+            context=config.dataset.get("sequence_length"),
+            generator=torch.Generator().manual_seed(derive(config.seed, "sample")),
+            device=device,
+        )
+        with autocast:
+            for number, token in enumerate(new_tokens, start=1):
+                tokens.append(token)
+                logger.step_done(step=number, epoch=1)
+                if number < asked.num_tokens and stop_requested():
+                    logger.finish(Status.PREEMPTED, step=weights.step, epoch=0)
+                    return Status.PREEMPTED
+        text = tokenizer.decode(tokens)
+        path = session.run_dir.path / FILE
+        replace_file(path, text)
+        session.log("\n".join(map(printable, text.splitlines())))
+        session.log(f"the text is in {shown_path(path)}")
+        logger.finish(Status.COMPLETED, step=weights.step, epoch=0)
+    return Status.COMPLETED
+
+
+def encoded_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
+    """Return the tokens of a prompt; of an empty one, those of a line end.
+
+    Raises:
+        UserError: there are none, or the run's vocabulary lacks some of its characters.
+    """
+    text = prompt or DEFAULT_PROMPT
+    if isinstance(tokenizer, Characters) and (unknown := {*text} - {*tokenizer.characters}):
+        raise UserError(
+            f"inference.prompt ({prompt!r}) has characters that the run's vocabulary lacks "
+            f"({', '.join(map(repr, sorted(unknown)))}); write another prompt"
+        )
+    tokens: list[int] = tokenizer.encode(text).tolist()
+    if not tokens:
+        raise UserError(f"inference.prompt ({prompt!r}) has no tokens; write another prompt")
+    return tokens
+
+
+@torch.no_grad()
+def sampled(
+    model: nn.Module,
+    tokens: Sequence[int],
+    asked: InferenceConfig,
+    *,
+    vocab_size: int,
+    context: int | None,
+    generator: torch.Generator,
+    device: torch.device,
+) -> Iterator[int]:
+    """Yield ``inference.num_tokens`` tokens that the model writes after others.
+
+    Args:
+        model: maps int64 (1, length) to logits (1, length, vocabulary).
+        tokens: to go on from, at least one.
+        asked: how to choose a token.
+        vocab_size: tokens of the tokenizer; the model may have logits for more.
+        context: most tokens that the model sees; None: all.
+        generator: of the CPU, so that each device draws the same numbers.
+        device: of the model.
+
+    Raises:
+        UserError: the model gives no such logits, or none that are finite.
+    """
+    written = list(tokens)
+    for _ in range(asked.num_tokens):
+        seen = written[-context:] if context else written
+        logits = _next_logits(model, torch.tensor([seen], device=device), vocab_size)
+        written.append(choose(logits, asked.temperature, asked.top_k, generator))
+        yield written[-1]
+
+
+def choose(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
+    """Return a token drawn by its logits (vocab_size,); with temperature 0 the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < len(logits):
+        least = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    # The largest is 0, so that no temperature overflows.
+    chances = ((logits - logits.max()) / temperature).softmax(dim=0)
+    return int(chances.multinomial(1, generator=generator))
+
+
+def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return the logits after the last token, float64 (vocab_size,), on the CPU."""
+    fix = "task=sample takes a language model, such as model=gpt"
+    try:
+        outputs = model(tokens)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the model cannot take tokens, {shape_of(tokens)}: {typed(error)}; {fix}"
+        ) from error
+    wanted = (*tokens.shape, vocab_size)
+    fits = isinstance(outputs, Tensor) and outputs.shape[:-1] == tokens.shape
+    if not fits or outputs.shape[-1] < vocab_size:
+        raise UserError(
+            f"the model returns {shape_of(outputs)} for tokens {tuple(tokens.shape)}, not logits "
+            f"{wanted}; {fix}"
+        )
+    logits: Tensor = outputs[0, -1, :vocab_size].double().cpu()
+    if not logits.isfinite().all():
+        raise UserError(
+            "the model gives logits that are not finite; name an earlier checkpoint in "
+            "inference.weights"
+        )
+    return logits
