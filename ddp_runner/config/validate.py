@@ -157,11 +157,6 @@ def _validate_servers(config: Config) -> None:
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     if config.train.precision == "fp16":
         raise UserError(f"parallelism={name} has no scaled loss; write train.precision=bf16")
-    if config.batch.count != "samples":
-        raise UserError(
-            f"batch.count={config.batch.count} needs ranks that add up their tokens, which the "
-            f"trainers of parallelism={name} do not; write batch.count=samples or parallelism=ddp"
-        )
 
 
 def _validate_init_method(config: Config, env: DistEnv | None) -> None:

@@ -8,6 +8,7 @@ Sources: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html 
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Role, unwrapped
 from ddp_runner.parallelism.module_names import matched
 
+# A tensor over two axes is put together in two steps. Torch warns that this is slow; it is done to
+# save, and for a norm. The ranks agree: those of an axis have equal results after each step.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
 
 

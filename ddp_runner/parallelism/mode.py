@@ -53,7 +53,9 @@ class Duties:
     first_step: int  # number of the first batch of this session
     num_steps: int  # number of steps that the loop will take
     outstanding: Sequence[int]  # batches to compute before any new one
-    compute: Callable[[int], Tensor]  # (batch number) -> loss; leaves the gradients
+    # (batch number) -> this rank's part of the mean loss, and of the tokens of a mean sample; it
+    # leaves the gradients. The tokens are None unless they are what the loss is divided by.
+    compute: Callable[[int], tuple[Tensor, Tensor | None]]
     seed: int
     timeout_s: float  # a rank that sends nothing for this long counts as lost
     ended: Callable[[], Collection[int]]  # ranks whose processes have ended

@@ -97,8 +97,11 @@ def take_role(
     return None
 
 
-def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
-    """Run backward on this rank's part of a batch of the run; return its part of the mean loss."""
+def backward_by_number(
+    state: TrainState, order: Callable[[int], Tensor], number: int
+) -> tuple[Tensor, Tensor | None]:
+    """Run backward on this rank's part of a batch of the run; see ``Duties.compute``."""
     batches = state.numbered
     epoch, index = divmod(number, batches.steps_per_epoch)
-    return backward(state, batches.step(epoch, index, order=order(epoch)))
+    loss = backward(state, batches.step(epoch, index, order=order(epoch)))
+    return loss, state.tokens

@@ -168,7 +168,9 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             scalars[name] = scalars.get(name, 0) + value.detach() * share
         if counts_tokens:
             num_tokens += step.count * micro_batch.weight
-    if counts_tokens:
+    if counts_tokens and setup.role.serve is not None:  # the loop divides by all trainers' tokens
+        state.tokens = num_tokens / batch.global_count
+    elif counts_tokens:
         factor = token_factor(num_tokens, batch, group=setup.data_group)
         for parameter in state.module.parameters():
             if parameter.grad is not None:

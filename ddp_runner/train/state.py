@@ -82,6 +82,8 @@ class TrainState:
     grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping
     # Of the last step: this rank's part of the mean of each scalar that the training step returned.
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
+    # On a rank that serves the loop: its part of the tokens of a mean sample of its last batch.
+    tokens: Tensor | None = None
     ema: Ema | None = None  # the averaged weights; None without ema.decay
     skew: Skew = field(default_factory=Skew)  # of this session
     has_settled: bool = False  # every rank has trained for long enough to measure its peaks

@@ -295,7 +295,8 @@ def cases_of(group: str) -> list[str]:
         return []
     # On CPUs dp is one device, as single is; what a mesh has of its own are its shards.
     if group not in MODES or group == "dp" or group in MESHES:
-        return ["plain", "dropout", "all"]
+        # The twelve samples of a batch are cut in four parts, and not in eight.
+        return ["plain", "dropout", *(["all"] if GROUPS[group][1] < 4 else [])]
     return [case for case in CASES if "num_servers" not in NEEDS[group] or case != "scaled loss"]
 
 
@@ -365,8 +366,8 @@ def test_what_is_rehearsed_is_a_whole_micro_batch_in_training() -> None:
     assert run_ranks(rehearsed, 3, compose_config(*keys, world_size=3)) == [[(10, True)]] * 3
 
 
-# Three steps an epoch, of 6, 6 and 4 samples; six can be cut in one, two and three.
-SHARED = ("dataset.num_samples=16", "batch.global_size=6", "train.epochs=2", *AUGMENTED, *WARM_UP)
+# Three steps an epoch, of 12, 12 and 8 samples; twelve can be cut in one, two, three and four.
+SHARED = ("dataset.num_samples=32", "batch.global_size=12", "train.epochs=2", *AUGMENTED, *WARM_UP)
 PLACES = {"between two epochs": 3, "amid an epoch": 4}
 SYNCHRONOUS = [group for group in GROUPS if group not in ("asynchronous", "dp")]
 
@@ -448,7 +449,7 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
         assert found == samples_by_batch(whole), where
         for epoch in range(2):
             used = sum((found[3 * epoch + batch] for batch in range(3)), Counter())
-            assert used == Counter(range(16)), where
+            assert used == Counter(range(32)), where
 
 
 def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> None:

@@ -79,12 +79,13 @@ class ParameterServer:
             # Dropout depends only on the step, so a resumed run draws the same numbers.
             torch.manual_seed(derive(duties.seed, "trainer", step, dist.get_rank()))
             module.zero_grad(set_to_none=True)
-            loss = duties.compute(step)
+            loss, num_tokens = duties.compute(step)
             if all(parameter.grad is None for parameter in module.parameters()):
                 raise UserError(
                     "no parameter of the model has a gradient; there is nothing to push"
                 )
-            numbers = torch.tensor([float(loss), waited_s], dtype=torch.float64)
+            tokens = 0.0 if num_tokens is None else float(num_tokens)
+            numbers = torch.tensor([tokens, float(loss), waited_s], dtype=torch.float64)
             dist.send(flatten_gradients(module, numbers), dst=SERVER, group=group)
             pushed_at = time.perf_counter()
         return STATUS_OF[step]

@@ -73,7 +73,7 @@ class Server:
         first, last = duties.first_step + len(self._todo), duties.first_step + duties.num_steps
         self._new = deque(range(first, last))  # batches that no trainer has had yet
         # A push's length and dtype, without its memory.
-        self._push = flatten_gradients(self._module, torch.zeros(2)).to("meta")
+        self._push = flatten_gradients(self._module, torch.zeros(3)).to("meta")
         self._interval, self.lost = _Interval(), list[int]()
         self._alive_s = duties.timeout_s / ALIVE_PER_TIMEOUT
         # A thread per trainer, so that no trainer waits for another one's messages. It sends
@@ -100,19 +100,21 @@ class Server:
         parameters = list(self._module.parameters())
         total = sum(pushes[1:], start=pushes[0])
         sizes = [parameter.numel() for parameter in parameters]
-        gradients, counts = total[: sum(sizes)] / len(pushes), total[sum(sizes) :]
+        num_tokens = float(total[-3])  # of a mean sample; 0 if samples are counted
+        gradients = total[: sum(sizes)] / len(pushes) / (num_tokens or 1.0)
+        counts = total[sum(sizes) :]
         for parameter, gradient, count in zip(
             parameters, gradients.split(sizes), counts[: len(sizes)].tolist(), strict=True
         ):
             # None, not zero: with a zero gradient the optimizer would decay a frozen parameter.
             parameter.grad = gradient.view(parameter.shape).to(parameter) if count else None
         rest = pushes[0][sum(sizes) + len(sizes) :]
-        copy_parts(rest[:-2], list(self._module.buffers()))  # the lowest rank's, as under DDP
+        copy_parts(rest[:-3], list(self._module.buffers()))  # the lowest rank's, as under DDP
         self._version += 1
         self._interval.pushes += len(pushes)
         self._interval.trainer_wait_s += sum(float(push[-1]) for push in pushes)
         self._duties.mark(StepPart.COLLECT)
-        return sum((push[-2] for push in pushes), start=torch.zeros(()))
+        return total[-2] / (num_tokens or 1.0)
 
     def outstanding(self, state: Any) -> tuple[int, ...]:
         """Return the assigned batches whose gradients were not applied yet."""
