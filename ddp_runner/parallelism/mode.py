@@ -53,14 +53,15 @@ class Duties:
     first_step: int  # number of the first batch of this session
     num_steps: int  # number of steps that the loop will take
     outstanding: Sequence[int]  # batches to compute before any new one
-    # (batch number) -> this rank's part of the mean loss, and of the tokens of a mean sample; it
-    # leaves the gradients. The tokens are None unless they are what the loss is divided by.
-    compute: Callable[[int], tuple[Tensor, Tensor | None]]
+    compute: Callable[[int], Tensor]  # (batch number) -> loss; leaves the gradients
     seed: int
     timeout_s: float  # a rank that sends nothing for this long counts as lost
     ended: Callable[[], Collection[int]]  # ranks whose processes have ended
     mark: Callable[[StepPart], None]  # adds the time since the last mark to a part
     log: Callable[[str], None]
+    # Of the batch computed last: this rank's part of the tokens of a mean sample, by whose sum the
+    # loop divides; None if samples are counted.
+    tokens: Callable[[], Tensor | None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,9 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     Every rank gets the same answer. Collective if a tensor is split.
     """
     tensors = dict(named)
-    flags = torch.tensor([not torch.isfinite(own_part(one)).all() for one in tensors.values()])
+    counts = [int(not torch.isfinite(own_part(one)).all()) for one in tensors.values()]
     if any(map(is_shard, tensors.values())):
-        counts = flags.long()
-        dist.all_reduce(counts)
-        flags = counts > 0
-    return next((name for name, flag in zip(tensors, flags, strict=True) if flag), None)
+        total = torch.tensor(counts)
+        dist.all_reduce(total)
+        counts = total.tolist()
+    return next((name for name, count in zip(tensors, counts, strict=True) if count), None)

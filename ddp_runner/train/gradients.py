@@ -89,6 +89,7 @@ def take_role(
         ended=ended,
         mark=state.setup.timer.mark,
         log=log,
+        tokens=lambda: state.tokens,
     )
     if role.serve is not None:
         return role.serve(duties)
@@ -97,11 +98,8 @@ def take_role(
     return None
 
 
-def backward_by_number(
-    state: TrainState, order: Callable[[int], Tensor], number: int
-) -> tuple[Tensor, Tensor | None]:
-    """Run backward on this rank's part of a batch of the run; see ``Duties.compute``."""
+def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
+    """Run backward on this rank's part of a batch of the run; return its part of the mean loss."""
     batches = state.numbered
     epoch, index = divmod(number, batches.steps_per_epoch)
-    loss = backward(state, batches.step(epoch, index, order=order(epoch)))
-    return loss, state.tokens
+    return backward(state, batches.step(epoch, index, order=order(epoch)))

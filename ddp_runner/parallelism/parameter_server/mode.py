@@ -79,7 +79,7 @@ class ParameterServer:
             # Dropout depends only on the step, so a resumed run draws the same numbers.
             torch.manual_seed(derive(duties.seed, "trainer", step, dist.get_rank()))
             module.zero_grad(set_to_none=True)
-            loss, num_tokens = duties.compute(step)
+            loss, num_tokens = duties.compute(step), duties.tokens()
             if all(parameter.grad is None for parameter in module.parameters()):
                 raise UserError(
                     "no parameter of the model has a gradient; there is nothing to push"
