@@ -48,6 +48,7 @@ class ModeNeeds:
     num_replicas: int = 1  # of which each is split over equally many ranks
     model_ranks: int | None = 1  # ranks that compute the same samples together; None: all
     num_servers: int = 0  # ranks that hold parameters and compute no gradients
+    splits_parameters: bool = False  # each rank holds a part of each
     data_parallel: bool = False  # one rank drives all GPUs of its machine
 
 

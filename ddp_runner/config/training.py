@@ -22,6 +22,8 @@ class TrainConfig:
     clip_norm: float | None = None  # largest L2 norm of the whole gradient; null: no clipping
     clip_value: float | None = None  # largest absolute value of a gradient; null: no clipping
     compile: bool = False  # torch.compile the model, inside its parallel wrapper
+    # keep only the inputs of each of model.blocks, and compute its activations again for backward
+    activation_checkpointing: bool = False
     deterministic: bool = False  # fail on operations that have no deterministic form
     # Trace these optimizer steps into profile/: a number of them, after 5 steps of warm-up, or the
     # first and the last, as in 20-25; null: none

@@ -19,7 +19,8 @@ from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
-from ddp_runner.train.build import alone, build_dataset, place_model
+from ddp_runner.train.build import build_dataset
+from ddp_runner.train.build_model import alone, place_model
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
-from ddp_runner.train.build import build_dataset, build_metrics, build_step, place_model
+from ddp_runner.train.build import build_dataset, build_metrics, build_step
+from ddp_runner.train.build_model import place_model
 from ddp_runner.train.evaluation import first_samples, forward
 from ddp_runner.train.programs import NUM_SAMPLES
 from ddp_runner.train.step import StepFunction

@@ -19,6 +19,7 @@ from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import MOST_GPU_DATA, Split
 from ddp_runner.errors import UserError
+from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.session import Session
 
 
@@ -67,9 +68,16 @@ def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:
     return optimizer
 
 
-def build_batches(
-    session: Session, dataset: Any, *, name: str, global_size: int | None, seed: int, **options: Any
-) -> GlobalBatches:
+def build_loader(
+    session: Session,
+    dataset: Any,
+    *,
+    name: str,
+    global_size: int | None,
+    seed: int,
+    shuffle: bool,
+    **options: Any,
+) -> Loader:
     """Return this rank's share of the global batches of a map-style dataset, or of a split.
 
     Args:
@@ -78,10 +86,12 @@ def build_batches(
         name: of the loader, in messages.
         global_size: samples of a batch over all ranks; None: ``batch.global_size``.
         seed: of the order.
+        shuffle: in another order in each epoch.
         options: see ``LoaderSplit``.
 
     Raises:
-        UserError: the dataset is not map-style, or has fewer samples than there are ranks.
+        UserError: the dataset is not map-style, has fewer samples than there are ranks, or gives
+            them different numbers of batches to evaluate where a forward waits for all ranks.
     """
     role, device = session.mode.role(session.env), session.devices[0]
     split: Split = dataset
@@ -93,11 +103,14 @@ def build_batches(
             )
         split = LoaderSplit(name, dataset, **options)
     validate_num_samples(type(dataset).__name__, len(split), ranks=role.num_shares)
-    return GlobalBatches(
+    batches = GlobalBatches(
         split=split.near(device, most_bytes=MOST_GPU_DATA),
         global_size=global_size or session.config.batch.global_size,
         grad_accum_steps=1,
         share=role.share,
         num_shares=role.num_shares,
         seed=seed,
+    )
+    return Loader(
+        batches, device, shuffle=shuffle, equal_counts=role.has_collective_forward and not shuffle
     )

@@ -1,7 +1,9 @@
 """The batches that a rank gets in a loop of the user's own, and their place in the run's order."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class Loader:
         shuffle: in another order in each epoch. Otherwise in the dataset's order, always from its
             start, for evaluation: the ranks may get different numbers of batches, or none, so call
             no collective in that loop, and no module that `Run.wrap` returned.
+        equal_counts: reject evaluation with different numbers of batches: a forward is collective.
 
     Attributes:
         epoch: completed epochs.
@@ -42,7 +45,23 @@ class Loader:
         num_seen: samples of the global batches so far, without those of earlier sessions.
     """
 
-    def __init__(self, batches: GlobalBatches, device: torch.device, *, shuffle: bool) -> None:
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        device: torch.device,
+        *,
+        shuffle: bool,
+        equal_counts: bool = False,
+    ) -> None:
+        size, shares = batches.micro_size, range(batches.num_shares)
+        sizes = [len(batches.split) * (share + 1) // len(shares) for share in shares]
+        counts = {math.ceil((end - start) / size) for start, end in pairwise([0, *sizes])}
+        if equal_counts and not shuffle and len(counts) > 1:
+            raise UserError(
+                f"{len(batches.split)} samples in batches of {size} are {min(counts)} batches on "
+                f"one rank and {max(counts)} on another, and in this mode a forward waits for all "
+                "ranks; choose another global_size for this loader"
+            )
         self.epoch, self.weight, self.num_seen = 0, 1.0, 0
         self._step = 0  # in the epoch
         self._batches, self._device, self._shuffle = batches, device, shuffle

@@ -15,12 +15,7 @@ from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
-from ddp_runner.own_loop.build import (
-    build_batches,
-    build_dataset,
-    build_model,
-    build_optimizer,
-)
+from ddp_runner.own_loop.build import build_dataset, build_loader, build_model, build_optimizer
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
 from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
@@ -131,16 +126,17 @@ class Run:
             UserError: there are fewer samples than ranks.
         """
         number = len(self._loaders)
-        batches = build_batches(
+        loader = build_loader(
             self._session,
             dataset,
             name=f"loader {number + 1}",
             global_size=global_size,
             seed=derive(self.seed, "loader", number),
+            shuffle=shuffle,
             **options,
         )
-        self._loaders.append(Loader(batches, self.device, shuffle=shuffle))
-        return self._loaders[-1]
+        self._loaders.append(loader)
+        return loader
 
     def restore(self, **objects: Any) -> int:
         """Name what a checkpoint holds, and load the newest one if the run has any.

@@ -32,6 +32,11 @@ def build_by_modules(build: Callable[[], nn.Module]) -> nn.Module:
             "model.meta_init=true builds a model without values, and nothing fills its buffers "
             f"({listed(names)}); compute them in its forward, or write model.meta_init=false"
         )
+    if len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.parameters())):
+        raise UserError(
+            "model.meta_init=true builds a model without values, and a parameter that two modules "
+            "share would become two; use it in one module's forward, or write model.meta_init=false"
+        )
     if torch.get_default_device().type != "meta":
         module.to_empty(device="cpu")
         initialise(module)

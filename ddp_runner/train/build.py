@@ -1,6 +1,6 @@
 """Builds what a rank trains from the groups of a resolved config."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,30 +9,26 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ddp_runner.checkpoint.weights import read_weights, starting_weights
-from ddp_runner.config.instantiate import find, keywords, make, make_function
-from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.checkpoint.weights import starting_weights
+from ddp_runner.config.instantiate import make, make_function
+from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.config.validate_ddp import validate_starts
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.distributed import loop_group, share_group, sum_over_ranks
-from ddp_runner.errors import UserError
+from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.mode import Mode
-from ddp_runner.parallelism.shards import has_shards, send_module
-from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import derive
 from ddp_runner.train.build_batches import build_batches
+from ddp_runner.train.build_model import build_module, place_model
 from ddp_runner.train.build_schedule import build_schedule
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.optimizers import build_optimizer
-from ddp_runner.train.parameters import freeze
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
@@ -161,7 +157,8 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     """
     config = setup.config
     seed_rng(config.seed)  # the same weights on every rank and in every mode
-    module = _build_module(setup, weights=weights)
+    arguments = setup.dataset.model_arguments
+    module = build_module(config, setup.mode, arguments, setup.devices, weights=weights)
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = setup.mode.wrap(compiled, setup.devices)
     # Each share drops other units.
@@ -169,7 +166,8 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
     if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
-        ema = Ema(module, decay=decay)
+        again = partial(place_model, config, setup.mode, arguments, setup.devices)
+        ema = Ema(module, decay=decay, build=again)
     steps_per_epoch = setup.batches.steps_per_epoch
     total_steps = config.train.max_steps or (
         steps_per_epoch and config.train.epochs * steps_per_epoch
@@ -188,64 +186,3 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         gradients=OwnGradients(),
         ema=ema,
     )
-
-
-def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
-    """Return a function that builds the config's model; it takes the devices of its stages.
-
-    Of the `arguments`, facts of the data, the model gets those that it takes.
-
-    Raises:
-        UserError: the model's target may not be named, or does not exist.
-    """
-    allowed = config.allowed_targets
-    known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
-    facts = {name: value for name, value in arguments.items() if name in known}
-    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
-    return partial(build_by_modules, build) if config.model.get("meta_init") else build
-
-
-def alone(config: Config, device: torch.device) -> tuple[Mode, tuple[torch.device, ...]]:
-    """Return how a process on its own places a model, all of it on one device."""
-    num_devices = mode_needs(config.parallelism).devices_per_rank
-    if num_devices == 1:
-        return Single("single"), (device,)
-    mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
-    return mode, (device,) * num_devices
-
-
-def place_model(
-    config: Config, mode: Mode, arguments: Mapping[str, Any], devices: Sequence[torch.device]
-) -> nn.Module:
-    """Return the bare model on its devices, in the memory format that the config asks for.
-
-    Raises:
-        UserError: see ``model_factory``.
-    """
-    module = mode.place(model_factory(config, arguments), devices)
-    if config.model.get("channels_last") and not has_shards(module):  # these are contiguous
-        module = module.to(memory_format=torch.channels_last)
-    return module
-
-
-def _load_weights(module: nn.Module, path: Path | None) -> None:
-    """Load rank 0's file, if it has one, on all ranks: a mode need not send all that is in it."""
-    (num_files,) = sum_over_ranks([path is not None])
-    if num_files:
-        send_module(module, read_weights(module, path) if path else None, group=None)
-
-
-def _build_module(setup: Setup, *, weights: Path | None) -> nn.Module:
-    """Return the bare model on its devices, with rank 0's weights loaded there."""
-    keys = setup.config.model
-    arguments = setup.dataset.model_arguments
-    module = place_model(setup.config, setup.mode, arguments, setup.devices)
-    freeze(module, setup.config.params.freeze)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UserError(
-            f"model={keys.get('name')} has no parameter that requires a gradient, so there is "
-            "nothing to train; unfreeze some, or name another model"
-        )
-    if keys.get("weights") is not None:
-        _load_weights(module, weights)
-    return module

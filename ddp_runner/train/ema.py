@@ -3,7 +3,7 @@
 Source: https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_runner.errors import UserError, typed
+from ddp_runner.parallelism.shards import has_shards, load_module
 
 STATISTICS = ("running_mean", "running_var")  # the buffers of BatchNorm that are averaged
 PREFIX = "module."  # of the model's names in the state of an AveragedModel
@@ -23,13 +24,25 @@ class Ema:
     are copied: the average of whole numbers is rounded down, and that of two masks of -inf is NaN.
     """
 
-    def __init__(self, module: nn.Module, *, decay: float) -> None:
+    def __init__(self, module: nn.Module, *, decay: float, build: Callable[[], nn.Module]) -> None:
         """Copy a bare model, on its devices.
+
+        Args:
+            module: it may be split over ranks.
+            decay: of the average.
+            build: builds the model again. FSDP2 refuses to copy one that is split. Collective if
+                the model is split.
 
         Raises:
             UserError: the model cannot be copied.
         """
         self._decay = decay
+        if has_shards(module):
+            self._averaged = AveragedModel(nn.Identity(), multi_avg_fn=_lerp(decay))
+            with torch.random.fork_rng():
+                self._averaged.module = build()
+            self._averaged.module.load_state_dict(module.state_dict())
+            return
         try:
             average = get_ema_multi_avg_fn(decay)
             self._averaged = AveragedModel(module, multi_avg_fn=average)
@@ -65,7 +78,18 @@ class Ema:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        self._averaged.load_state_dict(state)
+        load_module(self._averaged, state)
+
+
+def _lerp(decay: float) -> Callable[..., None]:
+    """Return an average like torch's, tensor by tensor: those of several meshes do not mix."""
+
+    @torch.no_grad()
+    def update(averages: Sequence[Tensor], values: Sequence[Tensor], _: Tensor) -> None:
+        for average, value in zip(averages, values, strict=True):
+            average.lerp_(value, 1 - decay)
+
+    return update
 
 
 def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:

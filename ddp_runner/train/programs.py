@@ -21,7 +21,8 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, typed
-from ddp_runner.train.build import alone, build_step, place_model
+from ddp_runner.train.build import build_step
+from ddp_runner.train.build_model import alone, place_model
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}

@@ -25,7 +25,7 @@ from ddp_runner.cli.compose import validate_files
 from ddp_runner.config.instantiate import make
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.errors import UserError
-from ddp_runner.train.build import model_factory
+from ddp_runner.train.build_model import model_factory
 
 SMALL = (
     *TINY_BERT,

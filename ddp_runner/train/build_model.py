@@ -1,0 +1,113 @@
+"""Builds the model of a run on a rank's devices: placed by its mode, with its starting weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_runner.checkpoint.weights import read_weights
+from ddp_runner.config.instantiate import find, keywords, make
+from ddp_runner.config.schema import Config, RunConfig, mode_needs
+from ddp_runner.distributed import sum_over_ranks
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism.initial_weights import build_by_modules
+from ddp_runner.parallelism.mode import Mode
+from ddp_runner.parallelism.module_names import matched
+from ddp_runner.parallelism.shards import has_shards, send_module
+from ddp_runner.parallelism.single import Single
+from ddp_runner.train.parameters import freeze
+
+
+def build_module(
+    config: RunConfig,
+    mode: Mode,
+    arguments: Mapping[str, Any],
+    devices: Sequence[torch.device],
+    *,
+    weights: Path | None,
+) -> nn.Module:
+    """Return the bare model to train, with rank 0's weights. Collective: every rank must call.
+
+    Raises:
+        UserError: see ``place_model``; or the weights do not fit, there is nothing to train, or no
+            block is named whose activations could be computed twice.
+    """
+    module = place_model(config, mode, arguments, devices)
+    freeze(module, config.params.freeze)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
+            "is nothing to train; unfreeze some, or name another model"
+        )
+    if config.model.get("weights") is not None:
+        _load_weights(module, weights)
+    if config.train.activation_checkpointing:
+        _compute_twice(module, config)
+    return module
+
+
+def _compute_twice(module: nn.Module, config: RunConfig) -> None:
+    """Let each block keep its inputs alone, and compute its activations anew in the backward.
+
+    Source: https://docs.pytorch.org/docs/stable/checkpoint.html
+    """
+    patterns = config.model.get("blocks") or ()
+    if not patterns:
+        raise UserError(
+            f"train.activation_checkpointing=true computes the blocks of a model twice, and "
+            f"model={config.model.get('name')} names none; write +model.blocks=[PATTERN], such as "
+            "[layers.*], or leave it out"
+        )
+    for pattern in patterns:
+        for block in matched(module, pattern, key="model.blocks").values():
+            # An attribute of this object hides the class's method; a wrapper would change names.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """Return a function that builds the config's model; it takes the devices of its stages.
+
+    Of the `arguments`, facts of the data, the model gets those that it takes.
+
+    Raises:
+        UserError: the model's target may not be named, or does not exist.
+    """
+    allowed = config.allowed_targets
+    known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
+    facts = {name: value for name, value in arguments.items() if name in known}
+    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
+    return partial(build_by_modules, build) if config.model.get("meta_init") else build
+
+
+def alone(config: Config, device: torch.device) -> tuple[Mode, tuple[torch.device, ...]]:
+    """Return how a process on its own places a model, all of it on one device."""
+    num_devices = mode_needs(config.parallelism).devices_per_rank
+    if num_devices == 1:
+        return Single("single"), (device,)
+    mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    return mode, (device,) * num_devices
+
+
+def place_model(
+    config: Config, mode: Mode, arguments: Mapping[str, Any], devices: Sequence[torch.device]
+) -> nn.Module:
+    """Return the bare model on its devices, in the memory format that the config asks for.
+
+    Raises:
+        UserError: see ``model_factory``.
+    """
+    module = mode.place(model_factory(config, arguments), devices)
+    if config.model.get("channels_last") and not has_shards(module):  # these are contiguous
+        module = module.to(memory_format=torch.channels_last)
+    return module
+
+
+def _load_weights(module: nn.Module, path: Path | None) -> None:
+    """Load rank 0's file, if it has one, on all ranks: a mode need not send all that is in it."""
+    (num_files,) = sum_over_ranks([path is not None])
+    if num_files:
+        send_module(module, read_weights(module, path) if path else None, group=None)
