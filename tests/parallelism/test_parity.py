@@ -5,7 +5,6 @@ Float64 shows that only rounding differs; float32 shows how much that is in a re
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -126,17 +125,48 @@ def test_the_steps_of_one_process_are_those_of_a_plain_loop() -> None:
     torch.testing.assert_close(found.weights, weights, **TOLERANCES[torch.float64])
 
 
-def test_a_language_model_takes_the_steps_of_one_process(tmp_path: Path) -> None:
-    """Its loss is a mean over tokens; epochs end with a batch of three."""
-    letters = "".join(chr(97 + place * place % 26) for place in range(241))
-    (tmp_path / "letters.txt").write_text(letters)  # 27 samples to train on
+LETTERS = "".join(chr(97 + place * place % 26) for place in range(241))  # 27 samples to train on
+BLOCKS = (
+    *("parallelism=fsdp", "train.activation_checkpointing=true", "train.grad_accum_steps=2"),
+    "parallelism.reshard_after_forward=false",
+)
+WAYS = {
+    "ddp": (2, "parallelism=ddp"),
+    "fsdp": (2, "parallelism=fsdp"),
+    "blocks computed twice": (2, *BLOCKS),
+    "hsdp": (4, "parallelism=hsdp"),
+    "tp": (2, "parallelism=tp"),
+    "split sequences": (2, "parallelism=tp", "parallelism.sequence_parallel=true"),
+    "fsdp_tp": (4, "parallelism=fsdp_tp", "parallelism.sequence_parallel=true"),
+    "ps": (3, "parallelism=ps"),
+}
+
+
+@pytest.fixture(scope="module")
+def of_one_process(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[tuple[str, ...], dict[torch.dtype, Trace]]:
+    """The keys of a small language model whose gradients are clipped, and one process's steps."""
+    path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text(LETTERS)
     keys = (
-        *("model=gpt", f"dataset.path={tmp_path / 'letters.txt'}", "dataset.sequence_length=8"),
-        *("model.num_layers=1", "model.width=16", "model.num_heads=2", "batch.global_size=8"),
-        *("optimizer=sgd", "optimizer.lr=0.5"),
+        *("model=gpt", f"dataset.path={path}", "dataset.sequence_length=8"),
+        *("model.num_layers=2", "model.width=16", "model.num_heads=2", "batch.global_size=8"),
+        *("optimizer=sgd", "optimizer.lr=0.5", "train.clip_norm=0.3"),
     )
-    (expected,) = run_ranks(trace, 1, compose_config(*keys, "parallelism=single"))
-    for found in run_ranks(trace, 2, compose_config(*keys, world_size=2)):
+    (steps,) = run_ranks(trace, 1, compose_config(*keys, "parallelism=single"))
+    return keys, steps
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_language_model_takes_the_steps_of_one_process(
+    way: str, of_one_process: tuple[tuple[str, ...], dict[torch.dtype, Trace]]
+) -> None:
+    """Its loss is a mean over tokens; epochs end with a batch of three."""
+    keys, expected = of_one_process
+    world_size, *overrides = WAYS[way]
+    ranks = run_ranks(trace, world_size, compose_config(*keys, *overrides, world_size=world_size))
+    for found in ranks[: 1 if way == "ps" else None]:  # where rank 0 alone has the parameters
         for dtype, steps in expected.items():
             assert steps.losses[-1] < steps.losses[0]
             torch.testing.assert_close(found[dtype].losses, steps.losses, **TOLERANCES[dtype])
