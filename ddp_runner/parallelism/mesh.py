@@ -165,8 +165,13 @@ def _split_layers(
     """Split the layers that the plan names over the ranks of the mesh.
 
     Raises:
-        UserError: a name matches no module, or a word is unknown.
+        UserError: there is none, a name matches no module, or a word is unknown.
     """
+    if not plan:
+        raise UserError(
+            "parallelism.tensor_parallel_size needs a model that says how its layers are split; "
+            "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp"
+        )
     styles = _styles(is_sequence_split=is_sequence_split)
     for pattern, word in plan.items():
         if word not in _styles(is_sequence_split=True):

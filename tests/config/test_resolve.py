@@ -210,6 +210,22 @@ INVALID = [
     ("parallelism=single world_size=2",
      "parallelism=single runs 1 process, world_size is 2; leave world_size out, or write "
      "parallelism=ddp"),
+    ("parallelism=hsdp world_size=3",
+     "parallelism=hsdp needs 4 ranks or more, a multiple of 2, and world_size is 3; write "
+     "world_size=4"),
+    ("parallelism=fsdp_tp world_size=6 parallelism.tensor_parallel_size=4",
+     "parallelism=fsdp_tp needs 4 ranks or more, a multiple of 4, and world_size is 6; write "
+     "world_size=8"),
+    ("parallelism=tp world_size=1",
+     "parallelism=tp needs 2 ranks or more and world_size is 1; write world_size=2"),
+    ("parallelism=fsdp_tp world_size=4 batch.per_rank=null batch.global_size=7",
+     "batch.global_size (7) is not divisible by the ranks with samples of their own (2); use 6 or "
+     "8"),
+    ("parallelism=fsdp parallelism.cpu_offload=true",
+     "parallelism.cpu_offload=true moves parameters from GPUs to the host, and this run computes "
+     "on the CPU; leave it out"),
+    ("parallelism=fsdp parallelism.tensor_parallel_size=0",
+     "parallelism.needs.model_ranks (0) must be greater than 0"),
     ("model=toy_mp",
      "model=toy_mp is cut into 2 stages and parallelism=ddp gives a replica 1 device; write "
      "parallelism=ddp_mp"),

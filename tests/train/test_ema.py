@@ -53,7 +53,7 @@ class Buffered(nn.Module):
 def test_statistics_are_averaged_and_other_buffers_copied() -> None:
     """The average of two whole numbers would be rounded down, and that of two masks be NaN."""
     module = Buffered()
-    ema = Ema(module, decay=0.9)
+    ema = Ema(module, decay=0.9, build=Buffered)
     expected = 0.0
     for step in range(3):
         running_mean = module.norm.running_mean
@@ -79,7 +79,7 @@ class Uncopied(nn.Linear):
 def test_a_model_that_cannot_be_copied_is_one_line() -> None:
     """The reason is the model's own."""
     with pytest.raises(UserError, match=r"which cannot be copied \(TypeError: has a lock\)"):
-        Ema(Uncopied(1, 1), decay=0.5)
+        Ema(Uncopied(1, 1), decay=0.5, build=lambda: Uncopied(1, 1))
 
 
 def averages(env: DistEnv, config: Config) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def averages(env: DistEnv, config: Config) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "keys",
     [("parallelism=single",), ("parallelism=ddp", "params.freeze=[net1.*]"),
-     ("model=toy_mp", "parallelism=ddp_mp")],
+     ("model=toy_mp", "parallelism=ddp_mp"), ("parallelism=fsdp",), ("parallelism=tp",)],
     ids=lambda keys: keys[-1],
 )  # fmt: skip
 def test_the_average_follows_the_formula(keys: tuple[str, ...]) -> None:
