@@ -67,6 +67,12 @@ def validate_own_loop(config: Config) -> None:
             f"task={task} runs one loop on equal ranks, and parallelism="
             f"{config.parallelism.get('name')} has a server; write parallelism=ddp"
         )
+    if mode_needs(config.parallelism).model_ranks != 1:
+        raise UserError(
+            f"task={task} takes samples of its own on each rank, and under parallelism="
+            f"{config.parallelism.get('name')} several ranks compute the same ones; write "
+            "parallelism=fsdp"
+        )
     if checkpoint.load_best:
         raise UserError(
             f"checkpoint.load_best=true evaluates the model of task=train, and task is {task}; "

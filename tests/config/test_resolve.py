@@ -189,6 +189,9 @@ INVALID = [
     (f"{MINE} parallelism=ps",
      "task=mine.train runs one loop on equal ranks, and parallelism=ps has a server; write "
      "parallelism=ddp"),
+    (f"{MINE} parallelism=tp",
+     "task=mine.train takes samples of its own on each rank, and under parallelism=tp several "
+     "ranks compute the same ones; write parallelism=fsdp"),
     (f"{MINE} checkpoint.monitor=d/loss",
      "checkpoint.monitor=d/loss with checkpoint.mode=max would keep the worst; write "
      "checkpoint.mode=min"),
