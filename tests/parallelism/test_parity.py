@@ -138,6 +138,7 @@ WAYS = {
     "tp": (2, "parallelism=tp"),
     "split sequences": (2, "parallelism=tp", "parallelism.sequence_parallel=true"),
     "fsdp_tp": (4, "parallelism=fsdp_tp", "parallelism.sequence_parallel=true"),
+    "replicas of tp": (4, "parallelism=fsdp_tp", "parallelism.num_replicas=2"),
     "ps": (3, "parallelism=ps"),
 }
 

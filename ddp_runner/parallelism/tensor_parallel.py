@@ -1,0 +1,106 @@
+"""Splits the layers of a model over the ranks of a mesh's axis, by the plan of the model's YAML.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism.module_names import matched
+
+WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
+
+
+def split_layers(
+    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, is_sequence_split: bool
+) -> None:
+    """Split the layers that the plan names over the ranks of the mesh.
+
+    Raises:
+        UserError: there is none, a name matches no module, or a word is unknown.
+    """
+    if not plan:
+        raise UserError(
+            "parallelism.tensor_parallel_size needs a model that says how its layers are split; "
+            "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp"
+        )
+    styles = _styles(is_sequence_split=is_sequence_split)
+    for pattern, word in plan.items():
+        if word not in _styles(is_sequence_split=True):
+            raise UserError(
+                f"model.tensor_parallel ({pattern}: {word}) must be one of "
+                f"{', '.join(_styles(is_sequence_split=True))}"
+            )
+        found = matched(module, pattern, key="model.tensor_parallel")
+        for name, layer in found.items() if word in styles else ():
+            _validate_size(name, layer, word, size=mesh.size())
+            parallelize_module(layer, mesh, styles[word]())
+
+
+def _validate_size(name: str, layer: nn.Module, word: str, *, size: int) -> None:
+    """Reject a layer that the ranks cannot split into equal parts."""
+    weight, axis = getattr(layer, "weight", None), {"colwise": 0, "rowwise": 1}.get(word)
+    if axis is not None and isinstance(weight, Tensor) and weight.shape[axis] % size:
+        sides = ("outputs", "inputs")
+        raise UserError(
+            f"{name} has {weight.shape[axis]} {sides[axis]}, which {size} ranks cannot split into "
+            "equal parts; choose a parallelism.tensor_parallel_size that divides it"
+        )
+
+
+def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelStyle]]:
+    """Return what the words of a plan mean. Between layers activations are whole or split."""
+    between = SPLIT if is_sequence_split else WHOLE
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": lambda: RowwiseParallel(output_layouts=between),
+    }
+    if not is_sequence_split:
+        return styles
+    return styles | {"sequence": SequenceParallel, "gather": _Gather, "split": _Split}
+
+
+class _Gather(ParallelStyle):
+    """Gives a module the whole of its first argument, of which each rank has a part."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return _laid_out(args[0], mesh, SPLIT, WHOLE), *args[1:]
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class _Split(ParallelStyle):
+    """Leaves each rank a part of a module's output, of which all have the whole."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def split(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if output.shape[1] % mesh.size():
+                raise UserError(
+                    f"parallelism.sequence_parallel=true splits sequences of {output.shape[1]} "
+                    f"over {mesh.size()} ranks; choose a length that they divide"
+                )
+            return _laid_out(output, mesh, WHOLE, SPLIT)
+
+        module.register_forward_hook(split)
+        return module
+
+
+def _laid_out(value: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
+    """Return this rank's part of an activation in another layout over the mesh."""
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, [given], run_check=False)
+    return value.redistribute(placements=[wanted]).to_local()
