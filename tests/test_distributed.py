@@ -21,7 +21,6 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     StopVote,
     broadcast_buffers,
-    broadcast_state,
     ensure_agreement,
     ensure_own_devices,
     from_rank_zero,
@@ -29,6 +28,7 @@ from ddp_runner.distributed import (
     sum_over_ranks,
 )
 from ddp_runner.errors import UserError
+from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.process_group import (
     HOST,
     fresh_store,
@@ -212,7 +212,7 @@ def channels_last_state(env: DistEnv) -> torch.Tensor:
     """Return a weight whose memory is in another order than its shape, after the broadcast."""
     module = nn.Conv2d(2, 3, kernel_size=2).to(memory_format=torch.channels_last)
     nn.init.constant_(module.weight, env.rank)
-    broadcast_state(module)
+    send_module(module, module.state_dict() if env.is_rank_zero else None, group=None)
     assert module.weight.is_contiguous(memory_format=torch.channels_last)
     return module.weight.detach()
 

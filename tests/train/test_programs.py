@@ -2,7 +2,6 @@
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -14,8 +13,7 @@ from ddp_runner.train import programs
 @pytest.fixture
 def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
     """Return what exports to a folder with formats; its model and torch's exporter are fake."""
-    needs = Mock(return_value=SimpleNamespace(devices_per_rank=1))
-    monkeypatch.setattr(programs, "mode_needs", needs)
+    monkeypatch.setattr(programs, "alone", Mock(return_value=(Mock(), (programs.CPU,))))
     monkeypatch.setattr(programs, "_call", Mock(return_value=((), {})))
     monkeypatch.setattr(programs, "_save", lambda _, path: path.write_text("program"))
     monkeypatch.setattr("torch.export.export", MagicMock())
@@ -26,7 +24,7 @@ def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
         config = MagicMock()
         config.checkpoint.export = list(formats)
         fakes = dict.fromkeys(("arguments", "tensors", "samples"), MagicMock())
-        found = programs.export_programs(config, Mock(), MagicMock(), folder=tmp_path, **fakes)
+        found = programs.export_programs(config, MagicMock(), folder=tmp_path, **fakes)
         return [path.name for path in found]
 
     return Mock(side_effect=run)
