@@ -58,7 +58,7 @@ ALLOWED = {
     },
     "check": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "rank", "tracking"),
-        *("job", "train"),
+        *("job", "parallelism", "train"),
     },
     "worker": {
         *(*GROUND, "check", "collectives", "dist_env", "inference", "job", "own_loop", "rank"),

@@ -1,7 +1,8 @@
 """Compares ranks: their tensors bit for bit, and so their models, in training and in evaluation.
 
-Ranks exchange digests. Where these differ, the minimum and maximum over ranks show by how much. No
-tensor is gathered, so a large model needs little extra memory.
+Ranks exchange digests. Where these differ, the minimum and maximum over ranks show by how much.
+Nothing is gathered but a tensor that is split over ranks, one at a time, so a large model needs
+little extra memory.
 
 Collective: every rank must call each check, and gets the same finding.
 """
@@ -22,6 +23,7 @@ from ddp_runner.data.streams import StreamSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
+from ddp_runner.parallelism.shards import gathered, has_shards, is_shard, own_part, whole
 from ddp_runner.train.evaluation import DTYPES, evaluate, forward
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import global_loss
@@ -57,8 +59,12 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
     Args:
         tensors: by name; a tensor that is None or missing on only some ranks differs, too.
     """
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    by_rank = gather_objects({name: _fingerprint(tensor) for name, tensor in present.items()})
+    present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    split = split_everywhere(present)
+    own = {name: _fingerprint(whole(present[name])) for name in split}
+    for name in present.keys() - own.keys():
+        own[name] = _fingerprint(own_part(present[name]))
+    by_rank = gather_objects({name: own[name] for name in present})
     result = []
     for name in dict.fromkeys(name for prints in by_rank for name in prints):
         prints = [of_rank.get(name) for of_rank in by_rank]
@@ -69,10 +75,23 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
         if len(set(shapes)) > 1:
             what = f"by rank: {'; '.join(shapes)}"
         else:
-            what = f"largest difference {_largest_difference(present[name]):.3g}"
+            one = present[name]
+            one = whole(one) if name in split else own_part(one)
+            what = f"largest difference {_largest_difference(one):.3g}"
         where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
         result.append(f"{name} on {where} is not rank 0's ({what})")
     return result
+
+
+def split_everywhere(tensors: Mapping[str, Tensor | None]) -> list[str]:
+    """Return the names of the tensors that are split over ranks; the same on every rank.
+
+    One that is a shard on some ranks alone is not among them: to put it together would wait for
+    the others. Collective.
+    """
+    split = [name for name, tensor in tensors.items() if is_shard(tensor)]
+    first, *others = gather_objects(split)
+    return [name for name in first if all(name in names for names in others)]
 
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:
@@ -114,6 +133,9 @@ def equal_buffers(state: TrainState) -> Finding:
     # Without metrics: some cannot be computed from a part.
     evaluate(replace(state, setup=replace(setup, dataset=dataset, metrics={})))
     saved = snapshot(state, setup.config)["model"]
+    if has_shards(state.module):  # only rank 0 keeps what it saves; the others have it, too
+        own = gathered(state.module.state_dict(), keep=True)
+        saved = {key: own[key] if value is None else value for key, value in saved.items()}
     detail = (
         f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "
         f"{num_differed} differed while training, and rank 0's are used"

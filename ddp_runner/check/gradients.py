@@ -3,7 +3,6 @@
 Collective: every rank must call each check, and gets the same finding.
 """
 
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.compare_ranks import TOLERANCES, Finding, equality, tolerance
+from ddp_runner.check.compare_ranks import (
+    TOLERANCES,
+    Finding,
+    equality,
+    split_everywhere,
+    tolerance,
+)
+from ddp_runner.check.shards import whole_copy
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
+from ddp_runner.parallelism.shards import has_shards, whole
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.loop import backward, token_factor
 from ddp_runner.train.state import TrainState
@@ -32,11 +39,11 @@ SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by parallelism.comm
 def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     """Return the gradients of only this rank's samples, without changing the state.
 
-    A copy of the model computes them, with the random numbers that the next backward will draw.
-    They are scaled like the reduced ones. Collective: every rank must call.
+    A whole copy of the model computes them, with the random numbers that the next backward will
+    draw. They are scaled like the reduced ones. Collective: every rank must call.
     """
     factor, num_tokens = 1.0, torch.zeros((), device=state.setup.devices[-1])
-    copied = copy.deepcopy(state.module).train()  # parameters, without their gradients
+    copied = whole_copy(state).train(_draws_alike(state))  # parameters, without their gradients
     cuda = [device for device in state.setup.devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
         for micro_batch in batch.micro_batches:
@@ -45,7 +52,7 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
             (step.loss_sum * share).backward()
             num_tokens += step.count * micro_batch.weight
     if state.setup.config.batch.count == "tokens":
-        factor = token_factor(num_tokens, batch, group=state.setup.group).item()
+        factor = token_factor(num_tokens, batch, group=state.setup.data_group).item()
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * factor
         for name, parameter in copied.named_parameters()
@@ -54,15 +61,31 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
 
 
 def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | None]:
-    """Return the gradients that the mode leaves on this rank, by parameter name. Collective."""
-    state.model.train()
-    state.module.zero_grad(set_to_none=True)
-    backward(state, batch)
-    return {
+    """Return the gradients that the mode leaves, whole, by parameter name. Collective."""
+    _backward(state, batch)
+    found = {
         name: parameter.grad
         for name, parameter in state.module.named_parameters()
         if parameter.requires_grad
     }
+    for name in split_everywhere(found):
+        gradient = found[name]
+        found[name] = None if gradient is None else whole(gradient)
+    return found
+
+
+def _backward(state: TrainState, batch: StepBatch) -> None:
+    state.model.train(_draws_alike(state))
+    state.module.zero_grad(set_to_none=True)
+    backward(state, batch)
+
+
+def _draws_alike(state: TrainState) -> bool:
+    """Return whether a mode drops the same units as a whole copy, so that both can train.
+
+    For a part of a layer, a rank draws other random numbers than one process for all of it.
+    """
+    return state.setup.role.model_ranks == 1
 
 
 def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
@@ -93,9 +116,11 @@ def mean_gradients(
     for index, key in enumerate(names):
         total = own[key].detach().to_dense().to(torch.float64, copy=True).contiguous()
         gradient = synced.get(key)
-        reduced = torch.zeros_like(total) if gradient is None else gradient.to_dense().double()
+        reduced = torch.zeros_like(total)
+        if gradient is not None and gradient.shape == total.shape:
+            reduced = gradient.to_dense().double()
         distances[0, index] = total.abs().max()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=state.setup.data_group)
         distances[1, index] = (reduced - total / state.setup.batches.num_shares).abs().max()
         distances[2, index] = (reduced - total).abs().max()
     dist.all_reduce(distances, op=dist.ReduceOp.MAX)
@@ -105,10 +130,19 @@ def mean_gradients(
     allowed = torch.tensor(relative) * scale
     wrong = [key for key, is_near in zip(names, from_mean <= allowed, strict=True) if not is_near]
     index = int((from_mean / scale).argmax())
-    detail = (
-        f"of {len(names)} the farthest is {names[index]}: {float(from_mean[index]):.2g} off the "
-        f"mean and {float(from_sum[index]):.2g} off the sum, of up to {float(largest[index]):.2g}"
+    how_far = (
+        f"{float(from_mean[index]):.2g} off the mean and {float(from_sum[index]):.2g} off the sum"
     )
+    if state.setup.batches.num_shares == 1:  # both are the same
+        how_far = f"{float(from_mean[index]):.2g} off"
+    detail = (
+        f"of {len(names)} the farthest is {names[index]}: {how_far}, of up to "
+        f"{float(largest[index]):.2g}"
+    )
+    if has_shards(state.module):
+        detail += "; a whole copy of the model computed the ranks' own"
+    if not _draws_alike(state):
+        detail += ", without dropout"
     if hook in SENT_AS:
         detail += f"; comm_hook={hook} may be off by {least:g} of the largest"
     elif hook is not None:
@@ -119,7 +153,9 @@ def mean_gradients(
 def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     """Check that ranks wait for the mean: delay the last one and time when the others have it."""
     name = "no rank reads a gradient before all have computed theirs"
-    env = state.setup.env
+    env, role = state.setup.env, state.setup.role
+    if role.num_shares == 1:
+        return Finding(name, True, "not measured: the ranks compute one share, so there is no mean")
     if env.num_nodes > 1:
         return Finding(name, True, f"not measured: {env.num_nodes} machines have no common clock")
     late = env.world_size - 1
@@ -136,12 +172,14 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
         return step
 
     last = replace(batch, micro_batches=batch.micro_batches[-1:])  # the only one that reduces
-    synced_gradients(replace(state, setup=replace(state.setup, step=late_step)), last)
+    _backward(replace(state, setup=replace(state.setup, step=late_step)), last)
     _finish_kernels(state)
-    times = gather_objects((began, time.monotonic_ns()))
+    times = dict(enumerate(gather_objects((began, time.monotonic_ns()))))
     late_began = times.pop(late)[0]
-    lead_ms = (late_began - max(began_at for began_at, _ in times)) / 1e6
-    readable, earliest = min((readable, rank) for rank, (_, readable) in enumerate(times))
+    # Those that take a mean with it; the others of its share hold other parts of layers.
+    peers = [rank for rank in times if (late - rank) % role.model_ranks == 0]
+    lead_ms = (late_began - max(times[rank][0] for rank in peers)) / 1e6
+    readable, earliest = min((times[rank][1], rank) for rank in peers)
     wait_ms = (readable - late_began) / 1e6
     when = f"{abs(wait_ms):.1f} ms {'after' if wait_ms >= 0 else 'before'}"
     detail = (

@@ -3,6 +3,7 @@
 Collective: every rank must call each check, and gets the same finding.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +18,8 @@ from ddp_runner.data.batches import MicroBatch, eval_batches
 from ddp_runner.data.splits import Piece, Split, TensorSplit
 from ddp_runner.data.streams import AnySplit, StreamSplit, num_samples
 from ddp_runner.data.trees import tensors_of
+from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import counted
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.stream_batches import StreamBatches
 
@@ -47,31 +50,37 @@ def same_data(state: TrainState) -> Finding:
 
 
 def train_samples(state: TrainState) -> Finding:
-    """Check that the ranks' micro-batches use each training sample once in an epoch."""
+    """Check that the shares' micro-batches use each training sample once in an epoch."""
     batches, name = state.setup.batches, "each training sample is used once an epoch"
     if isinstance(batches, StreamBatches):
         return Finding(name, True, WITHOUT_NUMBERS)
     batches = replace(batches, split=_numbered(batches.split))
     steps = [step.micro_batches for step in batches.epoch(0)]
     how = (
-        f"in {batches.steps_per_epoch} steps x {batches.num_shares} ranks x "
+        f"in {batches.steps_per_epoch} steps x {_shares(state, batches.num_shares)} x "
         f"{max(map(len, steps), default=0)} micro-batches"
     )
     parts = [part for step in steps for part in step]
-    return _tally(name, len(batches.split), parts, how)
+    return _tally(name, len(batches.split), parts, how, state)
 
 
 def eval_samples(state: TrainState) -> Finding:
-    """Check that the ranks' evaluation batches hold each sample once."""
+    """Check that the shares' evaluation batches hold each sample once."""
     split, name = state.setup.dataset.eval, "each evaluation sample counts once"
     if isinstance(split, StreamSplit):
         return Finding(name, True, WITHOUT_NUMBERS)
-    numbered, size, env = _numbered(split), state.setup.eval_batch_size, state.setup.env
-    parts = eval_batches(
-        numbered, batch_size=size, rank=env.rank, world_size=env.world_size, seed=0
-    )
-    how = f"in batches of up to {size} on {env.world_size} ranks"
-    return _tally(name, len(numbered), parts, how)
+    numbered, size = _numbered(split), state.setup.eval_batch_size
+    share, num_shares = state.setup.role.eval_share
+    parts = eval_batches(numbered, batch_size=size, rank=share, world_size=num_shares, seed=0)
+    how = f"in batches of up to {size} on {_shares(state, num_shares)}"
+    return _tally(name, len(numbered), parts, how, state)
+
+
+def _shares(state: TrainState, num_shares: int) -> str:
+    model_ranks = state.setup.role.model_ranks
+    if model_ranks == 1:
+        return f"{num_shares} ranks"
+    return f"{counted(num_shares, 'share')} of {model_ranks} ranks each"
 
 
 def _size(split: AnySplit) -> str:
@@ -85,14 +94,25 @@ def _numbered(split: Split) -> TensorSplit:
     return TensorSplit(numbers, numbers)
 
 
-def _tally(name: str, num_samples: int, batches: Iterable[MicroBatch], how: str) -> Finding:
-    """Return whether the weights of each sample in all ranks' batches add up to 1."""
-    counts = torch.zeros(num_samples, dtype=torch.float64)
+def _tally(
+    name: str, num_samples: int, batches: Iterable[MicroBatch], how: str, state: TrainState
+) -> Finding:
+    """Return whether the weights of each sample in all shares' batches add up to 1.
+
+    The ranks that compute one share together must have the same batches.
+    """
+    counts, digest = torch.zeros(num_samples, dtype=torch.float64), hashlib.blake2b()
     for batch in batches:
         numbers, _ = batch.data
         weights = torch.full((len(numbers),), batch.weight, dtype=counts.dtype)
         counts.index_add_(0, numbers, weights)
-    dist.all_reduce(counts)
+        digest.update(f"{numbers.tolist()} {batch.weight}".encode())
+    digests, size = gather_objects(digest.hexdigest()), state.setup.role.model_ranks
+    for rank, one in enumerate(digests):
+        if one != digests[first := rank - rank % size]:
+            detail = f"rank {rank} has other batches than rank {first}, and both compute one share"
+            return Finding(name, False, f"{detail}, {how}")
+    dist.all_reduce(counts, group=state.setup.data_group)
     missed, repeated = (counts == 0).nonzero().flatten(), (counts > 1).nonzero().flatten()
     faults = [
         f"{len(samples)} are {what} (the first is sample {int(samples[0])})"

@@ -21,9 +21,11 @@ from ddp_runner.check.gradients import (
     wait_for_mean,
 )
 from ddp_runner.check.samples import eval_samples, same_data, train_samples
+from ddp_runner.check.shards import one_process_start, shard_layout
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
+from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_record import begin_anew, end_session, write_run_record
 from ddp_runner.train.build import build_session_state
@@ -95,6 +97,9 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
         return
     yield same_data(state)
     yield equal_start(state)
+    if has_shards(state.module):
+        yield one_process_start(state)
+        yield shard_layout(state)
     batch = next(state.setup.batches.epoch(0))
     own = own_gradients(state, batch)
     synced = synced_gradients(state, batch)

@@ -41,8 +41,7 @@ class RunFields(TypedDict, total=False):
     task: str
     tags: Sequence[str]
     notes: str | None
-    # The words of the command that name the user's own config folders; None: its ranks were started
-    # by another launcher, whose command is unknown.
+    # The command's words that name the user's config folders; None: another launcher started it.
     own_groups: Sequence[str] | None
     config_hash: str
     work_hash: str  # of the keys that decide what is computed
@@ -80,6 +79,7 @@ class RunFields(TypedDict, total=False):
     directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
+    peak_memory_gib_by_rank: Sequence[float] | None  # of the last session; see docs/profiling.md
     skew_ms_by_rank: Sequence[float] | None  # of the last session; see docs/where_time_goes.md
     skew_step_ms: float | None  # the mean of the steps in which it was measured
     flops_per_sample: float | None  # of a forward and backward; None: they cannot be counted
