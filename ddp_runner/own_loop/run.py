@@ -15,12 +15,8 @@ from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
-from ddp_runner.own_loop.build import (
-    build_batches,
-    build_dataset,
-    build_model,
-    build_optimizer,
-)
+from ddp_runner.own_loop import build
+from ddp_runner.own_loop.build import build_batches, build_dataset, build_model, build_optimizer
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
 from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
@@ -35,7 +31,7 @@ class Run:
     """One rank's part of a run, for a function with a loop of its own.
 
     Until ``restore`` all ranks draw the same random numbers, so that they build equal modules;
-    from then on each draws its own.
+    from then on each with samples of its own draws its own.
 
     Attributes:
         rank, world_size: this rank, from 0, and how many there are.
@@ -162,7 +158,7 @@ class Run:
             raise UserError("run.restore was called twice; call it once, with all that is saved")
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects)
-        seed_rng(derive(self.seed, "own loop", self.rank))
+        seed_rng(derive(self.seed, "own loop", build.share_of(self._session)))
         resume_step = load_newest(self._objects, self._session)
         self._step = resume_step or 0
         note_restart(self._session, step=self._step)
