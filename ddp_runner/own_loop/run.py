@@ -20,7 +20,7 @@ from ddp_runner.own_loop.build import build_batches, build_dataset, build_model,
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
 from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
-from ddp_runner.own_loop.wrapping import bare, fix_bucket_order
+from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced, validate_made_after
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
@@ -59,6 +59,7 @@ class Run:
         self._records: Records | None = None
         self._uses = set[str]()  # groups of the config
         self._step = 0  # the last one that this rank reported
+        self._gone = list[Any]()  # references to parameters that ``wrap`` has replaced
         self._saved_step = -1
         self._is_stopped = False
 
@@ -98,8 +99,10 @@ class Run:
         optimizers, ``restore`` and evaluations take. Collective, for equal modules in one order.
         """
         mode = self._session.mode
+        before = list(module.parameters())
         if len(self.devices) == 1:  # a module on several devices has placed its stages itself
             module = mode.place(lambda: module, self.devices)
+        self._gone += replaced(before, module)
         model = mode.wrap(module, self.devices)
         if self.world_size > 2:  # the sum of two has only one order
             fix_bucket_order(model)
@@ -152,12 +155,13 @@ class Run:
             The steps taken: 0 in a new run.
 
         Raises:
-            UserError: an object has no state, or the checkpoint does not fit.
+            UserError: an object has no state or came before ``wrap``, or no checkpoint fits.
         """
         if self._records is not None:
             raise UserError("run.restore was called twice; call it once, with all that is saved")
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects)
+        validate_made_after(self._objects, self._gone)
         seed_rng(derive(self.seed, "own loop", build.share_of(self._session)))
         resume_step = load_newest(self._objects, self._session)
         self._step = resume_step or 0

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from commands import error_line
 from own_loops import run_function
 from ranks import run_ranks
 from run_folders import metrics
@@ -44,6 +45,26 @@ def test_an_optimizer_that_cannot_step_shards_is_one_line(mode: str) -> None:
     for answer in run_ranks(refusal, 2, config):
         assert answer.endswith(sentence)
     assert run_ranks(refusal, 1, compose_config(*TOY, *keys, "parallelism=single")) == [""]
+
+
+def test_an_optimizer_from_before_the_shards_is_one_line(tmp_path: Path) -> None:
+    """It holds parameters that the module has no more, and would train nothing."""
+    source = """
+    import torch
+
+    def train(run):
+        module = run.model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = run.wrap(module)
+        run.restore(module=module, optimizer=optimizer)
+        model(torch.ones(4, 10)).sum().backward()
+        optimizer.step()
+        run.log({"bias": module.net2.bias.sum()}, step=1)
+    """
+    end = run_function(source, "model=toy", "parallelism=fsdp", folder=tmp_path)
+    assert error_line(end).startswith("optimizer was made before run.wrap, which has replaced the ")
+    end = run_function(source, "model=toy", "parallelism=ddp", folder=tmp_path / "ddp")
+    assert end.exit_code == 0, end.stderr
 
 
 def test_ranks_of_one_layer_draw_the_same_numbers_in_an_own_loop(tmp_path: Path) -> None:
