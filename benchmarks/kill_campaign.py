@@ -39,17 +39,27 @@ from ddp_runner.tracking.provenance import versions
 
 NUM_STEPS = 18  # six epochs of three
 RUN = "run"  # a chain's folder
-MODEL = (
-    "dataset=fake_images", "dataset.num_samples=24", "batch.global_size=8", "train.epochs=6",
-    "optimizer=momentum", "scheduler=cosine", "train.log_every_steps=1", "train.num_threads=1",
+COMMON = (
+    "batch.global_size=8", "scheduler=cosine", "train.log_every_steps=1", "train.num_threads=1",
     "checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.monitor=eval/loss",
     "checkpoint.mode=min", "backend.device=cpu", f"hydra.run.dir={RUN}", "resume=auto",
 )  # fmt: skip
+DIGITS = (
+    "dataset=fake_images", "dataset.num_samples=24", "train.epochs=6", "optimizer=momentum",
+)  # fmt: skip
+TEXT = (
+    "model=gpt", "dataset=text", "dataset.sequence_length=16", "dataset.eval_fraction=0.0005",
+    "model.num_layers=2", "model.width=16", "model.num_heads=2", "model.dropout=0.1",
+    f"train.max_steps={NUM_STEPS}", "train.eval_every_steps=3",
+)  # fmt: skip
 MODES = {
-    "single": ("model=mnist_net", "parallelism=single", "world_size=1"),
-    "ddp": ("model=mnist_net", "parallelism=ddp", "world_size=2"),
-    "ddp_mp": ("model=mnist_net_mp", "parallelism=ddp_mp", "world_size=2"),
-    "ps": ("model=mnist_net", "parallelism=ps", "parallelism.mode=sync", "world_size=3"),
+    "single": ("model=mnist_net", *DIGITS, "parallelism=single", "world_size=1"),
+    "ddp": ("model=mnist_net", *DIGITS, "parallelism=ddp", "world_size=2"),
+    "ddp_mp": ("model=mnist_net_mp", *DIGITS, "parallelism=ddp_mp", "world_size=2"),
+    "ps": ("model=mnist_net", *DIGITS, "parallelism=ps", "parallelism.mode=sync", "world_size=3"),
+    "fsdp": (*TEXT, "train.grad_accum_steps=2", "parallelism=fsdp", "world_size=2"),
+    "hsdp": (*TEXT, "optimizer=momentum", "parallelism=hsdp", "world_size=4"),
+    "tp": (*TEXT, "parallelism=tp", "world_size=2"),
 }
 VICTIMS = ("rank", "launcher", "tree")
 PLACES = ("training", "saving", "any instant")
@@ -135,7 +145,7 @@ def campaign(
     with ThreadPoolExecutor(jobs) as pool:
         while sum(result.kills.values()) < kills and len(result.failures) < MOST_KILLS:
             chains = []
-            for _ in range(2 * jobs):
+            for _ in range(max(2 * jobs, len(modes))):
                 mode = modes[number % len(modes)]
                 chains.append(
                     pool.submit(
@@ -144,7 +154,7 @@ def campaign(
                         mode,
                         expected[mode],
                         random.Random(f"{seed} {number}"),
-                        kills=min(MOST_KILLS, kills),
+                        kills=min(MOST_KILLS, -(-kills // len(modes))),
                     )
                 )
                 number += 1
@@ -222,7 +232,7 @@ def _kill_once(
         faults = [Fault(what, at_call)]
     with background(
         *MODES[mode],
-        *MODEL,
+        *COMMON,
         f"launch.max_restarts={restarts}",
         folder=folder,
         environ={"TMPDIR": str(temp)},
@@ -264,7 +274,7 @@ def _kill_at(seconds: float, process: Any, victim: str, chance: random.Random) -
 
 
 def _run(mode: Sequence[str], folder: Path, *faults: Fault, environ: Any = None) -> int:
-    with background(*mode, *MODEL, folder=folder, prepare=inject(*faults), environ=environ) as run:
+    with background(*mode, *COMMON, folder=folder, prepare=inject(*faults), environ=environ) as run:
         return run.wait(LONGEST_S)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MOST_NAMES = 3  # that a message lists
+# What gloo, NCCL and the store of a group report when another rank is gone or late.
+PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
 
 
 def printable(line: str) -> str:
@@ -34,6 +36,13 @@ def one_line(error: BaseException) -> str:
 def typed(error: BaseException) -> str:
     """Return an exception's type and text in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether another rank, gone or late, made this one fail in a collective."""
+    is_of_torch = type(error).__module__.startswith("torch.distributed")
+    has_sign = is_of_torch or any(sign in str(error) for sign in PEER_SIGNS)
+    return has_sign and isinstance(error, RuntimeError)
 
 
 def listed(names: Sequence[str], *, separator: str = ", ") -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, is_lost_peer
 from ddp_runner.files import FileIn, replace_file
 
 READY = "ready"
@@ -23,8 +23,6 @@ SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdow
 SAVING_POLL_S = 0.05
 FRESH_S = 4.0  # a rank that has not renewed its saving mark for this long is suspended
 
-# What gloo, NCCL and the store of a group report when another rank is gone or late.
-PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
 TIMEOUT_SIGNS = (
     "imed out",
     "imeout caused pair closure",
@@ -91,10 +89,7 @@ class Scratch:
         if isinstance(error, UserError):
             kind, sentence = "user", str(error)
         else:
-            lost_peer = type(error).__module__.startswith("torch.distributed") or any(
-                sign in str(error) for sign in PEER_SIGNS
-            )
-            kind = "peer" if lost_peer and isinstance(error, RuntimeError) else "crash"
+            kind = "peer" if is_lost_peer(error) else "crash"
             what = [type(error).__name__, *str(error).splitlines()[:1]]
             notes = getattr(error, "__notes__", [])  # the place in the user's own code, if known
             place = f" ({notes[-1]})" if notes else ""

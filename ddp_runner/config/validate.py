@@ -13,6 +13,7 @@ from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
 from ddp_runner.config.schema import Config, RunConfig, mode_needs, num_shares
 from ddp_runner.config.validate_ddp import validate_ddp, validate_starts
 from ddp_runner.config.validate_inference import validate_inference
+from ddp_runner.config.validate_mesh import validate_mesh
 from ddp_runner.config.validate_optimizing import validate_optimizing
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -220,6 +221,7 @@ def _validate_mode(config: Config) -> None:
             "mnist_net_mp)"
         )
     validate_ddp(config)
+    validate_mesh(config)
     if needs.data_parallel and config.train.compile:
         raise UserError(
             f"train.compile=true does not work with parallelism={name}, which copies the model to "

@@ -172,7 +172,7 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
         for name, usual in default.items():
             inner = value.get(name, usual)
             is_left_out = inner is None and isinstance(usual, Mapping)
-            if name not in ("name", "loss") and not is_left_out:
+            if name not in ("name", "loss", "reshard_after_forward") and not is_left_out:
                 _validate_kind(f"{key}.{name}", inner, usual)
         return
     kind = type(default)

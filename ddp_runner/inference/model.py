@@ -18,7 +18,7 @@ from ddp_runner.data.streams import AnySplit
 from ddp_runner.data.trees import shape_of
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import from_rank_zero, loop_group, share_group
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, is_lost_peer, typed
 from ddp_runner.inference.run_files import logged_at, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.metrics.metric import Metric
@@ -149,6 +149,8 @@ def _try_samples(model: TrainedModel, split: AnySplit) -> None:
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if is_lost_peer(error):  # in a forward that waits for the other ranks
+            raise
         samples = data[0] if isinstance(data, tuple | list) else data
         raise UserError(
             f"the model of {model.run_dir} cannot take dataset={setup.dataset.name}, whose samples "

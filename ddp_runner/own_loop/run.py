@@ -15,11 +15,12 @@ from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
+from ddp_runner.own_loop import build
 from ddp_runner.own_loop.build import build_dataset, build_loader, build_model, build_optimizer
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
 from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
-from ddp_runner.own_loop.wrapping import bare, fix_bucket_order
+from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced, validate_made_after
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
@@ -30,7 +31,7 @@ class Run:
     """One rank's part of a run, for a function with a loop of its own.
 
     Until ``restore`` all ranks draw the same random numbers, so that they build equal modules;
-    from then on each draws its own.
+    from then on each with samples of its own draws its own.
 
     Attributes:
         rank, world_size: this rank, from 0, and how many there are.
@@ -58,6 +59,7 @@ class Run:
         self._records: Records | None = None
         self._uses = set[str]()  # groups of the config
         self._step = 0  # the last one that this rank reported
+        self._gone = list[Any]()  # references to parameters that ``wrap`` has replaced
         self._saved_step = -1
         self._is_stopped = False
 
@@ -96,9 +98,10 @@ class Run:
         Its backward averages the gradients over the ranks. Keep the bare module: it is what
         optimizers, ``restore`` and evaluations take. Collective, for equal modules in one order.
         """
-        mode = self._session.mode
+        mode, before = self._session.mode, list(module.parameters())
         if len(self.devices) == 1:  # a module on several devices has placed its stages itself
             module = mode.place(lambda: module, self.devices)
+        self._gone += replaced(before, module)
         model = mode.wrap(module, self.devices)
         if self.world_size > 2:  # the sum of two has only one order
             fix_bucket_order(model)
@@ -152,13 +155,14 @@ class Run:
             The steps taken: 0 in a new run.
 
         Raises:
-            UserError: an object has no state, or the checkpoint does not fit.
+            UserError: an object has no state or came before ``wrap``, or no checkpoint fits.
         """
         if self._records is not None:
             raise UserError("run.restore was called twice; call it once, with all that is saved")
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects)
-        seed_rng(derive(self.seed, "own loop", self.rank))
+        validate_made_after(self._objects, self._gone)
+        seed_rng(derive(self.seed, "own loop", build.share_of(self._session)))
         resume_step = load_newest(self._objects, self._session)
         self._step = resume_step or 0
         note_restart(self._session, step=self._step)

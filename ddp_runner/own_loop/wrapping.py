@@ -1,10 +1,14 @@
 """Modules under the run's mode of parallelism, in a loop that the runner does not know."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddp_runner.errors import UserError
 
 
 def bare(module: Any) -> Any:
@@ -44,3 +48,27 @@ def fix_bucket_order(model: nn.Module) -> None:
     finally:
         del model.module.forward
     model.zero_grad(set_to_none=True)
+
+
+def replaced(before: Sequence[nn.Parameter], module: nn.Module) -> list[ref[nn.Parameter]]:
+    """Return which parameters a module had before and has no more: it holds shards instead."""
+    now = {id(one) for one in module.parameters()}
+    return [ref(one) for one in before if id(one) not in now]
+
+
+def validate_made_after(objects: Mapping[str, Any], gone: Sequence[ref[nn.Parameter]]) -> None:
+    """Reject an optimizer of parameters that ``replaced`` has returned: it would train nothing.
+
+    Raises:
+        UserError: naming the optimizer.
+    """
+    old = {id(one) for one in (reference() for reference in gone) if one is not None}
+    for name, value in objects.items():
+        if not isinstance(value, torch.optim.Optimizer):
+            continue
+        held = [one for group in value.param_groups for one in group["params"]]
+        if any(id(one) in old for one in held):
+            raise UserError(
+                f"{name} was made before run.wrap, which has replaced the module's parameters by "
+                "shards of them, so that it would train nothing; make it after run.wrap"
+            )

@@ -10,7 +10,7 @@ import torch
 from ddp_runner.config.monitors import KnownMetrics
 from ddp_runner.data.streams import num_samples
 from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, is_lost_peer, typed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
@@ -48,6 +48,8 @@ def try_first_batch(state: TrainState) -> Trial:
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if is_lost_peer(error):  # in a forward that waits for the other ranks
+            raise
         who, samples = step_of(setup.config), batch.data
         if is_ordinary(state):
             who = model_of(setup.config)

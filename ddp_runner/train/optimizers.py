@@ -3,6 +3,7 @@
 import inspect
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -10,6 +11,7 @@ from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.optimizing import ParamsConfig
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, nearest
+from ddp_runner.parallelism.shards import is_shard
 from ddp_runner.train.parameters import parameter_groups
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
@@ -41,6 +43,7 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
         argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
     optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)
     _validate_groups(config, optimizer, named)
+    _validate_shards(config, optimizer, named)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
@@ -48,6 +51,27 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
             "it once; write optimizer=adamw"
         )
     return optimizer
+
+
+def _validate_shards(config: RunConfig, optimizer: Optimizer, named: str) -> None:
+    """Reject an optimizer that torch cannot step where parameters are split over ranks."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if not any(map(is_shard, parameters)):
+        return
+    mode = f"parallelism={config.parallelism.get('name')}"
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise UserError(
+            f"{named} takes norms in place, which torch cannot do for parameters that {mode} "
+            "splits; write optimizer=adamw, or parallelism=ddp"
+        )
+    if all(map(is_shard, parameters)):
+        return
+    for key in ("foreach", "fused"):
+        if any(group.get(key) for group in optimizer.param_groups):
+            raise UserError(
+                f"optimizer.{key}=true steps all parameters in one call, which torch cannot do "
+                f"under {mode}, where some are split and some are not; leave it out"
+            )
 
 
 def _takes_module(factory: partial[Optimizer]) -> bool:

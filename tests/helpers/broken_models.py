@@ -92,6 +92,14 @@ class Cursed(ToyModel):
         raise KeyError("no such layer")
 
 
+class Bereft(ToyModel):
+    """Fails as a forward that waits for another rank, which has ended."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Raise what gloo raises."""
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
+
+
 class DictOutputs(ToyModel):
     """Returns more than its outputs, as Hugging Face's models do."""
 

@@ -224,6 +224,21 @@ def test_all_ranks_of_a_run_reject_alike(tmp_path: Path) -> None:
         assert "KeyError: 'no such layer'" in log
 
 
+def refusal(env: DistEnv, config: Config) -> str:
+    """Return the type of what the trial raises."""
+    try:
+        try_first_batch(build(env, config))
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_peer_that_is_lost_in_the_trial_is_no_fault_of_the_model() -> None:
+    """The launcher then names the rank that ended, or restarts the group."""
+    assert run_ranks(refusal, 1, compose_config(*of("Bereft"))) == ["RuntimeError"]
+    assert run_ranks(refusal, 1, compose_config(*of("Cursed"))) == ["UserError"]
+
+
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
     """In place of the numbers that DDP gives, and with the whole key that helps."""
     config = compose_config(*of("Idle"), world_size=2)

@@ -126,7 +126,7 @@ def job_shape(config: Config, node: Hardware, settings: SlurmSettings) -> Shape:
     num_ranks = config.world_size
     if num_ranks == AUTO:
         needs = mode_needs(config.parallelism)
-        num_ranks = needs.max_ranks or most * launch.most_nodes
+        num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.most_nodes)
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         return Shape(1, 1)  # ``resolve`` reports it
     num_nodes = launch.most_nodes if launch.most_nodes > 1 else -(-num_ranks // most)

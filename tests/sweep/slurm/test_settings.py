@@ -41,6 +41,7 @@ GPU_NODE, CPU_NODE = Hardware(num_gpus=8, num_cores=96), Hardware(num_gpus=0, nu
         (GPU_NODE, ("world_size=8", "model=toy_mp", "parallelism=ddp_mp"), None, 2, 4),
         (GPU_NODE, ("world_size=96", "backend.device=cpu"), None, 1, 96),
         (CPU_NODE, ("world_size=8",), 4, 2, 4),
+        (CPU_NODE, ("parallelism=hsdp",), 8, 2, 2),
     ],
 )
 def test_a_job_takes_as_few_nodes_as_hold_it(

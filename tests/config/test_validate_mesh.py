@@ -1,0 +1,58 @@
+"""Keys of fsdp, hsdp and tp that do not fit are one line, before torch is imported."""
+
+import pytest
+from configs import config_error, resolved
+
+GPT_TP = "model=gpt parallelism=tp"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            "parallelism=fsdp world_size=2 parallelism.cpu_offload=true",
+            "parallelism.cpu_offload=true keeps in the host's memory what a GPU computes with",
+        ),
+        (
+            "parallelism=fsdp world_size=4 parallelism.reshard_after_forward=3",
+            "parallelism.reshard_after_forward (3) must be true, false, or a number of ranks that "
+            "divides the 4 with a shard each",
+        ),
+        (
+            "parallelism=hsdp world_size=4 parallelism.reshard_after_forward=4",
+            "that divides the 2 with a shard each",
+        ),
+        ("parallelism=fsdp world_size=2 parallelism.reshard_after_forward=0", "forward (0) must"),
+        ("parallelism=fsdp world_size=2 parallelism.reshard_after_forward=x", "forward (x) must"),
+        (
+            "parallelism=fsdp world_size=2 parallelism.sequence_parallel=true",
+            "and parallelism=fsdp has none; write parallelism=tp, or set it to false",
+        ),
+        (
+            "parallelism=tp world_size=2",
+            "model=convnet has none; add it, or write parallelism=fsdp",
+        ),
+        (
+            "parallelism=tp world_size=2 task=mine.train allowed_targets=[mine]",
+            "has none; add it, or write parallelism=fsdp",
+        ),
+        (
+            f"{GPT_TP} world_size=8",
+            "model.num_heads (4) is not divisible by the 8 ranks that compute each layer together",
+        ),
+        (
+            f"{GPT_TP} world_size=4 parallelism.num_replicas=2",
+            "leaves too few ranks for parallelism.tensor_parallel_size=null, which takes all",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_are_one_line(keys: str, sentence: str) -> None:
+    """Else a key is ignored, or torch raises."""
+    assert sentence in config_error("backend.device=cpu", *keys.split())
+
+
+@pytest.mark.parametrize("asked", ["true", "false", "1", "2", "4"])
+def test_shards_of_a_block_may_be_kept_for_some_ranks(asked: str) -> None:
+    """As the YAML says: a number of ranks in place of true or false."""
+    keys = ("parallelism=fsdp", "world_size=4", f"parallelism.reshard_after_forward={asked}")
+    resolved(*keys, "backend.device=cpu")

@@ -1,0 +1,85 @@
+"""What a demanding user asks of fsdp, hsdp and tp: a plain line, or the right result."""
+
+from pathlib import Path
+
+import pytest
+from commands import error_line
+from own_loops import run_function
+from ranks import run_ranks
+from run_folders import metrics
+from train_states import TOY, build, compose_config
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+
+ADAM, OURS = "optimizer=adamw", "allowed_targets=[broken_models]"
+OPTIMIZERS = {
+    "tp": (
+        (ADAM, "+optimizer.fused=true", "model._target_=broken_models.Idle", OURS),
+        "optimizer.fused=true steps all parameters in one call, which torch cannot do under "
+        "parallelism=tp, where some are split and some are not; leave it out",
+    ),
+    "fsdp": (
+        (ADAM, "optimizer._target_=torch.optim.Adafactor"),
+        "takes norms in place, which torch cannot do for parameters that parallelism=fsdp splits; "
+        "write optimizer=adamw, or parallelism=ddp",
+    ),
+}
+
+
+def refusal(env: DistEnv, config: Config) -> str:
+    """Return why the state cannot be built; empty if it can."""
+    try:
+        build(env, config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("mode", OPTIMIZERS)
+def test_an_optimizer_that_cannot_step_shards_is_one_line(mode: str) -> None:
+    """It would raise within torch in the first step. On whole parameters it is taken."""
+    keys, sentence = OPTIMIZERS[mode]
+    config = compose_config(*TOY, *keys, f"parallelism={mode}", world_size=2)
+    for answer in run_ranks(refusal, 2, config):
+        assert answer.endswith(sentence)
+    assert run_ranks(refusal, 1, compose_config(*TOY, *keys, "parallelism=single")) == [""]
+
+
+def test_an_optimizer_from_before_the_shards_is_one_line(tmp_path: Path) -> None:
+    """It holds parameters that the module has no more, and would train nothing."""
+    source = """
+    import torch
+
+    def train(run):
+        module = run.model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = run.wrap(module)
+        run.restore(module=module, optimizer=optimizer)
+        model(torch.ones(4, 10)).sum().backward()
+        optimizer.step()
+        run.log({"bias": module.net2.bias.sum()}, step=1)
+    """
+    end = run_function(source, "model=toy", "parallelism=fsdp", folder=tmp_path)
+    assert error_line(end).startswith("optimizer was made before run.wrap, which has replaced the ")
+    end = run_function(source, "model=toy", "parallelism=ddp", folder=tmp_path / "ddp")
+    assert end.exit_code == 0, end.stderr
+
+
+def test_ranks_of_one_layer_draw_the_same_numbers_in_an_own_loop(tmp_path: Path) -> None:
+    """What is not split would else become another model on each rank."""
+    source = """
+    import torch
+
+    def train(run):
+        module = run.wrap(run.model())
+        run.restore(module=module)
+        noise = torch.rand(())
+        run.log({"spread": run.sum({"": (-1) ** run.rank * noise})[""]}, step=1)
+    """
+    end = run_function(source, "model=toy", "parallelism=tp", folder=tmp_path)
+    assert end.exit_code == 0, end.stderr
+    assert metrics(end.run_dir)[0]["spread"] == 0
+    end = run_function(source, "model=toy", "parallelism=ddp", folder=tmp_path / "ddp")
+    assert metrics(end.run_dir)[0]["spread"] != 0
