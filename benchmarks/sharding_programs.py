@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from sharding_step import take_turn
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,6 +62,12 @@ def dataset_of(args: argparse.Namespace) -> TensorDataset:
     return TensorDataset(inputs, targets)
 
 
+def check_sharding(model: nn.Module, args: argparse.Namespace) -> None:
+    """Reject a program that does not shard what it should: a wrong comparison looks fast."""
+    found = sum(isinstance(one, FSDPModule) for one in model.modules())
+    assert found == (args.layers + 1 if args.mode == "fsdp" else 0), found
+
+
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
     """Return the mean loss of a token."""
     inputs, targets = batch
@@ -95,8 +101,8 @@ def by_hand(args: argparse.Namespace) -> None:
 
 def accelerate(args: argparse.Namespace) -> None:
     """Train with Accelerate."""
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     plugin = None
     if args.mode == "fsdp":
@@ -106,6 +112,9 @@ def accelerate(args: argparse.Namespace) -> None:
             transformer_cls_names_to_wrap=[Block.__name__],
             reshard_after_forward=True,
         )
+        # On the CPU it leaves out the plugin without a word and trains with DDP.
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     torch.set_num_threads(1)  # it chooses for itself
     model: Any = model_of(args)
@@ -113,6 +122,7 @@ def accelerate(args: argparse.Namespace) -> None:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
     loader: Any = DataLoader(dataset_of(args), batch_size=args.batch, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    check_sharding(model, args)
     for _ in range(1000):
         for batch in loader:
             take_turn()
@@ -147,6 +157,7 @@ def fabric(args: argparse.Namespace) -> None:
     else:
         bare = model_of(args)
         model, optimizer = runner.setup(bare, torch.optim.AdamW(bare.parameters(), lr=LR))
+    check_sharding(getattr(model, "module", model), args)
     dataset = DataLoader(dataset_of(args), batch_size=args.batch, shuffle=True)
     loader: Any = runner.setup_dataloaders(dataset)
     for _ in range(1000):

@@ -103,7 +103,8 @@ def in_turns(model: nn.Module, batch: Any, *, loss: Loss, count: str) -> Step:
 class Turns:
     """The rank's side of programs that train in turns: pipes that tell it to go on, and for what.
 
-    A program has a turn of so many steps; each rank says how long it took, by the clock and of the processor.
+    A program has a turn of so many steps. Each rank says how long it took, by the clock and of the
+    processor.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,8 @@ class SentBytes(TorchDispatchMode):
     ) -> Any:
         """Count an operator, and run it."""
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+        is_collective = func.namespace in ("c10d", "_c10d_functional")
+        if is_collective and not any(word in func.name() for word in ("wait", "wrap")):
             tensors = [
                 one
                 for one in torch.utils._pytree.tree_leaves((args, result))
