@@ -232,10 +232,5 @@ def _validate_mode(config: Config) -> None:
             f"train.precision=fp16 scales the loss down when a gradient overflows, and under "
             f"parallelism={name} a rank sees only its own part of them; write train.precision=bf16"
         )
-    if mode.get("cpu_offload") and config.backend.device == "cpu":
-        raise UserError(
-            "parallelism.cpu_offload=true moves parameters from GPUs to the host, and this run "
-            "computes on the CPU; leave it out"
-        )
     if mode.get("sync_batchnorm") and config.backend.device == "cpu":
         raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")

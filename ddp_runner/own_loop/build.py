@@ -23,11 +23,6 @@ from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.session import Session
 
 
-def share_of(session: Session) -> int:
-    """Return a number that is the same for ranks that compute the same samples together."""
-    return session.env.rank // session.mode.role(session.env).model_ranks
-
-
 def build_model(session: Session, **arguments: Any) -> nn.Module:
     """Return the config's model on this rank's devices; rank 0 loads ``model.weights``.
 

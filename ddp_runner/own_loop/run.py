@@ -15,7 +15,6 @@ from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
-from ddp_runner.own_loop import build
 from ddp_runner.own_loop.build import build_dataset, build_loader, build_model, build_optimizer
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
@@ -162,7 +161,7 @@ class Run:
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects)
         validate_made_after(self._objects, self._gone)
-        seed_rng(derive(self.seed, "own loop", build.share_of(self._session)))
+        seed_rng(derive(self.seed, "own loop", self.rank))
         resume_step = load_newest(self._objects, self._session)
         self._step = resume_step or 0
         note_restart(self._session, step=self._step)

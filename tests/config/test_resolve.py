@@ -221,12 +221,12 @@ INVALID = [
      "world_size=8"),
     ("parallelism=tp world_size=1",
      "parallelism=tp needs 2 ranks or more and world_size is 1; write world_size=2"),
-    ("parallelism=fsdp_tp world_size=4 batch.per_rank=null batch.global_size=7",
+    ("model=toy parallelism=fsdp_tp world_size=4 batch.per_rank=null batch.global_size=7",
      "batch.global_size (7) is not divisible by the ranks with samples of their own (2); use 6 or "
      "8"),
     ("parallelism=fsdp parallelism.cpu_offload=true",
-     "parallelism.cpu_offload=true moves parameters from GPUs to the host, and this run computes "
-     "on the CPU; leave it out"),
+     "parallelism.cpu_offload=true keeps in the host's memory what a GPU computes with, and this "
+     "run has none; set it to false"),
     ("parallelism=fsdp parallelism.tensor_parallel_size=0",
      "parallelism.needs.model_ranks (0) must be greater than 0"),
     ("model=toy_mp",

@@ -33,10 +33,6 @@ GPT_TP = "model=gpt parallelism=tp"
             "model=convnet has none; add it, or write parallelism=fsdp",
         ),
         (
-            "parallelism=tp world_size=2 task=mine.train allowed_targets=[mine]",
-            "has none; add it, or write parallelism=fsdp",
-        ),
-        (
             f"{GPT_TP} world_size=8",
             "model.num_heads (4) is not divisible by the 8 ranks that compute each layer together",
         ),

@@ -180,7 +180,8 @@ def same_share(state: TrainState, env: DistEnv) -> TrainState:
 
 def same_eval_share(state: TrainState, env: DistEnv) -> TrainState:
     """Let all ranks evaluate the first rank's part."""
-    return with_setup(state, env=replace(env, rank=0))
+    role = state.setup.role
+    return with_setup(state, role=replace(role, loop=replace(env, rank=0)))
 
 
 def other_data(state: TrainState, env: DistEnv) -> TrainState:

@@ -6,7 +6,6 @@ import pytest
 from commands import error_line
 from own_loops import run_function
 from ranks import run_ranks
-from run_folders import metrics
 from train_states import TOY, build, compose_config
 
 from ddp_runner.config.schema import Config
@@ -65,21 +64,3 @@ def test_an_optimizer_from_before_the_shards_is_one_line(tmp_path: Path) -> None
     assert error_line(end).startswith("optimizer was made before run.wrap, which has replaced the ")
     end = run_function(source, "model=toy", "parallelism=ddp", folder=tmp_path / "ddp")
     assert end.exit_code == 0, end.stderr
-
-
-def test_ranks_of_one_layer_draw_the_same_numbers_in_an_own_loop(tmp_path: Path) -> None:
-    """What is not split would else become another model on each rank."""
-    source = """
-    import torch
-
-    def train(run):
-        module = run.wrap(run.model())
-        run.restore(module=module)
-        noise = torch.rand(())
-        run.log({"spread": run.sum({"": (-1) ** run.rank * noise})[""]}, step=1)
-    """
-    end = run_function(source, "model=toy", "parallelism=tp", folder=tmp_path)
-    assert end.exit_code == 0, end.stderr
-    assert metrics(end.run_dir)[0]["spread"] == 0
-    end = run_function(source, "model=toy", "parallelism=ddp", folder=tmp_path / "ddp")
-    assert metrics(end.run_dir)[0]["spread"] != 0

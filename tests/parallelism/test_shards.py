@@ -147,10 +147,6 @@ def test_ranks_with_fewer_samples_evaluate_beside_the_others(mode: str, num_samp
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (
-            ("model=mnist_net", "dataset=fake_images"),
-            "needs a model that says how its layers are split",
-        ),
         (("+model.tensor_parallel.net3=colwise",), "matches no module of the model; the nearest"),
         (("model.tensor_parallel.net1=columns",), "net1: columns) must be one of colwise, row"),
         (
@@ -158,13 +154,12 @@ def test_ranks_with_fewer_samples_evaluate_beside_the_others(mode: str, num_samp
             "net1 has 10 outputs, which 4 ranks cannot",
         ),
     ],
-    ids=["no plan", "no module", "no word", "no equal parts"],
+    ids=["no module", "no word", "no equal parts"],
 )
 def test_a_plan_that_does_not_fit_is_one_line(keys: tuple[str, ...], reason: str) -> None:
     """It is found before anything is computed."""
     world_size = 4 if "size=4" in keys[-1] else 2
-    base = () if "mnist" in keys[0] else TOY
-    config = compose_config(*base, "parallelism=tp", *keys, world_size=world_size)
+    config = compose_config(*TOY, "parallelism=tp", *keys, world_size=world_size)
     with pytest.raises(RankFailedError) as error:
         run_ranks(held, world_size, config)
     assert reason in str(error.value)
