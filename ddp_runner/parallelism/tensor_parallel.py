@@ -66,18 +66,28 @@ def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelSty
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
         "rowwise": lambda: RowwiseParallel(output_layouts=between),
+        "gather": lambda: _Gather(between),
     }
     if not is_sequence_split:
         return styles
-    return styles | {"sequence": SequenceParallel, "gather": _Gather, "split": _Split}
+    return styles | {"sequence": SequenceParallel, "split": _Split}
 
 
 class _Gather(ParallelStyle):
-    """Gives a module the whole of its first argument, of which each rank has a part."""
+    """Gives a module the whole of its first argument, for all of its layers at once.
+
+    Their gradients of it are added on each rank first and then over the ranks, in one all-reduce.
+    """
+
+    def __init__(self, given: Placement) -> None:
+        self._given = given
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        computes_itself = any(True for _ in module.parameters(recurse=False))
+
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return _laid_out(args[0], mesh, SPLIT, WHOLE), *args[1:]
+            found = _laid_out(args[0], mesh, self._given, WHOLE)
+            return found.to_local() if computes_itself else found, *args[1:]
 
         module.register_forward_pre_hook(gather)
         return module
@@ -93,14 +103,14 @@ class _Split(ParallelStyle):
                     f"parallelism.sequence_parallel=true splits sequences of {output.shape[1]} "
                     f"over {mesh.size()} ranks; choose a length that they divide"
                 )
-            return _laid_out(output, mesh, WHOLE, SPLIT)
+            return _laid_out(output, mesh, WHOLE, SPLIT).to_local()
 
         module.register_forward_hook(split)
         return module
 
 
-def _laid_out(value: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
-    """Return this rank's part of an activation in another layout over the mesh."""
+def _laid_out(value: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> DTensor:
+    """Return an activation in another layout over the mesh."""
     if not isinstance(value, DTensor):
         value = DTensor.from_local(value, mesh, [given], run_check=False)
-    return value.redistribute(placements=[wanted]).to_local()
+    return value.redistribute(placements=[wanted])
