@@ -22,9 +22,12 @@ SOLVERS = {"cholesky", "geqrf", "ormqr", "triangular"}
 FAMILIES = ("attention", "cdist", "conv", "fft", "linalg", "matmul", "rnn", "transformer")
 CHEAP = {"linalg_vector_norm"}  # named like a family, but only a sum
 PLAIN = (Tensor, nn.Parameter)
-# Of operators that multiply little: torch's own, and the exchange of gradients. Any other namespace
-# is a third-party kernel.
-NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d"}
+# Methods by which torch's DTensor, and a tensor that other ranks still send, are known: to import
+# their classes takes half a second.
+SPLIT = ("full_tensor", "trigger_wait")
+# Of operators that multiply little: torch's own, and the exchange of gradients and shards. Any other
+# namespace is a third-party kernel.
+NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp"}
 
 
 class FlopCounter:
@@ -75,7 +78,9 @@ class _Counting(TorchDispatchMode):
         self._formulas = _formulas() if not unknown else {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, and count it."""
+        """Run one operator, and count it; of a tensor that is split, those of this rank's part."""
+        if any(hasattr(one, name) for one in types for name in SPLIT):
+            return NotImplemented  # it then runs operators of its own, with plain tensors
         for one in types:
             if one not in PLAIN:  # such as a nested tensor, which runs other operators
                 self.unknown = self.unknown or f"{one.__name__} is no plain tensor"

@@ -39,6 +39,7 @@ def measure_once_settled(state: TrainState) -> None:
         devices=setup.devices,
         dtype=DTYPES[setup.config.train.precision],
         group=setup.group,
+        model_ranks=setup.role.model_ranks,
     )
     state.was_counted = False
     setup.timer.forget()  # the step that was counted, too

@@ -54,6 +54,7 @@ def measure_peaks(
     devices: Sequence[torch.device],
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
+    model_ranks: int = 1,
 ) -> Peaks:
     """Measure what a run's ranks can do. Collective: every rank must call.
 
@@ -65,6 +66,7 @@ def measure_peaks(
         devices: of this rank.
         dtype: of the matrix products in a forward.
         group: the ranks of the loop; None: all.
+        model_ranks: so many neighbouring ranks compute each sample together.
     """
     own_peak = None
     if (flops := counter.flops) is None:
@@ -86,7 +88,7 @@ def measure_peaks(
     )
     is_known = num_known == num_ranks
     return Peaks(
-        flops_per_sample=total_flops / num_samples if is_known else None,
+        flops_per_sample=total_flops * model_ranks / num_samples if is_known else None,
         flops_per_s=peak if is_known else None,
         all_reduce_bytes=tuple(all_reduces),
         all_reduce_ms=all_reduce_ms,

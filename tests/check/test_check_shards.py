@@ -1,0 +1,109 @@
+"""task=check of modes that split a model over ranks: what they promise, broken one at a time."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from broken_models import untouched
+from ranks import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from train_states import build, compose_config, with_setup
+
+from ddp_runner.check.compare_ranks import Finding
+from ddp_runner.check.task import run_checks
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.shards import own_part
+from ddp_runner.train.state import TrainState
+
+SMALL = ("model=toy", "batch.global_size=8", "dataset.num_samples=27")
+Break = Callable[[TrainState, DistEnv], TrainState]
+
+
+def altered(state: TrainState, env: DistEnv) -> TrainState:
+    """Give the last rank other elements of the last parameter."""
+    if env.rank == env.world_size - 1:
+        with torch.no_grad():
+            own_part(list(state.module.parameters())[-1]).add_(0.5)
+    return state
+
+
+def unreduced(state: TrainState, env: DistEnv) -> TrainState:
+    """Keep each rank's own gradients."""
+    assert isinstance(state.model, FSDPModule)
+    state.model.set_requires_gradient_sync(False)
+    return state
+
+
+def other_samples(state: TrainState, env: DistEnv) -> TrainState:
+    """Give two ranks that compute one share a share each."""
+    batches = replace(state.setup.batches, num_shares=2, share=env.rank)
+    return with_setup(state, batches=batches)
+
+
+def more_replicas(state: TrainState, env: DistEnv) -> TrainState:
+    """Promise replicas that the ranks do not have."""
+    config = state.setup.config
+    config = replace(config, parallelism={**config.parallelism, "num_replicas": 2})
+    return with_setup(state, config=config)
+
+
+# The mode, what is broken, the check that fails first (None: none does), what it says.
+Case = tuple[str, Break, str | None, str]
+START = "all ranks begin with rank 0's weights"
+ON_RANKS = "each element of a parameter is on as many ranks as the mode says"
+MEAN = "gradients are the mean of the ranks' own, not the sum"
+ON_TWO: dict[str, Case] = {
+    "fsdp": ("fsdp", untouched, None, "of 4 parameters 4 on 1 rank each"),
+    "tp": ("tp", untouched, None, "of 4 parameters 3 on 1 rank, 1 on 2 ranks each"),
+    "a shard": (
+        "fsdp",
+        altered,
+        "the shards are parts of the weights that one process begins with",
+        "net2.bias on rank 1 is not one process's (largest difference 0.5)",
+    ),
+    "a replica": ("tp", altered, START, "net2.bias on rank 1 is not rank 0's (largest differ"),
+    "replicas": (
+        "fsdp",
+        more_replicas,
+        ON_RANKS,
+        "100 of 100 elements of net1.weight are on 1 rank, where each belongs on 2",
+    ),
+    "no reduction": ("fsdp", unreduced, MEAN, "not net1.bias, net1.weight, net2.bias and 1 more; of 4 the farthest is "),
+    "samples": (
+        "tp",
+        other_samples,
+        "each training sample is used once an epoch",
+        "rank 1 has other batches than rank 0, and both compute one share, in 4 steps x 2 shares",
+    ),
+}
+ON_FOUR: dict[str, Case] = {
+    "hsdp": ("hsdp", untouched, None, "of 4 parameters 4 on 2 ranks each"),
+    "fsdp_tp": ("fsdp_tp", untouched, None, "of 4 parameters 3 on 1 rank, 1 on 2 ranks each"),
+    "a shard of a replica": ("hsdp", altered, START, "net2.bias on ranks 2, 3 is not rank 0's ("),
+}
+
+
+def check_all(env: DistEnv, cases: Mapping[str, Case]) -> dict[str, list[Finding]]:
+    """Check each state in turn, on ranks that stay."""
+    found = {}
+    for name, (mode, broken, *_) in cases.items():
+        config = compose_config(*SMALL, f"parallelism={mode}", world_size=env.world_size)
+        found[name] = list(run_checks(broken(build(env, config), env)))
+    return found
+
+
+@pytest.mark.parametrize("cases", [ON_TWO, ON_FOUR], ids=["2 ranks", "4 ranks"])
+def test_what_is_split_over_ranks_is_checked(cases: dict[str, Case]) -> None:
+    """A good model passes; a fault is named by the check that fails first, on every rank alike."""
+    first, *others = run_ranks(check_all, 2 if cases is ON_TWO else 4, cases, timeout_s=240)
+    assert all(other == first for other in others)
+    for name, (_, _, check, detail) in cases.items():
+        failed = [finding for finding in first[name] if not finding.ok]
+        if check is None:
+            assert (name, failed, len(first[name])) == (name, [], 13)
+            (found,) = [one for one in first[name] if one.name == ON_RANKS]
+        else:
+            found = failed[0]
+            assert (name, found.name) == (name, check)
+        assert detail in found.detail, name
