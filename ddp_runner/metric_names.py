@@ -67,7 +67,9 @@ METRICS = (
     Metric("perf/all_reduces", None),
     Metric("perf/all_reduce_mib", None),
     Metric("perf/all_reduce_ms", True, charts=(("perf", "a single all-reduce (ms)"),)),
-    Metric("perf/peak_memory_gib", True, charts=(("perf", "peak memory of rank 0 (GiB)"),)),
+    Metric(
+        "perf/peak_memory_gib", True, charts=(("perf", "peak memory of the fullest rank (GiB)"),)
+    ),
     Metric("best/accuracy", False, True, True),
     Metric("best/loss", True, True),
     Metric("best/f1", False, True, True),

@@ -135,7 +135,7 @@ class Run:
     def result(self, metric: str) -> float | None:
         """Return the result in a metric; None if the run has none.
 
-        It is the highest value of the peak memory, which is rank 0's; the median of other metrics
+        It is the highest value of the peak memory, of the fullest rank; the median of other metrics
         of `perf/` without the first line, the warm-up; else the last value.
         """
         if metric == "perf/peak_memory_gib":

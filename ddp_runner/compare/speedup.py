@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ddp_runner.compare.rows import ComparisonRow, Prediction, Scaling
 from ddp_runner.compare.run import Run, Stat
-from ddp_runner.compare.settings import BATCH_SIZES, Setting, identity
+from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, Setting, identity
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
 
@@ -93,6 +93,8 @@ def _scalings(
     for index, row in enumerate(rows):
         setting, stat = row.runs[0].setting, row.samples_per_s
         is_left_out = setting["parallel_jobs"] and not include_parallel_jobs
+        # Ranks that compute a sample together have less to do the more they are.
+        is_left_out |= batch_key == BATCH_PER_RANK and _splits_samples(setting)
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
             same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
             modes = groups.setdefault(same, {})
@@ -114,6 +116,10 @@ def _scalings(
                     scaling = _scaling(speed, base, mode, int(speed.setting[batch_key]))
                     results[speed.index] = results[speed.index] or scaling
     return results
+
+
+def _splits_samples(setting: Setting) -> bool:
+    return setting.get("parallelism.tensor_parallel_size", 1) != 1
 
 
 def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Prediction | None:

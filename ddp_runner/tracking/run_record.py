@@ -80,6 +80,7 @@ class RunFields(TypedDict, total=False):
     directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
+    peak_memory_gib_by_rank: Sequence[float] | None  # of the last session; see docs/profiling.md
     skew_ms_by_rank: Sequence[float] | None  # of the last session; see docs/where_time_goes.md
     skew_step_ms: float | None  # the mean of the steps in which it was measured
     flops_per_sample: float | None  # of a forward and backward; None: they cannot be counted

@@ -25,8 +25,8 @@ PLAIN = (Tensor, nn.Parameter)
 # Methods by which torch's DTensor, and a tensor that other ranks still send, are known: to import
 # their classes takes half a second.
 SPLIT = ("full_tensor", "trigger_wait")
-# Of operators that multiply little: torch's own, and the exchange of gradients and shards. Any other
-# namespace is a third-party kernel.
+# Of operators that multiply little: torch's own, and the exchange of gradients and shards. Any
+# other namespace is a third-party kernel.
 NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp"}
 
 

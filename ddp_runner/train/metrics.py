@@ -44,12 +44,16 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     sums_of = [one.item() * counts for one in state.scalars.values()]
     own = [own_loss * counts, is_settled, *parts.values(), *sums_of]
     # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
-    packed = torch.cat([torch.tensor(own, dtype=torch.float64), times.flatten()])
+    memory = torch.zeros(env.world_size, dtype=torch.float64)
+    memory[env.rank] = peak_memory_gib()
+    packed = torch.cat([torch.tensor(own, dtype=torch.float64), memory, times.flatten()])
     sums = add_over_ranks(packed, state.setup.group)
-    total, num_settled, *rest = sums[: len(own)].tolist()
+    numbers, memory, flat_times = sums.split([len(own), len(memory), times.numel()])
+    total, num_settled, *rest = numbers.tolist()
     means = [value / env.world_size for value in rest[: len(parts)]]
     scalars = rest[len(parts) :]
-    times = sums[len(own) :].view_as(times)
+    times = flat_times.view_as(times)
+    state.memory_gib = memory.tolist()
     state.has_settled = num_settled == env.world_size
     if norm is None:
         norm = gradient_norm(state.module.parameters())
@@ -66,7 +70,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
             if state.peaks
             else {}
         ),
-        MEMORY: peak_memory_gib(),
+        MEMORY: max(state.memory_gib),
         **state.gradients.metrics(),
     }
     if not state.is_slowed:

@@ -1,7 +1,7 @@
 """What a rank trains: the state that a checkpoint saves, and the setup that stays the same."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -90,6 +90,7 @@ class TrainState:
     counter: FlopCounter | None = None  # of the operations of a step, once that is due
     was_counted: bool = False  # the operations of the last step, which slowed it down
     peaks: Peaks | None = None  # of this session; None: not measured yet
+    memory_gib: Sequence[float] = ()  # the peak of each rank in this session, as last logged
 
     @property
     def evaluated(self) -> nn.Module:
@@ -144,7 +145,9 @@ class TrainState:
     @property
     def measured(self) -> RunFields:
         """What run.json keeps of this session's measurements."""
-        return self.skew.fields() | (self.peaks or Peaks()).fields()
+        by_rank = [round(one, 4) for one in self.memory_gib] or None
+        memory = RunFields(peak_memory_gib_by_rank=by_rank)
+        return self.skew.fields() | (self.peaks or Peaks()).fields() | memory
 
     @property
     def is_slowed(self) -> bool:

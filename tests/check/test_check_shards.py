@@ -69,7 +69,12 @@ ON_TWO: dict[str, Case] = {
         ON_RANKS,
         "100 of 100 elements of net1.weight are on 1 rank, where each belongs on 2",
     ),
-    "no reduction": ("fsdp", unreduced, MEAN, "not net1.bias, net1.weight, net2.bias and 1 more; of 4 the farthest is "),
+    "no reduction": (
+        "fsdp",
+        unreduced,
+        MEAN,
+        "not net1.bias, net1.weight, net2.bias and 1 more; of 4 the farthest is ",
+    ),
     "samples": (
         "tp",
         other_samples,

@@ -181,3 +181,25 @@ def test_what_all_ranks_can_measure_is_known() -> None:
     known = run_ranks(measure_alone, 3, "")[0]
     assert known.flops_per_sample == 2 * 2 * 2**3 / 2  # a forward and a backward of two samples
     assert known.metrics(samples_per_s=10.0)["perf/all_reduce_mib"] == 12 / peaks.MIB
+
+
+def measure_split(env: DistEnv, mode: str) -> tuple[dict[str, float], Any]:
+    """Train the toy in a mode; return the last line, and what run.json keeps."""
+    metrics.peak_memory_gib = lambda: 1.0 + env.rank
+    keys = (f"parallelism={mode}", "train.eval_every_epochs=0", "train.log_every_steps=1")
+    config = compose_config(*TOY, *keys, world_size=env.world_size)
+    trace, measured = train_and_measure(env, config, 0.0, draws=False)
+    return trace.lines[-1], measured
+
+
+def test_the_parts_of_a_split_model_have_as_many_operations_as_one_process() -> None:
+    """Nothing is communication apart, and the memory is that of the rank that needs most."""
+    ((_, alone),) = run_ranks(measure_split, 1, "single")
+    for mode in ("fsdp", "tp"):
+        for line, measured in run_ranks(measure_split, 2, mode):
+            assert measured["flops_per_sample"] == alone["flops_per_sample"] == 700
+            assert line["perf/mfu"] > 0
+            assert not {"perf/comm_ms", "perf/wait_ms", "perf/skew_ms"} & line.keys()
+            assert line["perf/peak_memory_gib"] == 2.0
+            assert measured["peak_memory_gib_by_rank"] == [1.0, 2.0]
+            assert measured["skew_ms_by_rank"] is None
