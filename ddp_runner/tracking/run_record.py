@@ -41,8 +41,7 @@ class RunFields(TypedDict, total=False):
     task: str
     tags: Sequence[str]
     notes: str | None
-    # The words of the command that name the user's own config folders; None: its ranks were started
-    # by another launcher, whose command is unknown.
+    # The command's words that name the user's config folders; None: another launcher started it.
     own_groups: Sequence[str] | None
     config_hash: str
     work_hash: str  # of the keys that decide what is computed

@@ -68,6 +68,18 @@ def test_speedup_and_efficiency_are_relative_to_the_fewest_devices(
     assert at(comparison, 2).samples_per_s == Stat(360.0, None, 1)
 
 
+def test_tensor_parallelism_has_no_weak_scaling(tmp_path: Path) -> None:
+    """With more ranks each computes less of a sample, so a batch per rank is no constant work."""
+    write_scaling(tmp_path, {1: 200.0}, batches=WEAK)
+    keys = {"parallelism.name": "tp", "parallelism.tensor_parallel_size": 2}
+    same_batch = {2: WEAK[1]}  # two ranks compute it together
+    write_scaling(tmp_path, {2: 300.0}, batches=same_batch, config=keys)
+    row = at(compared(tmp_path), 2)
+    assert row.weak is None
+    assert row.strong is not None
+    assert row.strong.speedup == pytest.approx(1.5)
+
+
 def test_strong_and_weak_scaling_share_the_run_with_one_rank(tmp_path: Path) -> None:
     """With two ranks, one run has its global batch and the other its batch per rank."""
     write_scaling(tmp_path / "strong", {1: 200.0, 2: 300.0}, batches=STRONG)
