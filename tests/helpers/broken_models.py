@@ -172,7 +172,8 @@ def same_share(state: TrainState, env: DistEnv) -> TrainState:
 
 def same_eval_share(state: TrainState, env: DistEnv) -> TrainState:
     """Let all ranks evaluate the first rank's part."""
-    return with_setup(state, env=replace(env, rank=0))
+    role = replace(state.setup.role, loop=replace(env, rank=0))  # by it evaluate takes its part
+    return with_setup(state, role=role)
 
 
 def other_data(state: TrainState, env: DistEnv) -> TrainState:
