@@ -119,7 +119,7 @@ def _scalings(
 
 
 def _splits_samples(setting: Setting) -> bool:
-    return setting.get("parallelism.tensor_parallel_size", 1) != 1
+    return bool(setting.get("parallelism.tensor_parallel_size", 1) != 1)
 
 
 def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Prediction | None:
