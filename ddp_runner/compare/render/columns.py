@@ -54,7 +54,8 @@ def legends(comparison: Comparison) -> dict[str, str]:
         "reached it; (2 of 3) means that one run never did",
         "peak_memory_gib": "peak memory of the rank that needed most (rank 0's in earlier versions "
         "and in a loop of your own): of its GPU if it has one, else of its process, in RAM",
-        "comm_share": "its share of the step time",
+        "comm_share": "its share of the step time; not known of modes whose ranks wait for each "
+        "other within the forward and backward, as fsdp and tp",
         "skew_ms": "of each step, how long half of the ranks or more waited for the rank that they "
         "waited for most",
         "mfu": "model FLOP utilisation: the operations of the forward and backward, relative to "
