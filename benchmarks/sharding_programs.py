@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ def by_hand(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     model: nn.Module = model_of(args)
     if args.mode == "fsdp":
-        for block in model.blocks:  # type: ignore[union-attr]
+        for block in cast(Any, model).blocks:
             fully_shard(block)
         fully_shard(model)
     else:
@@ -139,7 +139,7 @@ def fabric(args: argparse.Namespace) -> None:
     from lightning.fabric.strategies import ModelParallelStrategy
 
     def split(model: nn.Module, mesh: Any) -> nn.Module:
-        for block in model.blocks:  # type: ignore[union-attr]
+        for block in cast(Any, model).blocks:
             fully_shard(block, mesh=mesh["data_parallel"])
         return fully_shard(model, mesh=mesh["data_parallel"])
 

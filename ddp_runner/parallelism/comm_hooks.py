@@ -6,7 +6,7 @@ PowerSGD, https://arxiv.org/abs/1905.13727. Gradients arrive equal on all ranks,
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -69,12 +69,17 @@ def bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Ten
 
     DDP refuses torch's hook, by its name, where torch lacks NCCL; but gloo sends bfloat16, too.
     """
-    return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
+    return default_hooks.bf16_compress_hook(_all_ranks_if_none(group), bucket)
 
 
 def fp16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
     """Send a bucket as float16."""
-    return default_hooks.fp16_compress_hook(group, bucket)  # type: ignore[arg-type]
+    return default_hooks.fp16_compress_hook(_all_ranks_if_none(group), bucket)
+
+
+def _all_ranks_if_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group as torch's hooks declare it: they take None for all ranks as well."""
+    return cast(dist.ProcessGroup, group)
 
 
 def powersgd(state: PowerSGD, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -46,8 +46,9 @@ def gathered(state: Any, *, keep: bool) -> Any:
         parts = {key: gathered(value, keep=keep) for key, value in state.items()}
         if all(parts[key] is state[key] for key in parts):
             return state
-        result = copy.copy(state)  # of the same kind: a module's has its version beside the keys
-        result.update(parts)  # type: ignore[attr-defined]
+        # Of the same kind, a dict: that of a module has its version beside the keys.
+        result: Any = copy.copy(state)
+        result.update(parts)
         return result
     if isinstance(state, list | tuple):
         items = [gathered(value, keep=keep) for value in state]

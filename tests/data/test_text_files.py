@@ -172,7 +172,8 @@ def test_other_texts_take_the_tokenizer_of_a_run(tmp_path: Path) -> None:
     dataset = load_dataset(source, data_root=tmp_path, log=print)
     assert dataset.files == first.files
     tokenizer = load_text_tokenizer(tmp_path / "run" / "tokenizer")
-    tokens: Any = torch.cat([dataset.train.tokens, dataset.eval.tokens])  # type: ignore[union-attr]
+    splits: list[Any] = [dataset.train, dataset.eval]  # of tokens, which other datasets lack
+    tokens = torch.cat([split.tokens for split in splits])
     assert tokenizer.decode(tokens.tolist()) == "more 7\n\n\nand Line"
 
 

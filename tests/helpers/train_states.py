@@ -18,6 +18,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import TensorSplit, TokenSplit
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
@@ -99,6 +100,15 @@ def build(env: DistEnv, config: Config) -> TrainState:
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     return build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
+
+
+def refusal(env: DistEnv, config: Config) -> str:
+    """Build a state; return why it cannot be built, empty if it can."""
+    try:
+        build(env, config)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _cast(dataset: Dataset, split: TensorSplit | TokenSplit) -> TensorSplit | TokenSplit:

@@ -6,11 +6,7 @@ import pytest
 from commands import error_line
 from own_loops import run_function
 from ranks import run_ranks
-from train_states import TOY, build, compose_config
-
-from ddp_runner.config.schema import Config
-from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError
+from train_states import TOY, compose_config, refusal
 
 ADAM, OURS = "optimizer=adamw", "allowed_targets=[broken_models]"
 OPTIMIZERS = {
@@ -25,15 +21,6 @@ OPTIMIZERS = {
         "write optimizer=adamw, or parallelism=ddp",
     ),
 }
-
-
-def refusal(env: DistEnv, config: Config) -> str:
-    """Return why the state cannot be built; empty if it can."""
-    try:
-        build(env, config)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("mode", OPTIMIZERS)

@@ -9,7 +9,7 @@ from own_steps import WORDS, Sentences, Tagger, padded
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_states import TOLERANCES, TOY, build, compose_config, run_loop, take_steps
+from train_states import TOLERANCES, TOY, build, compose_config, refusal, run_loop, take_steps
 
 from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import GlobalBatches
@@ -143,15 +143,6 @@ def test_a_wrong_name_of_a_step_is_one_sentence(keys: tuple[str, ...], expected:
     except AssertionError:  # only a rank imports the user's package
         (found,) = run_ranks(refusal, 1, compose_config(*keys))
     assert expected in found
-
-
-def refusal(env: DistEnv, config: Config) -> str:
-    """Build a state; return why it cannot be built."""
-    try:
-        build(env, config)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def lines(env: DistEnv, config: Config) -> list[dict[str, float]]:
