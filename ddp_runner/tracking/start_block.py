@@ -56,9 +56,10 @@ def start_block(
     """
     batch = config.batch
     who = "rank" if num_shares == env.world_size else "trainer"
-    if (together := mode_needs(config.parallelism).model_ranks) != 1:
-        who = f"group of {together or env.world_size} rank"
     shares = f"{batch.per_rank} a rank x {counted(num_shares, who)}"
+    if (together := mode_needs(config.parallelism).model_ranks) != 1:
+        groups = counted(num_shares, "group")
+        shares = f"{batch.per_rank} a group x {groups} of {together or env.world_size} ranks"
     if config.train.grad_accum_steps > 1:
         shares += f" x {config.train.grad_accum_steps} micro-steps"
     trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""

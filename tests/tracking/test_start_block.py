@@ -60,6 +60,13 @@ def test_one_rank_is_written_in_the_singular(monkeypatch: pytest.MonkeyPatch) ->
     assert line == "parallelism  ddp, gloo, 1 rank on 1 node (2 CPU threads)"
 
 
+def test_ranks_that_compute_the_same_samples_are_a_group() -> None:
+    """A batch is split among the groups, not among the ranks."""
+    config = resolved("model=toy", "parallelism=fsdp_tp", "world_size=4", "batch.per_rank=5")[0]
+    env = DistEnv(rank=0, local_rank=0, world_size=2, local_world_size=2)  # two shares
+    assert block(config, env)[4] == "batch        10 a step = 5 a group x 2 groups of 2 ranks"
+
+
 def test_the_first_line_says_what_starts_and_where(tmp_path: Path) -> None:
     """Before torch is imported; the folder as short as the user's own folder allows."""
     job = Job(config=resolved("world_size=2")[0], started_at=time.time(), code={}, run_dir=RUN)
