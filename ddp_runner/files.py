@@ -4,8 +4,8 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,20 @@ class FileIn:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file in full beside the old one, then rename it into the old one's place."""
+    with replacing(path) as temp:
+        temp.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a new file; rename it to `path` after the block, once it is on the disk."""
     temp = path.with_name(f".{path.name}.tmp")
     try:
-        with temp.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
+        yield temp
+        with temp.open("rb") as file:
             os.fsync(file.fileno())
         temp.replace(path)
-    except OSError:
+    except Exception:
         with suppress(OSError):
             temp.unlink()
         raise

@@ -24,6 +24,7 @@ from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.parallelism.shards import has_shards, whole
+from ddp_runner.train.clipping import scale_gradients
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.loop import backward, token_factor
 from ddp_runner.train.state import TrainState
@@ -78,6 +79,8 @@ def _backward(state: TrainState, batch: StepBatch) -> None:
     state.model.train(_draws_alike(state))
     state.module.zero_grad(set_to_none=True)
     backward(state, batch)
+    if state.gradient_factor is not None:
+        scale_gradients(state.module.parameters(), state.gradient_factor)
 
 
 def _draws_alike(state: TrainState) -> bool:

@@ -3,14 +3,13 @@
 Rank 0 alone loads them: the mode's wrap sends them to the other ranks.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST
@@ -18,7 +17,7 @@ from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, listed
-from ddp_runner.files import replace_file
+from ddp_runner.files import file_sha256, replacing
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -114,20 +113,29 @@ def export_weights(
     Raises:
         UserError: the file could not be written.
     """
-    tensors = {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
-    }
+    tensors, addresses = dict[str, Tensor](), set[int]()
+    for name, tensor in state.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in addresses:  # the format has no tensors that share
+            own = own.clone()
+        addresses.add(own.untyped_storage().data_ptr())
+        tensors[name] = own
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
     facts |= {"weights": "ema"} if is_average else {}
     try:
-        content = save(tensors, {"format": "pt", "step": str(step), **facts})
-        replace_file(path, content)
-    except OSError as error:
+        with replacing(path) as temp:
+            temp.touch()
+            mode = temp.stat().st_mode
+            save_file(tensors, temp, {"format": "pt", "step": str(step), **facts})
+            temp.chmod(mode)  # safetensors lets nobody else read its file
+            digest = file_sha256(temp)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{path} could not be written ({error.strerror or error}); free space or make the "
+            f"{path} could not be written ({reason}); free space or make the "
             "folder writable, then resume: the checkpoints are intact"
         ) from error
-    return hashlib.sha256(content).hexdigest()
+    return digest
 
 
 def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -1,7 +1,7 @@
 """Saves checkpoints while training goes on: the loop waits for a copy, and a thread writes it."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -46,7 +46,14 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
-    def save(self, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        metrics: Mapping[str, float],
+        copies: Container[int] = (),
+    ) -> None:
         """Wait for the previous save, copy the state, and start writing the copy.
 
         Args:
@@ -54,13 +61,14 @@ class CheckpointWriter:
                 read after this call.
             step: optimizer steps taken.
             metrics: of this step.
+            copies: addresses of the tensors' memory that nothing else uses; it is not copied again.
 
         Raises:
             UserError: the previous save failed; the checkpoints before it are intact.
             TypeError: the previous state held an object that a weights-only load would refuse.
         """
         self.wait()
-        copied = self._stager.stage(state)
+        copied = self._stager.stage(state, copies)
         self._pending = self._thread.submit(self._write, copied, step, dict(metrics))
 
     def wait(self) -> None:
@@ -105,25 +113,28 @@ class Stager:
         self._pinned = pinned
         self._memory: dict[Any, Tensor] = {}
 
-    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state: dict[str, Any], copies: Container[int] = ()) -> dict[str, Any]:
         """Return a copy that shares no memory with the state; it overwrites the previous copy.
 
-        Tensors that share memory also share it in the copy.
+        Tensors that share memory also share it in the copy. Those whose memory begins at an
+        address of `copies` are not copied.
         """
         before, self._memory = self._memory, {}
-        copied: dict[str, Any] = self._copy(state, before)
-        return copied
 
-    def _copy(self, value: Any, before: dict[Any, Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return self._copy_tensor(value, before)
-        if isinstance(value, dict):
-            copied = copy.copy(value)  # keeps the _metadata that state_dict() attaches
-            copied.update({key: self._copy(item, before) for key, item in value.items()})
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(item, before) for item in value)
-        return copy.deepcopy(value)
+        def copied(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                is_copy = value.untyped_storage().data_ptr() in copies
+                return value if is_copy else self._copy_tensor(value, before)
+            if isinstance(value, dict):
+                result = copy.copy(value)  # keeps the _metadata that state_dict() attaches
+                result.update({key: copied(item) for key, item in value.items()})
+                return result
+            if type(value) in (list, tuple):
+                return type(value)(map(copied, value))
+            return copy.deepcopy(value)
+
+        staged: dict[str, Any] = copied(state)
+        return staged
 
     @torch.no_grad()
     def _copy_tensor(self, tensor: Tensor, before: dict[Any, Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """What a loop of the user's own leaves: metrics, pictures and checkpoints, all of rank 0."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -122,11 +122,20 @@ class Records:
         """Note that a step is done: the first one ends the start-up."""
         self._logger.step_done(step=step, epoch=_epoch(loaders))
 
-    def save(self, content: dict[str, Any], *, step: int) -> None:
-        """Start to write a checkpoint, with the metrics of its step."""
+    def save(self, content: Callable[[set[int]], dict[str, Any]], *, step: int) -> None:
+        """Start to write a checkpoint, with the metrics of its step. Collective.
+
+        Args:
+            content: returns what to save, and adds addresses to its argument as ``gathered`` does.
+            step: of the loop.
+        """
+        if self._writer is not None:
+            self._writer.wait()  # so that only one state is in memory
+        copies = set[int]()
+        found = content(copies)
         if self._writer is not None:
             metrics = self.metrics if step == self._metrics_step else {}
-            self._writer.save(content, step=step, metrics=metrics)
+            self._writer.save(found, step=step, metrics=metrics, copies=copies)
 
     def finish(self, status: Status, *, step: int, loaders: Sequence[Loader]) -> None:
         """Wait for the last checkpoint, and write how the run ended."""

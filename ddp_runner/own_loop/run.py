@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ class Run:
         """
         if not self._objects:
             raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
-        content = state_of(self._objects, self._session, step=self._at(step))
+        content = partial(state_of, self._objects, self._session, self._at(step))
         self._recording().save(content, step=step)
         self._saved_step = step
 

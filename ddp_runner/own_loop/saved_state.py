@@ -34,13 +34,16 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
             )
 
 
-def state_of(objects: Mapping[str, Any], session: Session, *, step: int) -> dict[str, Any]:
+def state_of(
+    objects: Mapping[str, Any], session: Session, step: int, copies: set[int]
+) -> dict[str, Any]:
     """Return the state of the objects and of all ranks' random numbers. Collective.
 
     Args:
         objects: by name; rank 0's state is the one that is saved.
         session: of this rank.
         step: steps taken.
+        copies: takes the addresses of tensors that are copies already, as ``gathered``.
 
     Raises:
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard. Such a
@@ -59,7 +62,7 @@ def state_of(objects: Mapping[str, Any], session: Session, *, step: int) -> dict
         name: dict(value) if isinstance(value, dict) else value.state_dict()
         for name, value in objects.items()
     }
-    states = gathered(states, keep=session.env.is_rank_zero)
+    states = gathered(states, keep=session.env.is_rank_zero, copies=copies)
     reject_sharded(states)
     rng = gather_objects(rng_state(session.devices[0]))
     return {"task": session.config.task, "step": step, "objects": states, "rng": rng}

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.host_memory import return_freed_memory
 from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Role, unwrapped
 from ddp_runner.parallelism.module_names import matched
@@ -46,6 +47,7 @@ class Mesh:
     tensor_parallel_size: int | None
     reshard_after_forward: bool | int
     cpu_offload: bool
+    return_memory: bool
     sequence_parallel: bool
     precision: str
     meta_init: bool
@@ -71,9 +73,11 @@ class Mesh:
         parameters; else each holds the whole model while it is built.
 
         Raises:
-            UserError: a pattern matches no module, the model does not fit its plan, or it cannot
-                be built without values.
+            UserError: a pattern matches no module, the model does not fit its plan, it cannot be
+                built without values, or memory cannot be returned.
         """
+        if self.return_memory:
+            return_freed_memory()
         mesh = self._mesh(devices[0])
         with torch.device("meta" if self.meta_init else "cpu"):
             module = build()

@@ -33,7 +33,7 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
 
 
-def gathered(state: Any, *, keep: bool) -> Any:
+def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
     """Return a state with whole tensors, on the CPU, in place of shards. Collective if it has any.
 
     One tensor at a time is put together.
@@ -41,9 +41,10 @@ def gathered(state: Any, *, keep: bool) -> Any:
     Args:
         state: tensors, and dicts and lists of them; what is not split is returned as it is.
         keep: whether this rank needs the result; else its whole tensors are None.
+        copies: takes the address of the memory of each whole tensor: nothing else uses it.
     """
     if isinstance(state, Mapping):
-        parts = {key: gathered(value, keep=keep) for key, value in state.items()}
+        parts = {key: gathered(value, keep=keep, copies=copies) for key, value in state.items()}
         if all(parts[key] is state[key] for key in parts):
             return state
         # Of the same kind, a dict: that of a module has its version beside the keys.
@@ -51,12 +52,18 @@ def gathered(state: Any, *, keep: bool) -> Any:
         result.update(parts)
         return result
     if isinstance(state, list | tuple):
-        items = [gathered(value, keep=keep) for value in state]
+        items = [gathered(value, keep=keep, copies=copies) for value in state]
         return state if all(map(_is_same, items, state)) else items
     if not is_shard(state):
         return state
     full = whole(state.detach())
-    return full.cpu() if keep else None
+    if not keep:
+        return None
+    full, source = full.cpu(), own_part(state).untyped_storage()
+    # The whole of a tensor on one rank is the rank's own part, which the next step changes.
+    if copies is not None and (address := full.untyped_storage().data_ptr()) != source.data_ptr():
+        copies.add(address)
+    return full
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_runner.config.optimizing import EarlyStopConfig
 from ddp_runner.config.training import TrainConfig
@@ -19,10 +19,11 @@ from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.rank_state import averaged, step_done
 from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.measuring import measure_once_settled
-from ddp_runner.train.metrics import by_mesh, gradient_norm, step_metrics
+from ddp_runner.train.metrics import step_metrics
 from ddp_runner.train.state import Position, TrainState
 
 
@@ -111,7 +112,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
     setup.profiler.begin(StepPart.OPTIMIZER)
-    _clip(state)
+    scale_and_clip(state)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -125,23 +126,11 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     return loss
 
 
-def _clip(state: TrainState) -> None:
-    """Clip the gradients as the config asks, and keep their norm from before."""
-    config = state.setup.config.train
-    if config.clip_norm is None and config.clip_value is None:
-        return
-    parameters = list(state.module.parameters())
-    state.scaler.unscale_(state.optimizer)
-    norm = state.grad_norm = gradient_norm(parameters)
-    for group in by_mesh(parameters):
-        if config.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(group, config.clip_norm, norm)
-        if config.clip_value is not None:
-            nn.utils.clip_grad_value_(group, config.clip_value)
-
-
 def backward(state: TrainState, batch: StepBatch) -> Tensor:
-    """Accumulate the micro-batches' gradients; return this rank's part of the mean loss."""
+    """Accumulate the micro-batches' gradients; return this rank's part of the mean loss.
+
+    The gradients have yet to be multiplied by ``state.gradient_factor``, if it is not None.
+    """
     setup = state.setup
     timer, has_peers = setup.timer, setup.env.world_size > 1
     counts_tokens = setup.config.batch.count == "tokens"
@@ -171,10 +160,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     if counts_tokens and setup.role.serve is not None:  # the loop divides by all trainers' tokens
         state.tokens = num_tokens / batch.global_count
     elif counts_tokens:
-        factor = token_factor(num_tokens, batch, group=setup.data_group)
-        for parameter in state.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.device))
+        factor = state.gradient_factor = token_factor(num_tokens, batch, group=setup.data_group)
         total *= factor
         scalars = {name: one * factor for name, one in scalars.items()}
     state.scalars = scalars

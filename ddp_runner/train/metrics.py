@@ -1,17 +1,15 @@
 """The metrics of an optimizer step."""
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_runner.distributed import add_over_ranks, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.shards import whole
 from ddp_runner.rank.cuda import peak_memory_gib
+from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
 
@@ -76,28 +74,6 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     if not state.is_slowed:
         return found
     return {key: one for key, one in found.items() if key == MEMORY or not key.startswith("perf/")}
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the L2 norm of the whole gradient, a scalar. Collective if gradients are split."""
-    norms = list[Tensor]()
-    for group in by_mesh(parameters):
-        gradients = [one.grad for one in group if one.grad is not None]
-        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
-        norms.append(whole(nn.utils.get_total_norm(dense)))
-    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
-
-
-def by_mesh(parameters: Iterable[nn.Parameter]) -> Collection[list[nn.Parameter]]:
-    """Return the parameters with gradients, those that are split over the same ranks together.
-
-    An operator takes tensors of one mesh of ranks, or tensors that are whole.
-    """
-    groups = defaultdict[object, list[nn.Parameter]](list)
-    for one in parameters:
-        if one.grad is not None:
-            groups[getattr(one.grad, "device_mesh", None)].append(one)
-    return groups.values()
 
 
 def global_loss(state: TrainState, loss: Tensor) -> float:

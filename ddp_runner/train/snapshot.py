@@ -25,7 +25,9 @@ from ddp_runner.train.stream_batches import StreamBatches
 RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # that schedulers keep in the optimizer's groups
 
 
-def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
+def snapshot(
+    state: TrainState, config: RunConfig, *, copies: set[int] | None = None
+) -> dict[str, Any]:
     """Return everything that the next step depends on. Collective: every rank must call.
 
     Where each rank has its own weights, the model is their mean.
@@ -33,17 +35,18 @@ def snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
     Args:
         state: of this rank.
         config: without secrets; see ``Secrets.written``.
+        copies: takes the addresses of tensors that are copies already, as ``gathered``.
 
     Raises:
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard and not
             a DTensor. Such a state is never saved.
     """
     with averaged(state.model):
-        content = _snapshot(state, config)
+        content = _snapshot(state, config, copies)
     return content | rank_states(state)
 
 
-def _snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
+def _snapshot(state: TrainState, config: RunConfig, copies: set[int] | None) -> dict[str, Any]:
     if (name := first_not_finite(state.module.named_parameters())) is not None:
         raise UserError(
             f"parameter {name} became NaN or infinite by step {state.position.step}; it was "
@@ -56,7 +59,7 @@ def _snapshot(state: TrainState, config: RunConfig) -> dict[str, Any]:
     }
     if state.ema is not None:
         content["ema"] = state.ema.state_dict()
-    content = gathered(content, keep=state.setup.env.is_rank_zero)
+    content = gathered(content, keep=state.setup.env.is_rank_zero, copies=copies)
     reject_sharded(content)
     position = asdict(replace(state.position, outstanding=state.gradients.outstanding(state)))
     del position["metrics"]  # the manifest keeps them

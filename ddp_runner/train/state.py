@@ -80,6 +80,7 @@ class TrainState:
     gradients: GradientSource  # this rank's backward, unless the mode has another source
     position: Position = field(default_factory=Position)
     grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping
+    gradient_factor: Tensor | None = None  # what the gradients have yet to be multiplied by
     # Of the last step: this rank's part of the mean of each scalar that the training step returned.
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
     # On a rank that serves the loop: its part of the tokens of a mean sample of its last batch.

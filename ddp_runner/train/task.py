@@ -71,9 +71,13 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
 
             def save() -> None:
                 profiler.begin("checkpoint")
-                content, position = snapshot(state, written), state.position
                 if writer is not None:
-                    writer.save(content, step=position.step, metrics=dict(position.metrics))
+                    writer.wait()  # so that only one state is in memory
+                copies, position = set[int](), state.position
+                content = snapshot(state, written, copies=copies)
+                if writer is not None:
+                    metrics = dict(position.metrics)
+                    writer.save(content, step=position.step, metrics=metrics, copies=copies)
 
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
             profiler.close(is_stopped=status == Status.PREEMPTED)

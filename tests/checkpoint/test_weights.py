@@ -114,6 +114,8 @@ def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
     assert load_file(path).keys() == model.state_dict().keys()
     load_weights(model, path)
     before = path.read_bytes()
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode, "others may read it as well"
     (tmp_path / ".model.safetensors.tmp").mkdir()
     with pytest.raises(UserError, match="could not be written"):
         export_weights(path, toy().state_dict(), step=2, metrics={})

@@ -304,3 +304,13 @@ def test_the_next_copy_takes_the_memory_of_the_one_before() -> None:
     assert first["weights"].data_ptr() == second["weights"].data_ptr()
     assert second["weights"].tolist() == [1.0] * 1000
     assert len(stager._memory) == 1
+
+
+def test_what_is_a_copy_already_is_not_copied_again() -> None:
+    """Rank 0 puts the whole of a split state together; a second one beside it would not fit."""
+    gathered, weights = torch.arange(6.0), torch.zeros(3)
+    state = {"gathered": gathered, "view": gathered[2:4], "weights": weights}
+    copied = Stager(pinned=False).stage(state, {gathered.untyped_storage().data_ptr()})
+    assert copied["gathered"].data_ptr() == gathered.data_ptr()
+    assert copied["view"].tolist() == [2.0, 3.0]
+    assert copied["weights"].data_ptr() != weights.data_ptr()

@@ -44,7 +44,7 @@ def objects() -> dict[str, Any]:
 
 def save(given: dict[str, Any], ours: Any) -> None:
     """Save the state of step 3."""
-    content = state_of(given, ours, step=3)
+    content = state_of(given, ours, 3, set())
     if ours.env.is_rank_zero:
         save_checkpoint(
             ours.run_dir.checkpoints,
@@ -110,7 +110,7 @@ def errors(env: DistEnv, folder: Path) -> list[str]:
     ]
     with torch.no_grad():
         given["module"].bias[0] = torch.nan
-    return [*lines, error_of(lambda: state_of(given, ours, step=3))]
+    return [*lines, error_of(lambda: state_of(given, ours, 3, set()))]
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:

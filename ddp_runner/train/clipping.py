@@ -1,0 +1,60 @@
+"""Scales and clips gradients, also those of which a rank holds only a part."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.parallelism.shards import own_part, whole
+from ddp_runner.train.state import TrainState
+
+SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
+
+
+def scale_and_clip(state: TrainState) -> None:
+    """Multiply the gradients by what their backward left out, and clip them as the config asks.
+
+    One pass over the gradients does both. With clipping the state keeps their norm from before.
+    Collective: every rank must call.
+    """
+    config, factor = state.setup.config.train, state.gradient_factor
+    parameters = list(state.module.parameters())
+    state.gradient_factor = None
+    if config.clip_norm is not None or config.clip_value is not None:
+        state.scaler.unscale_(state.optimizer)
+        norm = gradient_norm(parameters)
+        if factor is not None:
+            norm = norm * factor.to(norm.device)
+        state.grad_norm = norm
+        if config.clip_norm is not None:
+            clip = (config.clip_norm / (norm + SMALLEST_NORM)).clamp(max=1.0)
+            factor = clip if factor is None else clip * factor.to(clip.device)
+    if factor is not None:
+        scale_gradients(parameters, factor)
+    if config.clip_value is not None:
+        for one in parameters:
+            if one.grad is not None:
+                own_part(one.grad).clamp_(-config.clip_value, config.clip_value)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients by a scalar."""
+    by_device = defaultdict[torch.device, list[Tensor]](list)
+    for one in parameters:
+        if one.grad is not None:
+            by_device[one.device].append(own_part(one.grad))
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the L2 norm of the whole gradient, a scalar. Collective if gradients are split."""
+    # An operator takes tensors that are split over the same ranks, or tensors that are whole.
+    by_mesh = defaultdict[object, list[Tensor]](list)
+    for one in parameters:
+        if (grad := one.grad) is not None:
+            dense = grad.coalesce().values() if grad.is_sparse else grad
+            by_mesh[getattr(grad, "device_mesh", None)].append(dense)
+    norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
