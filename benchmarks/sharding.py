@@ -68,6 +68,7 @@ LARGE = Size(num_layers=16, width=512, num_heads=8, length=16, batch=1)
 TINY = Size(num_layers=1, width=16, num_heads=2, length=16, batch=1)
 MEDIUM = Size(num_layers=6, width=384, num_heads=6, length=128, batch=2)  # model=gpt_10m
 RANKS, PEERS = 2, ("ddp_runner", "accelerate", "fabric")  # of throughput
+WHOLE = ("single", "ddp")  # modes whose ranks hold the whole model
 MEASURED = (
     ("single", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2),
     ("fsdp_tp", 4),
@@ -99,16 +100,25 @@ def memory(args: argparse.Namespace, modes: Sequence[tuple[str, int]]) -> None:
         f"{size.parameters / 1e6:.1f} M parameters, of which a block has {size.block / 1e6:.2f} M"
     )
     print(
-        "mode     ranks  process  build  trial  train  model alone  formula  ratio  save 0  save 1"
+        "mode     ranks  returned  process  build  trial  train  model alone  formula  ratio  "
+        "save 0  save 1"
     )
     found = []
     constant = max(one["train"] for one in run_memory(TINY, "fsdp", 2, args.keys))
-    for mode, ranks in modes:
-        peaks = run_memory(size, mode, ranks, args.keys)
+    both = [
+        (mode, ranks, is_returned)
+        for mode, ranks in modes
+        for is_returned in (False, True)
+        if mode not in WHOLE or not is_returned
+    ]
+    for mode, ranks, is_returned in both:
+        keys = [] if mode in WHOLE else [f"parallelism.return_memory={is_returned}".lower()]
+        peaks = run_memory(size, mode, ranks, [*keys, *args.keys])
         train = max(one["train"] for one in peaks)
         alone, expected = train - constant, formula(size, mode, ranks)
         row = {
-            "mode": mode, "ranks": ranks, "process": constant, "train": train, "formula": expected,
+            "mode": mode, "ranks": ranks, "returned": is_returned, "process": constant,
+            "train": train, "formula": expected,
             "build": max(one["build"] - one["start"] for one in peaks),
             "trial": max(one["trial"] for one in peaks),
             "after": max(one["after train"] for one in peaks),
@@ -116,10 +126,10 @@ def memory(args: argparse.Namespace, modes: Sequence[tuple[str, int]]) -> None:
         }  # fmt: skip
         found.append(row)
         print(
-            f"{mode:8} {ranks:5}  {constant / MIB:7.0f}  {row['build'] / MIB:5.0f}  "
-            f"{row['trial'] / MIB:5.0f}  {train / MIB:5.0f}  {alone / MIB:11.0f}  "
-            f"{expected / MIB:7.0f}  {alone / expected:5.2f}  {row['save 0'] / MIB:6.0f}  "
-            f"{row['save 1'] / MIB:6.0f}",
+            f"{mode:8} {ranks:5}  {is_returned!s:8}  {constant / MIB:7.0f}  "
+            f"{row['build'] / MIB:5.0f}  {row['trial'] / MIB:5.0f}  {train / MIB:5.0f}  "
+            f"{alone / MIB:11.0f}  {expected / MIB:7.0f}  {alone / expected:5.2f}  "
+            f"{row['save 0'] / MIB:6.0f}  {row['save 1'] / MIB:6.0f}",
             flush=True,
         )
     if args.json:
@@ -129,9 +139,7 @@ def memory(args: argparse.Namespace, modes: Sequence[tuple[str, int]]) -> None:
 def formula(size: Size, mode: str, ranks: int) -> float:
     """Return the bytes that a rank holds for its model and optimizer, without activations."""
     whole = BYTES_PER_PARAMETER * size.parameters
-    if mode == "single":
-        return whole
-    if mode == "ddp":
+    if mode in WHOLE:
         return whole
     parts = {"hsdp": ranks / 2}.get(mode, ranks)
     tensor = {"tp": ranks, "fsdp_tp": 2}.get(mode, 1)

@@ -1,9 +1,7 @@
 """The pictures of docs/parallelism.md: what each rank holds, and its memory by the formula.
 
-python benchmarks/sharding_pictures.py --plain plain.json --mapped mapped.json --out docs/pictures
-
-The files are those of ``sharding.py memory --json``, the second one measured with
-MALLOC_MMAP_THRESHOLD_=131072.
+python benchmarks/sharding.py memory --json memory.json
+python benchmarks/sharding_pictures.py memory.json --out docs/pictures
 """
 
 import argparse
@@ -44,12 +42,11 @@ BATCHES = {  # the part of the batch that a rank computes
 def main() -> None:
     """Draw both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plain", type=Path, required=True)
-    parser.add_argument("--mapped", type=Path, required=True)
+    parser.add_argument("memory", type=Path, help="what sharding.py memory --json wrote")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     draw_shards(args.out / "shards.png")
-    draw_memory(args.plain, args.mapped, args.out / "shard_memory.png")
+    draw_memory(args.memory, args.out / "shard_memory.png")
 
 
 def draw_shards(path: Path) -> None:
@@ -70,22 +67,22 @@ def draw_shards(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_memory(plain: Path, mapped: Path, path: Path) -> None:
+def draw_memory(measured: Path, path: Path) -> None:
     """Draw the measured memory of a rank beside the formula."""
-    found: list[list[dict[str, Any]]] = [
-        json.loads(one.read_text())["rows"] for one in (mapped, plain)
-    ]
-    labels = [f"{row['mode']}\n{row['ranks']} rank(s)" for row in found[0]]
-    series = {
-        "formula": [row["formula"] for row in found[0]],
-        "MALLOC_MMAP_THRESHOLD_=131072": [row["train"] - row["process"] for row in found[0]],
-        "as it is": [row["train"] - row["process"] for row in found[1]],
-    }
+    rows: list[dict[str, Any]] = json.loads(measured.read_text())["rows"]
+    found = dict[tuple[str, int], dict[str, float]]()
+    for row in rows:
+        name = "return_memory=true" if row["returned"] else "as it is"
+        values = found.setdefault((row["mode"], row["ranks"]), {"formula": row["formula"]})
+        values[name] = row["train"] - row["process"]
+    labels = [f"{mode}\n{ranks} rank{'s' * (ranks > 1)}" for mode, ranks in found]
     figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
     colours = ("#222222", FILLED, "#ee8866")
-    for place, ((name, values), colour) in enumerate(zip(series.items(), colours, strict=True)):
+    names = ("formula", "return_memory=true", "as it is")
+    for place, (name, colour) in enumerate(zip(names, colours, strict=True)):
         places = [number + 0.27 * (place - 1) for number in range(len(labels))]
-        axis.bar(places, [one / MIB for one in values], 0.25, label=name, color=colour)
+        heights = [values.get(name, 0) / MIB for values in found.values()]
+        axis.bar(places, heights, 0.25, label=name, color=colour)
     axis.set_xticks(range(len(labels)), labels)
     axis.set(ylabel="MiB of a rank", title="51.5 M parameters, AdamW, without the process itself")
     axis.spines[["top", "right"]].set_visible(False)

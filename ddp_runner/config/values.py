@@ -41,8 +41,8 @@ POSITIVE = (
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
     "parallelism.needs.max_ranks", "parallelism.needs.model_ranks",
-    "parallelism.needs.num_replicas", "parallelism.needs.min_ranks",
-    "inference.num_tokens", "inference.top_k",
+    "parallelism.needs.num_replicas", "parallelism.needs.min_ranks", "inference.top_k",
+    "inference.num_tokens", "parallelism.num_replicas", "parallelism.tensor_parallel_size",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
@@ -150,11 +150,12 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
                 raise UserError(f"{key} ({value}) must be a finite number")
             if isinstance(number, int) and abs(number) > MOST:
                 raise UserError(f"{key} ({value}) must be {MOST} or less")
-    for key, value in values.items():
-        rule_of = GROUP.sub("optimizer.", key)
+    # Last what a mode needs, which may follow from a key of its own: an error names that one.
+    for key in sorted(values, key=lambda key: ".needs." in key):
+        rule_of, value = GROUP.sub("optimizer.", key), values[key]
         if value is None or rule_of not in {*POSITIVE, *RANGES}:
             continue
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{key} ({in_yaml(value)}) must be a number")
         if rule_of in POSITIVE and not value > 0:
             raise UserError(f"{key} ({value}) must be greater than 0")
@@ -214,9 +215,8 @@ def _validate_needs(needs: Any) -> None:
             meant = nearest(str(key), defaults, cutoff=0.0)
             raise UserError(f"parallelism.needs.{key} does not exist; did you mean {meant}?")
         if value is not None or key not in ("max_ranks", "model_ranks"):  # null: any, all
-            _validate_kind(
-                f"parallelism.needs.{key}", value, 1 if defaults[key] is None else defaults[key]
-            )
+            usual = 1 if defaults[key] is None else defaults[key]
+            _validate_kind(f"parallelism.needs.{key}", value, usual)
 
 
 def _validate_list(key: str, names: Sequence[str] | None, known: Sequence[str]) -> None:

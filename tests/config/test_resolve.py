@@ -228,7 +228,7 @@ INVALID = [
      "parallelism.cpu_offload=true keeps in the host's memory what a GPU computes with, and this "
      "run has none; set it to false"),
     ("parallelism=fsdp parallelism.tensor_parallel_size=0",
-     "parallelism.needs.model_ranks (0) must be greater than 0"),
+     "parallelism.tensor_parallel_size (0) must be greater than 0"),
     ("model=toy_mp",
      "model=toy_mp is cut into 2 stages and parallelism=ddp gives a replica 1 device; write "
      "parallelism=ddp_mp"),

@@ -28,6 +28,7 @@ GPT_TP = "model=gpt parallelism=tp"
             "parallelism=fsdp world_size=2 parallelism.sequence_parallel=true",
             "and parallelism=fsdp has none; write parallelism=tp, or set it to false",
         ),
+        ("parallelism=hsdp parallelism.num_replicas=0", "parallelism.num_replicas (0) must be"),
         (
             "parallelism=tp world_size=2",
             "model=convnet has none; add it, or write parallelism=fsdp",
