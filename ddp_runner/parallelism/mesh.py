@@ -27,7 +27,8 @@ from torch.distributed.fsdp import (
 )
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.host_memory import return_freed_memory
+from ddp_runner.errors import UserError
+from ddp_runner.host.freed_memory import return_freed_memory
 from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Role, unwrapped
 from ddp_runner.parallelism.module_names import matched
@@ -76,8 +77,11 @@ class Mesh:
             UserError: a pattern matches no module, the model does not fit its plan, it cannot be
                 built without values, or memory cannot be returned.
         """
-        if self.return_memory:
-            return_freed_memory()
+        if self.return_memory and not return_freed_memory():
+            raise UserError(
+                "parallelism.return_memory=true needs glibc, the C library of most Linux systems, "
+                "and this machine has another; leave it out"
+            )
         mesh = self._mesh(devices[0])
         with torch.device("meta" if self.meta_init else "cpu"):
             module = build()

@@ -23,6 +23,7 @@ from ddp_runner.distributed import (
     gather_objects,
 )
 from ddp_runner.errors import UserError, one_line
+from ddp_runner.host.freed_memory import keep_freed_memory
 from ddp_runner.host.hardware import detect
 from ddp_runner.job import Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
@@ -77,6 +78,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         ensure_agreement(_comparable(job), optional=job.code)
         ensure_own_devices(devices, backend=config.backend.name)
         torch.set_num_threads(config.train.num_threads or _num_threads(env))
+        keep_freed_memory()
         marks_here = own_marks(env, has_agent=job.scratch is not None)
         marks = sorted(set().union(*gather_objects(marks_here)))  # they identify the launch
         claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))

@@ -207,3 +207,12 @@ def test_a_whole_tensor_is_no_shard() -> None:
     assert whole(state["weight"]) is state["weight"]
     mode = make("parallelism", resolved("parallelism=fsdp")[0].parallelism)
     assert mode.role(DistEnv(3, 3, 4, 4)).eval_share == (3, 4)
+
+
+def test_memory_that_cannot_be_returned_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank would grow as without the key."""
+    keys = ("parallelism=fsdp", "parallelism.return_memory=true", "backend.device=cpu")
+    mode = make("parallelism", resolved(*keys)[0].parallelism)
+    monkeypatch.setattr("ddp_runner.parallelism.mesh.return_freed_memory", lambda: False)
+    with pytest.raises(UserError, match=r"parallelism\.return_memory=true needs glibc"):
+        mode.place(nn.Module, [torch.device("cpu")])
