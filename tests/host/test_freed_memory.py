@@ -11,7 +11,7 @@ from ddp_runner.host.freed_memory import keep_freed_memory, return_freed_memory
 
 NUM_BLOCKS = 100  # of a MiB
 # The first large block to be freed tells glibc to keep what is as large. Smaller blocks between
-# large ones make holes of them; without, they are the end of the heap. A process of its own: another
+# large ones make holes of them; without, they are the end of the heap. It is a new process: another
 # may have holes that are large enough.
 KEPT_MIB = """
 import ctypes, sys
