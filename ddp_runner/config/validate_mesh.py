@@ -22,6 +22,11 @@ def validate_mesh(config: Config) -> None:
             "parallelism.cpu_offload=true keeps in the host's memory what a GPU computes with, and "
             "this run has none; set it to false"
         )
+    if mode.get("cpu_offload") and 1 < size == config.world_size:
+        raise UserError(
+            f"parallelism.cpu_offload=true keeps shards in the host's memory, and "
+            f"parallelism={name} has none; write parallelism=fsdp_tp, or set it to false"
+        )
     if needs.model_ranks is None and needs.num_replicas > 1:
         raise UserError(
             f"parallelism.num_replicas ({needs.num_replicas}) leaves too few ranks for "

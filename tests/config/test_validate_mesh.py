@@ -3,6 +3,8 @@
 import pytest
 from configs import config_error, resolved
 
+from ddp_runner.host.hardware import Hardware
+
 GPT_TP = "model=gpt parallelism=tp"
 
 
@@ -46,6 +48,15 @@ GPT_TP = "model=gpt parallelism=tp"
 def test_keys_that_do_not_fit_are_one_line(keys: str, sentence: str) -> None:
     """Else a key is ignored, or torch raises."""
     assert sentence in config_error("backend.device=cpu", *keys.split())
+
+
+def test_tensor_parallelism_alone_has_no_shards_to_keep_on_the_host() -> None:
+    """On a GPU its parameters would be left on the CPU, and its batches not."""
+    gpus = Hardware(num_gpus=2, num_cores=4)
+    offload = ("parallelism.cpu_offload=true", "world_size=2")
+    error = config_error(*GPT_TP.split(), *offload, hardware=gpus)
+    assert "parallelism=tp has none; write parallelism=fsdp_tp" in error
+    resolved("model=gpt", "parallelism=fsdp", *offload, hardware=gpus)
 
 
 @pytest.mark.parametrize("asked", ["true", "false", "1", "2", "4"])
