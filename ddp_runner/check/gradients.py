@@ -121,7 +121,7 @@ def mean_gradients(
         gradient = synced.get(key)
         reduced = torch.zeros_like(total)
         if gradient is not None and gradient.shape == total.shape:
-            reduced = gradient.to_dense().double()
+            reduced = gradient.to_dense().to(total)  # it may be offloaded to the CPU
         distances[0, index] = total.abs().max()
         dist.all_reduce(total, group=state.setup.data_group)
         distances[1, index] = (reduced - total / state.setup.batches.num_shares).abs().max()

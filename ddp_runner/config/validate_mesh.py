@@ -34,6 +34,11 @@ def validate_mesh(config: Config) -> None:
             "layer together, such as parallelism.tensor_parallel_size=2"
         )
     _validate_resharding(config, num_shards=config.world_size // (needs.num_replicas * size))
+    if size > 1 and not isinstance(mode.get("reshard_after_forward"), bool):
+        raise UserError(
+            f"parallelism.reshard_after_forward ({mode['reshard_after_forward']}) must be true or "
+            "false beside tensor parallelism: torch would make groups of ranks that collide"
+        )
     if size == 1 and mode.get("sequence_parallel"):
         raise UserError(
             "parallelism.sequence_parallel=true splits what the ranks of tensor parallelism share, "

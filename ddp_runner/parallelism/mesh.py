@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -87,9 +88,10 @@ class Mesh:
             module = build()
         is_meta = any(one.is_meta for one in module.parameters())
         if not is_meta:
-            module = module.to(devices[0]).to(memory_format=torch.contiguous_format)
+            module = module.to(devices[0])
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), src=0)  # else each would keep a part of its own
+                tensor.data = tensor.data.contiguous()  # FSDP takes no other
+                dist.broadcast(tensor.data, src=0)  # else each would keep a part of its own
         if "tensor" in (mesh.mesh_dim_names or ()):
             split_layers(
                 module, mesh["tensor"], self.plan, is_sequence_split=self.sequence_parallel
@@ -145,7 +147,9 @@ class Mesh:
             )
         for pattern in self.blocks:
             for block in matched(module, pattern, key="model.blocks").values():
-                fully_shard(block, mp_policy=halved, **settings)
+                has_statistics = any(isinstance(one, _BatchNorm) for one in block.modules())
+                policy = MixedPrecisionPolicy() if has_statistics else halved
+                fully_shard(block, mp_policy=policy, **settings)
         fully_shard(module, **settings)
 
 

@@ -13,6 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+def reshard(module: nn.Module) -> None:
+    """Free what a forward without a backward has gathered; FSDP2 frees the rest by itself.
+
+    Until then the module's parameters are whole tensors, or shards over fewer ranks.
+    """
+    for part in module.modules():
+        if hasattr(part, "reshard"):
+            cast(Any, part).reshard()
+
+
 def is_shard(value: object) -> bool:
     """Return whether a value is a tensor that is split over ranks."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
@@ -31,6 +41,13 @@ def own_part(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor. Collective if it is split."""
     return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
+
+
+def laid_out_as(value: Tensor, own: Tensor) -> Tensor:
+    """Return a tensor split as a rank's own one is. Collective if it is split otherwise."""
+    if not is_shard(own):
+        return value
+    return cast(Tensor, cast(Any, value).redistribute(placements=cast(Any, own).placements))
 
 
 def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
@@ -100,13 +117,19 @@ def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state_dict with whole tensors, which every rank has, into an optimizer.
 
-    What has a parameter's shape is split as the parameter is.
+    What has a parameter's shape is split as the parameter is. A state of another form is the
+    optimizer's own affair.
     """
+    if not state.keys() >= {"state", "param_groups"}:
+        optimizer.load_state_dict(copy.deepcopy(dict(state)))
+        return
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     own = dict(zip(numbers, parameters, strict=True))
     of_parameters = {
         number: {key: _owned(value, own.get(number)) for key, value in values.items()}
+        if isinstance(values, Mapping)
+        else copy.deepcopy(values)  # an optimizer's own, such as a count
         for number, values in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": of_parameters})

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.parallelism.shards import own_part, whole
+from ddp_runner.parallelism.shards import laid_out_as, own_part, whole
 from ddp_runner.train.state import TrainState
 
 SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
@@ -35,6 +35,8 @@ def scale_and_clip(state: TrainState) -> None:
     if config.clip_value is not None:
         for one in parameters:
             if one.grad is not None:
+                # Of the norms of sequence parallelism a rank has summands.
+                one.grad = laid_out_as(one.grad, one)
                 own_part(one.grad).clamp_(-config.clip_value, config.clip_value)
 
 

@@ -11,6 +11,7 @@ from ddp_runner.data.batches import MicroBatch, eval_batches
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.distributed import broadcast_buffers, sum_over_ranks
+from ddp_runner.parallelism.shards import reshard
 from ddp_runner.train.eval_totals import EvalSetup, EvalTotals
 from ddp_runner.train.step import Step
 
@@ -71,6 +72,7 @@ def evaluate(
             step = forward(state, module, batch)
             if batch.weight:
                 totals.add(step)
+    reshard(module)
     return totals.compute()
 
 

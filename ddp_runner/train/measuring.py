@@ -11,6 +11,7 @@ from torch import nn
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import typed
 from ddp_runner.parallelism.ddp import all_reduce_bytes, why_unknown
+from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.train.evaluation import DTYPES, forward
 from ddp_runner.train.flops import FlopCounter, has_compiled
@@ -58,9 +59,14 @@ def count_before_compiling(state: TrainState) -> None:
                 state.module.train()
                 samples = state.setup.batches.samples(range(NUM_SAMPLES))
                 with counter.counting(num_samples=NUM_SAMPLES):
-                    step = forward(state, state.module, samples)
+                    is_split = has_shards(state.module)
                     parameters = [one for one in state.module.parameters() if one.requires_grad]
-                    torch.autograd.grad(step.loss_sum, parameters, allow_unused=True)
+                    step = forward(state, state.module, samples)
+                    if is_split:  # its parameters are others during the forward
+                        step.loss_sum.backward()
+                    else:
+                        torch.autograd.grad(step.loss_sum, parameters, allow_unused=True)
+                state.module.zero_grad(set_to_none=True)
     except Exception as error:
         counter = FlopCounter(unknown=f"its step failed without torch.compile: {typed(error)}")
     state.counter = counter

@@ -71,6 +71,7 @@ def _snapshot(state: TrainState, config: RunConfig, copies: set[int] | None) -> 
         "scaler": state.scaler.state_dict(),
         "position": position,
         "rng": gather_objects(rng_state(state.setup.devices[0]), group=state.setup.group),
+        "model_ranks": state.setup.role.model_ranks,
         **identity(config, state.setup.dataset),
     }
 
@@ -137,10 +138,12 @@ def _load(
         state.ema.load_state_dict(content["ema"])
     if content["scaler"]:  # empty if the run's precision scaled no loss
         state.scaler.load_state_dict(content["scaler"])
-    if len(saved_rngs) == setup.env.world_size:
+    has_same_shares = content.get("model_ranks", 1) == setup.role.model_ranks
+    if len(saved_rngs) == setup.env.world_size and has_same_shares:
         set_rng_state(saved_rngs[setup.env.rank], setup.devices[0])
     elif setup.env.is_rank_zero:
-        log("the world size differs from the checkpoint's: dropout draws new random numbers")
+        what = "world size" if has_same_shares else "number of ranks that share samples"
+        log(f"the {what} differs from the checkpoint's: dropout draws new random numbers")
 
 
 def _load_optimizer(

@@ -15,6 +15,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
+from ddp_runner.parallelism.shards import reshard
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.tracking.run_record import RunFields
@@ -191,6 +192,7 @@ def restored_after(state: TrainState) -> Iterator[None]:
         yield
     finally:
         set_rng_state(before, device)
+        reshard(state.module)
         for module, was_training in modules:
             module.training = was_training
         with torch.no_grad():

@@ -36,6 +36,10 @@ GPT_TP = "model=gpt parallelism=tp"
             "model=convnet has none; add it, or write parallelism=fsdp",
         ),
         (
+            "model=gpt parallelism=fsdp_tp world_size=8 parallelism.reshard_after_forward=2",
+            "parallelism.reshard_after_forward (2) must be true or false beside tensor parallelism",
+        ),
+        (
             f"{GPT_TP} world_size=8",
             "model.num_heads (4) is not divisible by the 8 ranks that compute each layer together",
         ),

@@ -1,0 +1,150 @@
+"""Shards beside the rest of a run: evaluations, averages, clipping, random numbers, layouts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from train_states import build, compose_config, equal, run_loop, take_steps
+
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.shards import has_shards, load_optimizer
+from ddp_runner.train.first_batch import try_evaluation
+from ddp_runner.train.measuring import count_before_compiling
+from ddp_runner.train.state import restored_after
+
+GPT = (
+    *("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2"),
+    *("batch.global_size=8", "dataset.sequence_length=16"),
+)
+KEPT = ("parallelism=fsdp", "parallelism.reshard_after_forward=false")
+EACH_STEP = ("train.eval_every_steps=1", "ema.decay=0.9")
+
+
+def weights_of(env: DistEnv, config: Config, max_steps: int, folder: Path | None) -> torch.Tensor:
+    """Train to a step as a run does; return the weights."""
+    state = build(env, config)
+    try_evaluation(state)
+    return run_loop(env, config, max_steps=max_steps, folder=folder, state=state).weights
+
+
+@pytest.mark.parametrize("kept_for", ["false", "1"])
+def test_blocks_that_stay_whole_are_shards_again_after_an_evaluation(
+    kept_for: str, tmp_path: Path
+) -> None:
+    """A trial, an evaluation of the average and a resume take shards, not what a forward left."""
+    kept = ("parallelism=fsdp", f"parallelism.reshard_after_forward={kept_for}")
+    config = compose_config(*GPT, *kept, *EACH_STEP, world_size=2)
+    through = run_ranks(weights_of, 2, config, 4, None)[0]
+    run_ranks(weights_of, 2, config, 2, tmp_path)
+    resumed = run_ranks(weights_of, 2, config, 4, tmp_path)[0]
+    assert torch.equal(resumed, through)
+
+
+def counts(env: DistEnv, config: Config) -> tuple[bool, int | None]:
+    """Return whether the model has shards after a trial, and the operations of two samples."""
+    state = build(env, config)
+    with restored_after(state):
+        state.setup.step(state.module, state.setup.batches.samples(range(2)).data)
+    before = has_shards(state.module)
+    count_before_compiling(state)
+    assert state.counter is not None
+    assert all(one.grad is None for one in state.module.parameters())
+    return before, state.counter.flops
+
+
+def test_the_backward_of_shards_is_counted() -> None:
+    """FSDP puts other parameters into the graph than those that the model has afterwards."""
+    ((_, expected),) = run_ranks(counts, 1, compose_config(*GPT, "parallelism=single"))
+    for found in run_ranks(counts, 2, compose_config(*GPT, *KEPT, world_size=2)):
+        assert found == (True, expected)
+
+
+def clipped(env: DistEnv, config: Config) -> torch.Tensor:
+    """Return the weights after some steps."""
+    return take_steps(env, config, 3).weights
+
+
+def test_values_are_clipped_after_the_sum_over_ranks() -> None:
+    """With sequence parallelism each rank has a summand of the gradient of a norm."""
+    keys = (
+        *GPT,
+        "train.clip_norm=null",
+        "train.clip_value=1e-4",
+        "optimizer=sgd",
+        "optimizer.lr=1",
+    )
+    whole = run_ranks(clipped, 1, compose_config(*keys, "parallelism=single"))[0]
+    split = ("parallelism=tp", "parallelism.sequence_parallel=true")
+    for found in run_ranks(clipped, 2, compose_config(*keys, *split, world_size=2)):
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
+
+
+def logged(env: DistEnv, config: Config, folder: Path) -> list[str]:
+    """Take one more step from the newest checkpoint; return what is logged."""
+    return run_loop(env, config, max_steps=2, folder=folder).logged
+
+
+def test_ranks_that_share_samples_do_not_take_the_random_numbers_of_others(tmp_path: Path) -> None:
+    """They would drop different units of one activation."""
+    first = compose_config(*GPT, "parallelism=fsdp", "model.dropout=0.1", world_size=2)
+    run_ranks(weights_of, 2, first, 1, tmp_path)
+    together = compose_config(*GPT, "parallelism=tp", "model.dropout=0.1", world_size=2)
+    lines = run_ranks(logged, 2, together, tmp_path)[0]
+    assert any("the number of ranks that share samples differs" in line for line in lines)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a count in its state, which belongs to no parameter."""
+
+    def step(self, closure: object = None) -> None:
+        """Count the step."""
+        self.state["count"] = self.state.get("count", 0) + 1
+        super().step()
+
+
+def test_an_optimizer_keeps_what_belongs_to_no_parameter() -> None:
+    """Torch saves and loads such a state as it is."""
+    model = nn.Linear(2, 2)
+    first, second = (Counts(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    model(torch.ones(2)).sum().backward()
+    first.step()
+    load_optimizer(second, first.state_dict())
+    assert second.state["count"] == 1
+    assert equal(second.state_dict()["state"], first.state_dict()["state"])
+
+
+def placed(env: DistEnv) -> bool:
+    """Place a model whose weight is a transpose; return whether a forward gives what it should."""
+    config = compose_config("parallelism=fsdp", world_size=2)
+    mode = make("parallelism", config.parallelism)
+    model = nn.Linear(3, 4, bias=False)
+    model.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4).t() + env.rank)
+    expected = torch.arange(12.0).reshape(3, 4).sum(0)
+    module = mode.place(lambda: model, [torch.device("cpu")])
+    return torch.equal(module(torch.ones(3)), expected)
+
+
+def test_a_transposed_weight_is_sharded() -> None:
+    """Neither a broadcast nor FSDP takes a tensor with holes."""
+    assert run_ranks(placed, 2) == [True, True]
+
+
+def norm_dtypes(env: DistEnv, config: Config) -> set[torch.dtype]:
+    """Return the types in which BatchNorm's weights are gathered."""
+    module, dtypes = build(env, config).module, set[torch.dtype]()
+    for one in module.modules():
+        if isinstance(one, nn.BatchNorm2d):
+            one.register_forward_pre_hook(lambda norm, _: dtypes.add(norm.weight.dtype))
+    module(torch.zeros(2, 1, 28, 28))
+    return dtypes
+
+
+def test_a_block_with_batch_norm_is_gathered_in_fp32() -> None:
+    """Its running statistics are fp32, and on CUDA both must be alike."""
+    keys = ("model=convnet", "parallelism=fsdp", "train.precision=bf16")
+    config = compose_config(*keys, "+model.blocks=[layer1,layer2]", world_size=2)
+    assert run_ranks(norm_dtypes, 2, config) == [{torch.float32}] * 2
