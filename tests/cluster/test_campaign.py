@@ -31,6 +31,7 @@ def changed(run: Path, other: Path, *, by: float) -> Path:
     return other
 
 
+@pytest.mark.slow
 def test_disturbed_runs_end_as_undisturbed_runs(short_temp: Path) -> None:
     """A rank killed and restarted, a host killed, and a stop, with a shared disk and without."""
     faults = [

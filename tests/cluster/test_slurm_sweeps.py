@@ -71,6 +71,7 @@ def test_a_sweep_of_several_shapes_outlives_its_command(cluster: Slurm, tmp_path
         assert table_row(end.stdout, run_dir.name)[1] == "completed"
 
 
+@pytest.mark.slow
 def test_a_preempted_job_completes_and_a_cancelled_one_is_noticed(
     cluster: Slurm, tmp_path: Path
 ) -> None:
