@@ -35,6 +35,7 @@ TF32 = 1e-2  # convolutions compute in TF32 by default, of ten bits
 NET = ("model=mnist_net", "dataset=fake_images", "dataset.num_samples=512", "batch.global_size=64")
 LOGGED = ("train.log_every_steps=1", "checkpoint.every_epochs=null")
 STEPS = ("train.max_steps=8", *LOGGED)
+GPT = ("model=gpt", "model.num_layers=2", "dataset.eval_fraction=0.001")
 SPLIT = ("model=mnist_net_mp", *NET[1:], "parallelism=ddp_mp", "world_size=1")
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -262,6 +263,47 @@ def test_ranks_that_share_a_gpu_take_one_processs_steps(
     config = compose_config(*keys, world_size=2)
     for found in run_ranks(losses_on, 2, config, devices, timeout_s=200):
         assert found == pytest.approx(losses_of_one_process(), rel=TF32)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("parallelism.cpu_offload=true",),
+        ("parallelism.reshard_after_forward=false", "ema.decay=0.9"),
+        ("train.activation_checkpointing=true", "train.grad_accum_steps=2"),
+        ("model.meta_init=false",),
+    ],
+    ids=["plain", "offloaded", "kept whole", "computed again", "built whole"],
+)
+def test_shards_on_one_gpu_take_the_steps_of_one_process(
+    tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    """All of FSDP2 but the other ranks: hooks, streams, offloading, and a resume in between."""
+    keys_of_all = [key for key in keys if not key.startswith("parallelism.")]
+    whole = run(tmp_path / "whole", *GPT, *STEPS, "parallelism=single", *keys_of_all)
+    split = (*GPT, *LOGGED, "parallelism=fsdp", "world_size=1", *keys)
+    first = run(tmp_path / "split", *split, "train.max_steps=4")
+    assert run_command(f"resume={first}", "train.max_steps=8", folder=tmp_path).exit_code == 0
+    assert losses(first) == pytest.approx(losses(whole), rel=1e-3)
+
+
+@multi_gpu
+@pytest.mark.parametrize("mode", ["fsdp", "tp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_split_model_takes_the_steps_of_one_gpu(
+    tmp_path: Path, mode: str, precision: str
+) -> None:
+    """Over nccl; the first is resumed in the other form."""
+    keys = (*GPT, *LOGGED, f"train.precision={precision}")
+    one = run(tmp_path / "one", *keys, "train.max_steps=8", "parallelism=single")
+    other = run(tmp_path / "two", *keys, "train.max_steps=4", f"parallelism={mode}", "world_size=2")
+    assert record(other)["backend"] == "nccl"
+    go_on = (f"resume={other}", "train.max_steps=8", "parallelism=single", "world_size=1")
+    assert run_command(*go_on, folder=tmp_path).exit_code == 0
+    tolerance = {"fp32": 1e-3, "bf16": 0.05}[precision]
+    assert losses(other) == pytest.approx(losses(one), rel=tolerance)
 
 
 @multi_gpu
