@@ -1,7 +1,9 @@
 """What must hold for modes that split a model over a mesh of ranks: fsdp, hsdp, tp. Torch-free."""
 
+from collections.abc import Mapping
+
 from ddp_runner.config.schema import Config, mode_needs
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, in_yaml
 
 
 def validate_mesh(config: Config) -> None:
@@ -13,6 +15,7 @@ def validate_mesh(config: Config) -> None:
         UserError: a rule is broken.
     """
     mode, model = config.parallelism, config.model
+    _validate_names(model.get("blocks"), model.get("tensor_parallel"))
     if "tensor_parallel_size" not in mode:
         return
     needs, name = mode_needs(mode), mode.get("name")
@@ -51,12 +54,35 @@ def validate_mesh(config: Config) -> None:
             f"parallelism={name} splits the layers that the key tensor_parallel of the model names "
             f"and model={model.get('name')} has none; add it, or write parallelism=fsdp"
         )
+    length = config.dataset.get("sequence_length")
+    if mode.get("sequence_parallel") and isinstance(length, int) and length % size:
+        raise UserError(
+            f"dataset.sequence_length ({length}) is not divisible by the {size} ranks that "
+            "parallelism.sequence_parallel=true splits it over; choose a length that is"
+        )
     num_heads = model.get("num_heads")
     if isinstance(num_heads, int) and num_heads % size:
         raise UserError(
             f"model.num_heads ({num_heads}) is not divisible by the {size} ranks that compute each "
             "layer together, and a head is not split; choose a parallelism.tensor_parallel_size "
             "that divides it"
+        )
+
+
+def _validate_names(blocks: object, plan: object) -> None:
+    """Reject names of a model's modules that are not patterns."""
+    if blocks is not None and not (
+        isinstance(blocks, list) and all(isinstance(one, str) for one in blocks)
+    ):
+        raise UserError(
+            f"model.blocks ({in_yaml(blocks)}) must be a list of patterns, such as [blocks.*]"
+        )
+    if plan is not None and not (
+        isinstance(plan, Mapping) and all(isinstance(word, str) for word in plan.values())
+    ):
+        raise UserError(
+            f"model.tensor_parallel ({in_yaml(plan)}) must give each pattern a word, such as "
+            "{mlp.up: colwise, mlp.down: rowwise}"
         )
 
 

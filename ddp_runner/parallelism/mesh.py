@@ -32,12 +32,14 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.freed_memory import return_freed_memory
 from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Role, unwrapped
-from ddp_runner.parallelism.module_names import matched
+from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.tensor_parallel import split_layers
 
 # A tensor over two axes is put together in two steps. Torch warns that this is slow; it is done to
 # save, and for a norm. The ranks agree: those of an axis have equal results after each step.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+# It repeats an error that is raised, and so reported, anyway.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,10 @@ class Mesh:
             halved = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        for pattern in self.blocks:
-            for block in matched(module, pattern, key="model.blocks").values():
-                has_statistics = any(isinstance(one, _BatchNorm) for one in block.modules())
-                policy = MixedPrecisionPolicy() if has_statistics else halved
-                fully_shard(block, mp_policy=policy, **settings)
+        for block in blocks_of(module, self.blocks):
+            has_statistics = any(isinstance(one, _BatchNorm) for one in block.modules())
+            policy = MixedPrecisionPolicy() if has_statistics else halved
+            fully_shard(block, mp_policy=policy, **settings)
         fully_shard(module, **settings)
 
 

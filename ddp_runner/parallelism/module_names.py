@@ -1,6 +1,7 @@
 """Finds modules of a model by patterns of their dotted names."""
 
 import difflib
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -30,3 +31,15 @@ def matched(module: nn.Module, pattern: str, *, key: str) -> dict[str, nn.Module
             f"{', '.join(nearest) or 'none: it has no modules'}"
         )
     return found
+
+
+def blocks_of(module: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+    """Return the modules that the patterns of ``model.blocks`` name, once each, inner ones first.
+
+    Raises:
+        UserError: a pattern matches none.
+    """
+    found = dict[str, nn.Module]()
+    for pattern in patterns:
+        found |= matched(module, pattern, key="model.blocks")
+    return [found[name] for name in sorted(found, key=lambda name: -name.count("."))]

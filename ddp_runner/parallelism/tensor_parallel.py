@@ -45,14 +45,22 @@ def split_layers(
             )
         found = matched(module, pattern, key="model.tensor_parallel")
         for name, layer in found.items() if word in styles else ():
-            _validate_size(name, layer, word, size=mesh.size())
+            _validate_layer(name, layer, word, size=mesh.size())
             parallelize_module(layer, mesh, styles[word]())
 
 
-def _validate_size(name: str, layer: nn.Module, word: str, *, size: int) -> None:
+def _validate_layer(name: str, layer: nn.Module, word: str, *, size: int) -> None:
     """Reject a layer that the ranks cannot split into equal parts."""
-    weight, axis = getattr(layer, "weight", None), {"colwise": 0, "rowwise": 1}.get(word)
-    if axis is not None and isinstance(weight, Tensor) and weight.shape[axis] % size:
+    axis = {"colwise": 0, "rowwise": 1}.get(word)
+    if axis is None:
+        return
+    if not isinstance(layer, nn.Linear | nn.Embedding):
+        raise UserError(
+            f"model.tensor_parallel ({name}: {word}) needs a linear layer or an embedding, and "
+            f"{name} is a {type(layer).__name__}; leave it out"
+        )
+    weight = layer.weight
+    if weight.shape[axis] % size:
         sides = ("outputs", "inputs")
         raise UserError(
             f"{name} has {weight.shape[axis]} {sides[axis]}, which {size} ranks cannot split into "

@@ -16,7 +16,7 @@ from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.mode import Mode
-from ddp_runner.parallelism.module_names import matched
+from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.shards import has_shards, send_module
 from ddp_runner.parallelism.single import Single
 from ddp_runner.train.parameters import freeze
@@ -62,10 +62,9 @@ def _compute_twice(module: nn.Module, config: RunConfig) -> None:
             f"model={config.model.get('name')} names none; write +model.blocks=[PATTERN], such as "
             "[layers.*], or leave it out"
         )
-    for pattern in patterns:
-        for block in matched(module, pattern, key="model.blocks").values():
-            # An attribute of this object hides the class's method; a wrapper would change names.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for block in blocks_of(module, patterns):
+        # An attribute of this object hides the class's method; a wrapper would change names.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:

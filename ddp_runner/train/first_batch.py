@@ -51,12 +51,15 @@ def try_first_batch(state: TrainState) -> Trial:
         if is_lost_peer(error):  # in a forward that waits for the other ranks
             raise
         who, samples = step_of(setup.config), batch.data
+        fix = "choose a dataset or a model that fits"
+        if setup.role.model_ranks > 1:
+            fix += "; if parallelism=single takes it, change model.tensor_parallel"
         if is_ordinary(state):
             who = model_of(setup.config)
             samples = samples[0] if isinstance(samples, tuple | list) else samples
         raise UserError(
             f"{who} cannot take dataset={setup.dataset.name}, whose samples are "
-            f"{shape_of(samples)}: {typed(error)}; choose a dataset or a model that fits"
+            f"{shape_of(samples)}: {typed(error)}; {fix}"
         ) from error
 
 

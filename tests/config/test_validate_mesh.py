@@ -35,6 +35,13 @@ GPT_TP = "model=gpt parallelism=tp"
             "parallelism=tp world_size=2",
             "model=convnet has none; add it, or write parallelism=fsdp",
         ),
+        ("model=gpt parallelism=fsdp model.blocks=layers", "model.blocks (layers) must be a list"),
+        ("parallelism=ddp +model.blocks=5", "model.blocks (5) must be a list of patterns, such as"),
+        ("parallelism=tp world_size=2 +model.tensor_parallel=[a]", "must give each pattern a word"),
+        (
+            f"{GPT_TP} world_size=2 parallelism.sequence_parallel=true dataset.sequence_length=15",
+            "dataset.sequence_length (15) is not divisible by the 2 ranks",
+        ),
         (
             "model=gpt parallelism=fsdp_tp world_size=8 parallelism.reshard_after_forward=2",
             "parallelism.reshard_after_forward (2) must be true or false beside tensor parallelism",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from train_states import build, compose_config, equal, run_loop, take_steps
+from train_states import build, compose_config, equal, refusal, run_loop, take_steps
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
@@ -148,3 +148,26 @@ def test_a_block_with_batch_norm_is_gathered_in_fp32() -> None:
     keys = ("model=convnet", "parallelism=fsdp", "train.precision=bf16")
     config = compose_config(*keys, "+model.blocks=[layer1,layer2]", world_size=2)
     assert run_ranks(norm_dtypes, 2, config) == [{torch.float32}] * 2
+
+
+def losses(env: DistEnv, config: Config) -> list[float]:
+    """Return the losses of some steps."""
+    return take_steps(env, config, 3).losses
+
+
+@pytest.mark.parametrize("blocks", ["[blocks.*,blocks.0]", "[blocks.*,blocks.*.mlp]"])
+def test_blocks_may_meet(blocks: str) -> None:
+    """A block that two patterns name is one; of nested ones the inner is sharded first."""
+    whole = run_ranks(losses, 1, compose_config(*GPT, "parallelism=single"))[0]
+    config = compose_config(*GPT, "parallelism=fsdp", f"model.blocks={blocks}", world_size=2)
+    assert run_ranks(losses, 2, config)[0] == pytest.approx(whole, rel=1e-5)
+
+
+def test_only_linear_layers_and_embeddings_are_split_by_features() -> None:
+    """Torch would raise from within, on each rank."""
+    plan = "+model.tensor_parallel={blocks.*.mlp_norm:colwise}"
+    config = compose_config(*GPT, "parallelism=tp", plan.replace("+", "++"), world_size=2)
+    sentence = (
+        "model.tensor_parallel (blocks.0.mlp_norm: colwise) needs a linear layer or an embedding"
+    )
+    assert all(sentence in found for found in run_ranks(refusal, 2, config))
