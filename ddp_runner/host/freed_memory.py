@@ -4,6 +4,7 @@ import ctypes
 import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+CHOSEN = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}  # a user's variables
 MIB = 2**20
 LARGEST_KEPT = 32 * MIB  # the most that glibc takes
 MOST_KEPT = 256 * MIB  # at the end of the heap: the tensors of a step go and come again
@@ -14,9 +15,9 @@ def keep_freed_memory() -> None:
 
     By default glibc gives the end of its heap back whenever a few MiB of it are free. A step that
     frees its activations then has the system map and clear the same memory again. Another C
-    library, and a user's MALLOC_TRIM_THRESHOLD_ and its like, are left as they are.
+    library is left as it is, and so are thresholds that the user has chosen.
     """
-    if any(name.startswith("MALLOC_") for name in os.environ):
+    if not CHOSEN.isdisjoint(os.environ):
         return
     _set_thresholds(mapped=LARGEST_KEPT, trimmed=MOST_KEPT)
 
