@@ -232,7 +232,8 @@ def test_a_prompt_has_tokens_that_the_run_knows() -> None:
 @pytest.mark.parametrize("args", commands(PAGE), ids=" ".join)
 def test_the_commands_of_the_page_are_accepted(args: list[str], folder: Path) -> None:
     """Composed and resolved, with the run's folder in place of RUN."""
-    given = [f"resume={folder / RUN}" if one == "resume=RUN" else one for one in args]
+    named = ("resume=RUN", "resume=last")
+    given = [f"resume={folder / RUN}" if one in named else one for one in args]
     assert resolved(*given)[0].model["name"].startswith("gpt")
 
 

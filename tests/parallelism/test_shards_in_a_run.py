@@ -18,7 +18,7 @@ from ddp_runner.train.state import restored_after
 
 GPT = (
     *("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2"),
-    *("batch.global_size=8", "dataset.sequence_length=16"),
+    *("batch.global_size=8", "dataset.sequence_length=16", "dataset.eval_fraction=0.0005"),
 )
 KEPT = ("parallelism=fsdp", "parallelism.reshard_after_forward=false")
 EACH_STEP = ("train.eval_every_steps=1", "ema.decay=0.9")
