@@ -3,7 +3,9 @@
 Rank 0 alone loads them: the mode's wrap sends them to the other ranks.
 """
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +125,13 @@ def export_weights(
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
     facts |= {"weights": "ema"} if is_average else {}
     try:
-        with replacing(path) as temp:
-            temp.touch()
-            mode = temp.stat().st_mode
-            save_file(tensors, temp, {"format": "pt", "step": str(step), **facts})
-            temp.chmod(mode)  # safetensors lets nobody else read its file
+        with replacing(path) as temp, _empty_folder(path.with_name(f".{path.name}.parts")) as parts:
+            written = parts / path.name
+            written.touch()
+            mode = written.stat().st_mode
+            save_file(tensors, written, {"format": "pt", "step": str(step), **facts})
+            written.chmod(mode)  # safetensors lets nobody else read its file
+            written.replace(temp)
             digest = file_sha256(temp)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -136,6 +140,21 @@ def export_weights(
             "folder writable, then resume: the checkpoints are intact"
         ) from error
     return digest
+
+
+@contextmanager
+def _empty_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder, and remove it after the block.
+
+    safetensors writes to a file with a name of its own, which a killed process leaves; the next
+    export removes it with the folder.
+    """
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -155,7 +155,7 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
         rule_of, value = GROUP.sub("optimizer.", key), values[key]
         if value is None or rule_of not in {*POSITIVE, *RANGES}:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise UserError(f"{key} ({in_yaml(value)}) must be a number")
         if rule_of in POSITIVE and not value > 0:
             raise UserError(f"{key} ({value}) must be greater than 0")

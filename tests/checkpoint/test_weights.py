@@ -122,6 +122,33 @@ def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_what_a_killed_export_left_is_gone_after_the_next(tmp_path: Path) -> None:
+    """A file of safetensors' own, as large as the model and with another name each time."""
+    parts = tmp_path / ".model.safetensors.parts"
+    parts.mkdir()
+    (parts / ".tmpA1b2C3").write_bytes(b"0" * 100)
+    (tmp_path / ".model.safetensors.tmp").touch()
+    export_weights(tmp_path / "model.safetensors", toy().state_dict(), step=1, metrics={})
+    assert [one.name for one in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_safetensors_writes_nothing_beside_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what a killed process leaves there would stay, and add up."""
+    places = list[Path]()
+
+    def save(tensors: object, file: Path, metadata: object) -> None:
+        places.append(file.parent)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ddp_runner.checkpoint.weights.save_file", save)
+    with pytest.raises(UserError, match="No space left on device"):
+        export_weights(tmp_path / "model.safetensors", toy().state_dict(), step=1, metrics={})
+    assert places == [tmp_path / ".model.safetensors.parts"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_weights_of_another_model_are_rejected_with_what_differs(tmp_path: Path) -> None:
     """One line has the first missing or unexpected keys, or the shapes that differ."""
     content = dict(toy().state_dict())
