@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.freed_memory import return_freed_memory
+from ddp_runner.parallelism.gloo import GlooReduceScatter
 from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Role, unwrapped
 from ddp_runner.parallelism.module_names import blocks_of
@@ -137,7 +138,6 @@ class Mesh:
         axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tensor")
         settings: dict[str, Any] = {
             "mesh": mesh[axes],
-            "reshard_after_forward": self.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
         # Blocks of a transformer are gathered in half the bytes; autocast gives each operator its
@@ -147,11 +147,19 @@ class Mesh:
             halved = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        for block in blocks_of(module, self.blocks):
+        # The backward begins with the last block and what is outside of blocks: they stay whole.
+        blocks = blocks_of(module, self.blocks)
+        for block in blocks:
             has_statistics = any(isinstance(one, _BatchNorm) for one in block.modules())
             policy = MixedPrecisionPolicy() if has_statistics else halved
-            fully_shard(block, mp_policy=policy, **settings)
-        fully_shard(module, **settings)
+            reshard = self.reshard_after_forward if block is not blocks[-1] else False
+            fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **settings)
+        fully_shard(module, reshard_after_forward=False, **settings)
+        if device.type == "cpu" and dist.get_backend(mesh["shard"].get_group()) == "gloo":
+            comm: Any = GlooReduceScatter()  # torch's base class for it is private
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_custom_reduce_scatter(comm)
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,79 @@
+"""What the split modes send over gloo: no block more often than it must be, and no part twice."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed import ReduceOp
+from torch.distributed.tensor.debug import CommDebugMode
+from train_states import build, compose_config
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.gloo import GlooReduceScatter
+
+NUM_BLOCKS = 3
+GPT = (
+    *("model=gpt", f"model.num_layers={NUM_BLOCKS}", "model.width=16", "model.num_heads=2"),
+    *("batch.global_size=8", "dataset.sequence_length=16", "dataset.eval_fraction=0.0005"),
+)
+KINDS = list(product((torch.float32, torch.float64, torch.bfloat16), (ReduceOp.SUM, ReduceOp.AVG)))
+
+
+def both(env: DistEnv) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return for each kind this rank's part by our reduce-scatter and by torch's."""
+    assert dist.group.WORLD is not None
+    found = []
+    for dtype, op in KINDS:
+        values = torch.arange(12, dtype=dtype).mul_(env.rank + 1)
+        ours = GlooReduceScatter().allocate([4], dtype=dtype, device=values.device)
+        GlooReduceScatter()(ours, values, dist.group.WORLD, op)
+        theirs = torch.empty_like(ours)
+        dist.reduce_scatter_tensor(theirs, values, op=op)
+        found.append((ours, theirs))
+    return found
+
+
+def test_a_part_is_that_of_torch() -> None:
+    """Sums and means of small whole numbers are exact in each of the types."""
+    for answer in run_ranks(both, 3):
+        for ours, theirs in answer:
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+
+
+def another(env: DistEnv) -> str:
+    """Return what a maximum raises."""
+    assert dist.group.WORLD is not None
+    with pytest.raises(NotImplementedError) as caught:
+        GlooReduceScatter()(torch.ones(1), torch.ones(2), dist.group.WORLD, ReduceOp.MAX)
+    return str(caught.value)
+
+
+def test_no_other_operation_is_taken_for_a_sum() -> None:
+    """FSDP2 asks for one if a user scales its gradients."""
+    for answer in run_ranks(another, 2):
+        assert "MAX" in answer
+
+
+def sent(env: DistEnv, config: Config) -> dict[str, int]:
+    """Return how often each collective is called in a forward and backward."""
+    state = build(env, config)
+    batch = next(iter(state.setup.batches.epoch(0)))
+    with CommDebugMode() as found:
+        state.gradients.compute(state, batch)
+    return {str(one).rpartition(".")[2]: count for one, count in found.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "gathered"),
+    [((), 2 * NUM_BLOCKS), (("parallelism.reshard_after_forward=false",), NUM_BLOCKS + 1)],
+)
+def test_a_block_is_sent_as_often_as_it_must(keys: tuple[str, ...], gathered: int) -> None:
+    """The last block, and what is outside of blocks, are gathered once: their backward is next."""
+    config = compose_config(*GPT, "parallelism=fsdp", *keys, world_size=2)
+    for found in run_ranks(sent, 2, config):
+        assert found.pop("allreduce_") == 1  # the number of tokens
+        assert found == {"_allgather_base_": gathered, "alltoall_base_": NUM_BLOCKS + 1}
