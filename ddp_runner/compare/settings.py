@@ -39,7 +39,7 @@ def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
 
 
 def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return the keys in which settings differ, without those that another shown key implies.
+    """Return the keys in which settings differ, without copies and what a shown key implies.
 
     If a whole group differs, as `model` does, its name is enough; a key inside it is shown only if
     it differs between settings with the same name, or if it is a number in all of them. Of the two
@@ -47,7 +47,11 @@ def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     """
     keys = dict.fromkeys(key for setting in settings for key in setting)
     varied = {key for key in keys if len(_values(settings, key)) > 1}
-    shown = {key for key in varied if not _is_implied(key, settings, varied)}
+    shown = {
+        key
+        for key in varied
+        if not _is_implied(key, settings, varied) and not _is_copy(key, settings)
+    }
     if varied.issuperset(BATCH_SIZES):
         shown.discard(BATCH_PER_RANK)
     elif "world_size" in varied:
@@ -134,6 +138,16 @@ def _is_implied(key: str, settings: Sequence[Setting], varied: Collection[str]) 
         return False
     pairs = {(repr(one.get(name)), repr(one[key])) for one in settings if key in one}
     return len(pairs) == len({name for name, _ in pairs})
+
+
+def _is_copy(key: str, settings: Sequence[Setting]) -> bool:
+    """Return whether a mode's key repeats one of `train` or `model`, as its precision does."""
+    group, _, name = key.partition(".")
+    with_key = [one for one in settings if key in one]
+    return group == "parallelism" and any(
+        all(repr(one[key]) == repr(one.get(source)) for one in with_key)
+        for source in (f"train.{name}", f"model.{name}")
+    )
 
 
 def _column_order(key: str) -> tuple[int, str]:

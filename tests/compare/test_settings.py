@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ddp_runner.compare.settings import labels
+from ddp_runner.compare.settings import labels, varied_keys
 
 LONG = "x" * 60  # so that a label with it is too long
 
@@ -15,6 +15,19 @@ def test_a_long_label_has_only_the_keys_that_tell_the_settings_apart() -> None:
     assert labels(settings) == [f"2 ranks, a {a}, b {b}" for a in (0, 1) for b in (0, 1)]
     short = [one | {"notes": "x"} for one in settings]
     assert labels(short)[0] == "2 ranks, notes x, a 0, b 0, c 0"
+
+
+def test_what_a_mode_takes_from_the_run_is_no_column_of_its_own() -> None:
+    """FSDP's precision is that of the run; a mode's own key of the same name may differ."""
+    keys = ("parallelism.name", "world_size", "num_devices", "train.precision")
+    settings = [
+        dict(zip((*keys, "parallelism.precision"), ("fsdp", 2, 2, one, one), strict=True))
+        for one in ("fp32", "bf16")
+    ]
+    settings.append(dict(zip(keys, ("ddp", 2, 2, "fp32"), strict=True)))
+    assert "parallelism.precision" not in varied_keys(settings)
+    settings[1]["parallelism.precision"] = "fp8"
+    assert {"parallelism.precision", "train.precision"} < set(varied_keys(settings))
 
 
 def test_labels_look_at_each_value_once() -> None:
