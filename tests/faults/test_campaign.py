@@ -17,7 +17,7 @@ from ddp_runner.config.training import CheckpointConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from kill_campaign import NUM_STEPS, campaign, uninterrupted
 
-FEW = ("ddp", "ps", "fsdp")
+FEW = ("ps", "fsdp")
 
 
 def test_killed_runs_end_as_uninterrupted_runs(short_temp: Path) -> None:

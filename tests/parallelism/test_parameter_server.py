@@ -34,12 +34,13 @@ PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.
 STOPPABLE = (
     *PS, "world_size=3", "model=mnist_net", "optimizer.momentum=0.9", "dataset=fake_images",
-    "dataset.num_samples=64", "batch.global_size=8", "train.epochs=10", "train.log_every_steps=1",
+    "dataset.num_samples=64", "dataset.eval_samples=16", "batch.global_size=8", "train.epochs=10",
+    "train.log_every_steps=1",
 )  # fmt: skip
 # Steps enough for a signal to come in the midst of them.
 LONG = (
     *PS, "world_size=4", "model=mnist_net", "dataset=fake_images", "batch.per_rank=16",
-    "train.epochs=6", "parallelism.mode=async", "optimizer.lr=0.01",
+    "train.epochs=4", "parallelism.mode=async", "optimizer.lr=0.01",
 )  # fmt: skip
 
 

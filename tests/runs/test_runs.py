@@ -61,6 +61,7 @@ STOPPABLE = (
     "model=mnist_net",
     "dataset=fake_images",
     "dataset.num_samples=64",
+    "dataset.eval_samples=16",
     "batch.global_size=8",
     "train.epochs=20",
     "train.log_every_steps=1",

@@ -321,7 +321,7 @@ def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
 
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     """SIGKILL in the third of five jobs: two are skipped, the third resumes, all five are done."""
-    command = ("-m", "seed=0,1,2,3,4", *TOY, "train.max_steps=300", "checkpoint.every_steps=15")
+    command = ("-m", "seed=0,1,2,3,4", *TOY, "train.max_steps=200", "checkpoint.every_steps=15")
     with background(*command, folder=tmp_path) as process:
         third = "outputs/*/seed=2/checkpoints/step-*"
         wait_for(lambda: list(tmp_path.glob(third)))
@@ -350,7 +350,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert "resumed from" in (sweep / "seed=2" / "logs" / "rank-0.log").read_text()
     for run_dir in run_dirs(sweep):
         assert [line["step"] for line in metrics(run_dir) if "train/loss" in line] == [
-            *range(1, 301)
+            *range(1, 201)
         ]
     rows = compare(read_runs([sweep]), each=True).rows
     assert [row.setting["seed"] for row in rows] == [0, 1, 2, 3, 4]

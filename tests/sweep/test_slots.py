@@ -225,7 +225,7 @@ def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
         *TOY,
         *SLOWED_TOY,
         "seed=0,1,2",
-        "train.max_steps=2000",
+        "train.max_steps=800",
         "checkpoint.every_steps=20",
         "checkpoint.keep=1",
     )

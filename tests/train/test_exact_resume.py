@@ -295,8 +295,8 @@ def cases_of(group: str) -> list[str]:
         return []
     # On CPUs dp is one device, as single is; what a mesh has of its own are its shards.
     if group not in MODES or group in ("dp", "ddp_mp", *MESHES):  # ddp_mp resumes as ddp does
-        # The twelve samples of a batch are cut in four parts, and not in eight.
-        return ["plain", "dropout", *(["all"] if GROUPS[group][1] < 4 else [])]
+        # Four ranks resume as two do, but with another mesh.
+        return ["plain", "dropout", "all"] if GROUPS[group][1] < 4 else ["plain"]
     return [case for case in CASES if "num_servers" not in NEEDS[group] or case != "scaled loss"]
 
 
