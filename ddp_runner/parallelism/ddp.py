@@ -21,6 +21,8 @@ from ddp_runner.parallelism.mode import same_role
 from ddp_runner.parallelism.post_local_sgd import PostLocalSGD
 from ddp_runner.parallelism.rank_state import attach
 
+ONE_BYTE_MB = 2**-20  # each gradient by itself, as 0 means; torch 2.11 takes no 0
+
 
 @dataclass(frozen=True)
 class DDP:
@@ -58,7 +60,7 @@ class DDP:
         model = DistributedDataParallel(
             module,
             device_ids=[devices[0]] if moves_inputs else None,
-            bucket_cap_mb=self.bucket_cap_mb,
+            bucket_cap_mb=self.bucket_cap_mb or ONE_BYTE_MB,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
