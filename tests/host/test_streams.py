@@ -94,7 +94,7 @@ def test_a_log_on_a_full_disk_is_reported_of_once(
 
 
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
-    """The live line with the last step, the end's two lines, and nothing after them."""
+    """The live line with the last step, the end's lines, and nothing after them."""
     with terminal() as (stream, shown):
         done = subprocess.run(
             [*RUNNER, "experiment=toy_ddp"],
@@ -108,8 +108,9 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     lines = "".join(shown).splitlines()
     assert done.returncode == 0, lines
     assert any("epoch 10/10" in line and "step 50/50" in line for line in lines)
-    assert lines[-2].startswith("completed in ")
-    assert lines[-1].startswith("tensorboard --logdir ")
+    ending = [line for line in lines[-3:] if " waiting" not in line]  # of a busy machine's ranks
+    assert ending[-2].startswith("completed in ")
+    assert ending[-1].startswith("tensorboard --logdir ")
 
 
 @pytest.mark.parametrize(("patience_s", "printed"), [(0.01, "waiting\n"), (60.0, "")])
