@@ -25,15 +25,16 @@ def waiting_line(record: Mapping[str, Any]) -> str | None:
     most_ms = max(by_rank)
     if most_ms < max(LEAST_MS, LEAST_SHARE * step_ms):
         return None
+    of_a_step = f"of a step of {_ms(step_ms)}"
     late = {rank: ms for rank, ms in enumerate(by_rank) if ms >= most_ms / 2}
     if len(late) == 1:
-        return f"rank {min(late)} kept the others waiting {_ms(most_ms)} of a {_ms(step_ms)} step"
+        return f"rank {min(late)} kept the others waiting {_ms(most_ms)} {of_a_step}"
     latest = sorted(sorted(late, key=lambda rank: -late[rank])[:MOST_NAMED])
     more = ["…"] if len(late) > MOST_NAMED else []
     ranks = ", ".join([*map(str, latest), *more])
     times = ", ".join([*(_ms(late[rank]) for rank in latest), *more])
     whom = "each other" if len(late) == len(by_rank) else "the others"
-    return f"ranks {ranks} kept {whom} waiting: {times} of a {_ms(step_ms)} step"
+    return f"ranks {ranks} kept {whom} waiting: {times} {of_a_step}"
 
 
 def _is_time(value: Any) -> TypeGuard[float]:

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import termios
 import threading
 from collections.abc import Iterator
@@ -30,3 +31,8 @@ def terminal(*, columns: int = 80, lines: int = 24) -> Iterator[tuple[TextIO, li
         yield stream, shown
     reader.join()
     os.close(master)
+
+
+def without_waiting(lines: list[str]) -> list[str]:
+    """Return a run's lines without the one on ranks that waited, which only a busy machine has."""
+    return [line for line in lines if not re.match(r"ranks? .* kept .* waiting", line)]

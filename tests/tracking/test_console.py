@@ -136,18 +136,18 @@ def test_own_metrics_are_shown_with_the_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("by_rank", "step_ms", "expected"),
     [
-        ([1.0, 50.2, 0.0], 120.4, "rank 1 kept the others waiting 50 ms of a 120 ms step"),
-        ([3.14, 0.0], 9.0, "rank 0 kept the others waiting 3.1 ms of a 9.0 ms step"),
+        ([1.0, 50.2, 0.0], 120.4, "rank 1 kept the others waiting 50 ms of a step of 120 ms"),
+        ([3.14, 0.0], 9.0, "rank 0 kept the others waiting 3.1 ms of a step of 9.0 ms"),
         (
             [25.4, 50.2, 0.0],
             120.4,
-            "ranks 0, 1 kept the others waiting: 25 ms, 50 ms of a 120 ms step",
+            "ranks 0, 1 kept the others waiting: 25 ms, 50 ms of a step of 120 ms",
         ),
         (
             [30.0, 31.0, 32.0, 33.0, 34.0],
             120.0,
             "ranks 1, 2, 3, 4, … kept each other waiting: "
-            "31 ms, 32 ms, 33 ms, 34 ms, … of a 120 ms step",
+            "31 ms, 32 ms, 33 ms, 34 ms, … of a step of 120 ms",
         ),
         ([0.0, 11.0], 120.0, None),  # less than a tenth
         ([0.0, 1.5], 4.0, None),  # any machine's noise
