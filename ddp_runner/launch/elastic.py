@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddp_runner import worker
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.job import Job
 from ddp_runner.launch.machines import Machines
@@ -49,7 +48,7 @@ def worker_spec(
     return WorkerSpec(
         role="default_role",
         local_world_size=num_ranks,
-        entrypoint=worker.work,
+        entrypoint="ddp_runner.worker",  # for torch's log only: RankProcesses starts the ranks
         rdzv_handler=handler,
         max_restarts=launch.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,

@@ -1,9 +1,10 @@
 """The processes of this machine's ranks: how they start, what they return, how they are ended."""
 
 import os
+import pkgutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -12,7 +13,6 @@ from typing import Any
 
 from torch.numa.binding import NumaOptions
 
-from ddp_runner import worker
 from ddp_runner.host.processes import children, end_adopted, is_suspended
 from ddp_runner.job import Job
 from ddp_runner.launch.elastic import numa_bound, numa_options
@@ -37,6 +37,9 @@ class RankProcess:
 class RankProcesses:
     """The ranks of one attempt after another, forked from our server."""
 
+    # By name: what a rank imports takes half a second, and the launcher needs none of it.
+    work = "ddp_runner.worker:work"
+
     def __init__(self, job: Job) -> None:
         assert job.scratch is not None
         self._scratch = job.scratch
@@ -51,7 +54,7 @@ class RankProcesses:
         options, pids = numa_options(job.config), {}
         for environ in environs:
             receiver, sender = Pipe(duplex=False)
-            arguments = (job, worker.work, environ, options, sender)
+            arguments = (job, self.work, environ, options, sender)
             process = ForkServerProcess(target=_run_rank, args=arguments)
             process.start()
             sender.close()
@@ -110,7 +113,7 @@ def _wait_for(processes: Sequence[ForkServerProcess], timeout_s: float) -> bool:
 
 def _run_rank(
     job: Job,
-    work: Callable[[Job], dict[str, Any]],
+    work: str,
     environ: dict[str, str],
     options: NumaOptions | None,
     sender: Connection,
@@ -120,7 +123,8 @@ def _run_rank(
     assert job.scratch is not None
     failure = None
     try:
-        sender.send(numa_bound(work, int(environ["LOCAL_RANK"]), options)(job))
+        bound = numa_bound(pkgutil.resolve_name(work), int(environ["LOCAL_RANK"]), options)
+        sender.send(bound(job))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does
         attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
         failure = job.scratch.record_failure(error, rank=int(environ["RANK"]), attempt=attempt)

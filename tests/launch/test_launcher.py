@@ -34,7 +34,6 @@ from run_folders import (
 )
 from trainings import LONG, is_training
 
-from ddp_runner import worker
 from ddp_runner.dist_env import dist_env
 from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Job
@@ -214,7 +213,7 @@ Work = Callable[[Job], Any]
 
 def do_instead(work: Work) -> None:
     """Let the ranks of a command do something else than train; to prepare it with."""
-    worker.work = work
+    RankProcesses.work = f"{work.__module__}:{work.__name__}"
 
 
 def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> CommandResult:
