@@ -284,6 +284,10 @@ def meet(env: DistEnv, port: int) -> float:
     store = loopback_store(env, init_method=where, timeout=timeout)
     store.set(f"rank-{env.rank}", "here")
     store.wait(["rank-0", "rank-1"])
+    if env.rank == 0:  # it serves the store, and rank 1 may still wait
+        store.wait(["rank-1 has met"])
+    else:
+        store.set("rank-1 has met", "")
     waits: timedelta = store.timeout
     return waits.total_seconds()
 
