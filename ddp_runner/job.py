@@ -1,14 +1,15 @@
 """Job and Outcome: what the launcher sends to the ranks and what it gets back. Torch-free."""
 
+import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import Secrets
-from ddp_runner.scratch import Failure, Scratch
 
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
@@ -25,6 +26,51 @@ class Status(StrEnum):
     SKIPPED = "skipped"  # invalid, and the sweep leaves those out
 
 
+STOP = "stop"  # the name of ``Slot.stop``
+# In the error of a rank that itself waited too long.
+TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure", "wait timeout")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed: `kind` is user, crash, peer, late or signal."""
+
+    rank: int
+    kind: str
+    sentence: str
+    traceback: str = ""
+    time_ns: int = field(default_factory=time.time_ns)  # since the epoch
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the rank timed out waiting for a peer, which is late rather than gone."""
+        return self.kind == "peer" and any(sign in self.sentence for sign in TIMEOUT_SIGNS)
+
+
+class Wire(Protocol):
+    """What a rank tells its launcher, and hears from it; see ``launch.wire``."""
+
+    @property
+    def stop(self) -> bool:
+        """Whether to finish the step, save and end."""
+
+    @property
+    def lost(self) -> set[int]:
+        """The ranks that have ended, in a run that continues without them."""
+
+    def claimed(self, folder: Path) -> None:
+        """Tell the run folder, once it is known."""
+
+    def began(self, step: int) -> None:
+        """Tell the step from which this attempt continues, once the state is restored."""
+
+    def ready(self) -> None:
+        """Tell that the training loop begins."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Ask the launcher to wait for the end of this block before it ends the rank."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A share of the machine, for one of the parallel jobs of a sweep."""
@@ -32,7 +78,12 @@ class Slot:
     number: int  # from 1
     cores: tuple[int, ...]
     gpus: str | None  # its CUDA_VISIBLE_DEVICES; None where there are none
-    scratch: Scratch  # shared by all slots; holds the request to stop, and their own ones
+    temp: Path  # temporary folder of all slots
+
+    @property
+    def stop(self) -> Path:
+        """The file whose existence asks all slots to stop."""
+        return self.temp / STOP
 
 
 @dataclass(frozen=True)
@@ -44,7 +95,11 @@ class Job:
     code: Mapping[str, Any]  # git_revision and versions
     run_dir: Path | None = None  # None: rank 0 claims one
     lacks_run: bool = False  # the run to resume is on another machine, which tells its config
-    scratch: Scratch | None = None  # of this worker group only; None under another launcher
+    # The next two are None under another launcher.
+    temp: Path | None = None  # temporary folder of this worker group only
+    wire: Wire | None = None  # to the launcher, in a rank
+    earlier: tuple[tuple[int | None, str], ...] = ()  # of each attempt: first step, why it ended
+    begun_in: Path | None = None  # the folder that an attempt of this launch claimed
     slot: Slot | None = None  # for a parallel job
     number: int = 1  # its place in the sweep
     title: str = ""  # its name in a sweep

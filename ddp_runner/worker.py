@@ -44,7 +44,7 @@ def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
     """
     env = env or dist_env()
     assert env is not None
-    stop_requested = StopRequest(job.scratch, rank=env.rank, attempt=env.restart_count)
+    stop_requested = StopRequest(job.wire)
     task = TASKS.get(job.config.task, run_own_loop)  # any other is a function of the user's own
     with open_session(job, env) as session:
         status = task(session, stop_requested)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.scratch import Scratch
+from ddp_runner.job import Wire
 
 
 class CheckpointWriter:
@@ -25,7 +25,7 @@ class CheckpointWriter:
     Args:
         folder: the run's checkpoints folder.
         config: which checkpoints are kept.
-        scratch: the worker group's folder; a file there asks the launcher to let a save finish.
+        wire: asks our launcher to let a save finish; None under another one.
         log: takes a sentence for the user, also from the thread.
         pinned: copy to page-locked memory, for a state on CUDA devices.
     """
@@ -35,11 +35,11 @@ class CheckpointWriter:
         folder: Path,
         config: CheckpointConfig,
         *,
-        scratch: Scratch | None,
+        wire: Wire | None,
         log: Callable[[str], None],
         pinned: bool,
     ) -> None:
-        self._scratch, self._log = scratch, log
+        self._wire, self._log = wire, log
         self._save = partial(save_checkpoint, folder, config=config, log=log)
         self.retain = partial(retain, folder, config, log=log)
         self._stager = Stager(pinned=pinned)
@@ -95,7 +95,7 @@ class CheckpointWriter:
             self._thread.shutdown()
 
     def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
-        with self._scratch.marked_as_saving() if self._scratch else nullcontext():
+        with self._wire.saving() if self._wire else nullcontext():
             return self._save(state, step=step, metrics=metrics)
 
 

@@ -1,11 +1,11 @@
 """The processes of a run: the server that forks ranks, what stops them, how their children end.
 
 The fork server imports torch once, so that no rank has to. It ends when no process holds the other
-end of a pipe. multiprocessing has no public name for that pipe; the private one was checked on
-CPython 3.11 to 3.13.
+end of a pipe. multiprocessing has no public name for that pipe, nor for the process ids of its
+server and its resource tracker; the private ones were checked on CPython 3.11 to 3.13.
 
-On Linux a launcher adopts the children of a rank that has ended, and so can end them. Elsewhere it
-leaves them alone. Torch-free.
+On Linux the fork server, and after it the launcher, adopts the children of a rank that has ended,
+so that they can be ended. Elsewhere they are left alone. Torch-free.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -33,14 +34,19 @@ STOP_SIGNALS = (
     signal.SIGUSR2,
 )
 PRELOAD = "ddp_runner.launch.preload"  # what the fork server imports
-_SERVER: Any = forkserver._forkserver  # the module's only ForkServer object
+# The only object of each module.
+_SERVER: Any = forkserver._forkserver
+_TRACKER: Any = resource_tracker._resource_tracker
 PROC = Path("/proc")
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 # The name, before its number, of a process that has something left to send. What it forks inherits
 # the name, and has another number.
 ENDS_ITSELF = "tracker-"
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
-LIMIT_S = 1.0  # for killed processes to be gone
+LIMIT_S = 5.0  # for killed processes to be gone; one in uninterruptible sleep is left behind
+# From the launcher's end to that of a rank which the fork server has not ended by then. The server
+# first ends what this rank has started, and finds it only below a rank.
+SERVER_GRACE_S = 5.0
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
@@ -64,8 +70,25 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
+def die_with_launcher() -> None:
+    """Make a slot of a sweep end when its launcher does, even by SIGKILL."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def wait() -> None:
+        launcher.join()
+        if sys.platform == "linux":
+            time.sleep(SERVER_GRACE_S)
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
+    if sys.platform == "linux":
+        die_with_parent()
+        release_fork_server()
+
+
 def outlive_launcher() -> None:
-    """Mark this process so that end_adopted and kill_descendants leave it alone. Linux only.
+    """Mark this process so that end_descendants and kill_descendants leave it alone. Linux only.
 
     Call it on the main thread.
     """
@@ -90,6 +113,8 @@ def children_ignore_signals() -> Iterator[None]:
 def start_fork_server() -> None:
     """Start the server unless it runs, and return at once, long before it has imported torch."""
     temp_folder()
+    if _SERVER._forkserver_alive_fd is not None and fork_server_is_gone():
+        _wait_for_end(_SERVER._forkserver_pid)  # until then multiprocessing believes that it runs
     multiprocessing.set_forkserver_preload([PRELOAD])
     with children_ignore_signals():
         _start_resource_tracker()
@@ -109,11 +134,23 @@ def _start_resource_tracker() -> None:
         sys.warnoptions.remove(WITHOUT_WARNING)
 
 
-def fork_server_is_gone() -> bool:
-    """Return whether the server has ended, and with it the processes that it forked."""
+def _wait_for_end(pid: int) -> None:
+    """Wait until a child that is about to end has ended; leave its exit code to others."""
+    deadline = time.monotonic() + LIMIT_S
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
+def fork_server_is_gone(*, within_s: float = 0.0) -> bool:
+    """Return whether the server has ended, and with it the processes that it forked.
+
+    The kernel closes a killed server's files one after the other, and this pipe may be the last.
+    """
     poll = select.poll()  # unlike ensure_running, it starts no other server
     poll.register(_SERVER._forkserver_alive_fd, 0)
-    return bool(poll.poll(0))
+    return bool(poll.poll(1000 * within_s))
 
 
 def release_fork_server() -> None:
@@ -134,23 +171,35 @@ def children() -> set[int]:
     return {pid for pid, parent in _parents().items() if parent == os.getpid()}
 
 
-def end_adopted(own: Collection[int]) -> None:
-    """Kill the children that this process did not start itself, and then the children of those.
+def end_descendants(own: Collection[int]) -> None:
+    """Kill the fork server's children, those of this process that are not its own, and all below.
 
     Those that end by themselves live on.
     """
-    deadline = time.monotonic() + LIMIT_S
+    deadline, server = time.monotonic() + LIMIT_S, _SERVER._forkserver_pid
+    spared = {*own, server, _TRACKER._pid}  # either may be new
     while time.monotonic() < deadline:
-        adopted = set[int]()
-        for pid in children() - set(own):
+        parents, found = _parents(), set[int]()
+        roots = {
+            pid
+            for pid, parent in parents.items()
+            if parent == server or (parent == os.getpid() and pid not in spared)
+        }
+        for pid in roots:
             if not _ends_itself(pid):
-                adopted.add(pid)
+                found.add(pid)
                 continue
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)  # it may have ended, and a name outlives its process
-        if not adopted:
+        while more := {
+            pid
+            for pid, parent in parents.items()
+            if parent in found and pid not in found and not _ends_itself(pid)
+        }:
+            found |= more
+        if not found:
             break
-        for pid in adopted:
+        for pid in found:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)

@@ -3,21 +3,11 @@
 Torch has no public name for `_maybe_wrap_with_numa_binding`. Checked on torch 2.11 and 2.15.
 """
 
-import inspect
 import os
-import uuid
 from collections.abc import Callable
-from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.elastic.rendezvous as rdzv
-import torch.numa.binding as numa
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.launcher.api import LaunchConfig
 
-from ddp_runner.config.schema import RunConfig
 from ddp_runner.job import Job
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.meeting import Meeting
@@ -38,13 +28,8 @@ def worker_spec(
     """
     config, launch = job.config, job.config.launch
     num_ranks = config.world_size // launch.most_nodes
-    handler: rdzv.RendezvousHandler
-    if launch.most_nodes == 1:
-        run_id = uuid.uuid4().hex
-        handler = OneMachine("localhost", 0, rank=0, world_size=1, run_id=run_id, timeout=0)
-    else:
-        known = None if job.lacks_run else num_ranks
-        handler = Machines(launch, num_ranks=known, sees_run=sees_run, meeting=meeting)
+    known = None if job.lacks_run else num_ranks
+    handler = Machines(launch, num_ranks=known, sees_run=sees_run, meeting=meeting)
     return WorkerSpec(
         role="default_role",
         local_world_size=num_ranks,
@@ -75,42 +60,3 @@ def rank_environ(one: Worker, group: WorkerGroup, *, attempt: int) -> dict[str, 
         ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
     }
     return {name: str(value) for name, value in variables.items()}
-
-
-def numa_options(config: RunConfig) -> numa.NumaOptions | None:
-    """Return how torchrun binds ranks to the cores near their GPUs; None: not at all."""
-    return LaunchConfig(
-        min_nodes=config.launch.fewest_nodes,
-        max_nodes=config.launch.most_nodes,
-        nproc_per_node=config.world_size // config.launch.most_nodes,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it makes a folder for logs
-    ).numa_options
-
-
-def numa_bound(
-    work: Callable[..., Any], local_rank: int, options: numa.NumaOptions | None
-) -> Callable[..., Any]:
-    """Return `work`, bound to the cores near this rank's GPU."""
-    if options is None:
-        return work
-    bind = numa._maybe_wrap_with_numa_binding
-    is_new = "device_index" in inspect.signature(bind).parameters  # not so in torch 2.11
-    device: dict[str, Any] = {"device_index" if is_new else "gpu_index": local_rank}
-    return bind(work, **device, numa_options=options)
-
-
-class OneMachine(StaticTCPRendezvous):
-    """The rendezvous of a single agent with itself: no port, no listening socket, no waiting.
-
-    The c10d one listens on all interfaces, even for one machine.
-    """
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return False: ranks meet through a file, and never use the address."""
-        return False
-
-    def next_rendezvous(self) -> rdzv.RendezvousInfo:
-        """Return rank 0 of 1, with a store in this process."""
-        address = rdzv.RendezvousStoreInfo(self.master_addr, self.master_port)
-        return rdzv.RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)

@@ -1,30 +1,36 @@
-"""Runs one job: from its resolved config to a worker group on this machine, and to an exit code.
+"""Runs one job: from its resolved config to the ranks on this machine, and to an exit code.
 
-Ranks are forked from a server that has already imported torch, so a worker group is up in a tenth
-of a second; torch's elastic agent watches and restarts them. The server starts before this process
-imports torch, so that the two imports overlap.
+Ranks are forked from a server that has already imported torch, so they are up in a tenth of a
+second. This process never imports torch on one machine; see ``machines_launcher`` for several.
 """
 
-import logging
-import os
 import signal
 import sys
 import tempfile
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError
-from ddp_runner.host.processes import start_fork_server
+from ddp_runner.host.processes import adopt_orphans, start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
-from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
-from ddp_runner.launch.signals import StopSignals, mark_ended
-from ddp_runner.scratch import Failure, Scratch
+from ddp_runner.job import (
+    EXIT_COMPLETED,
+    EXIT_FAILED,
+    EXIT_USER_ERROR,
+    Failure,
+    Job,
+    Outcome,
+    Status,
+)
+from ddp_runner.launch.ranks import Ranks
+from ddp_runner.launch.stop_requests import StopRequests, mark_ended
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
@@ -50,7 +56,10 @@ def launch(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
     `meeting` is where the machines of a sweep have met; None: they meet for this job.
     """
     if job.config.launch.most_nodes > 1:
-        return run_worker_group(job, meeting=meeting)
+        from ddp_runner.launch.machines_launcher import run_worker_group
+
+        outcome = run_worker_group(job, meeting=meeting)
+        return failed(outcome.failure, outcome.run_dir) if outcome.failure else outcome
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     if not run_dir.is_frozen:
@@ -60,9 +69,11 @@ def launch(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
     if (slot := job.slot) is not None:  # the fields stay when the run goes on alone later
         fields |= {"parallel_jobs": True, "cores": slot.cores, "cuda_visible_devices": slot.gpus}
     begin_session(run_dir, started_at=job.started_at, **fields)
+    stop = StopRequests(running=lambda: [run_dir.path], file=slot.stop if slot else None)
     try:
-        outcome = run_worker_group(job)
-    except SystemExit:  # a signal came before StopSignals handled them
+        with stop.handled():  # a slot ignores signals: its parent handles them
+            outcome = run_ranks(job, stop)
+    except SystemExit:  # a signal came before there were ranks
         mark_ended(run_dir)
         raise
     if outcome.exit_code == EXIT_USER_ERROR and is_rejected_resume(run_dir, before):
@@ -70,43 +81,29 @@ def launch(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
     return outcome
 
 
-def run_worker_group(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
-    """Start a worker group on this machine, wait for its end, and return how it ended."""
+def run_ranks(job: Job, stop: StopRequests) -> Outcome:
+    """Run all ranks on this machine, again if they fail, and return how they ended."""
+    assert job.run_dir is not None
     start_fork_server()
+    adopt_orphans()  # of ranks, if the server is killed that adopts them otherwise
     if job.shows_header:
-        print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
-    # With one store for rendezvous and process group, a restarted worker group now and then finds
-    # the keys of the killed one, and fails.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        print_line(starting_lines(job), stream=sys.stdout)
     with tempfile.TemporaryDirectory(
         prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
-    ) as folder:
-        scratch = Scratch(Path(folder))
-        if job.slot is not None:
-            scratch.stop.symlink_to(job.slot.scratch.stop)  # one request stops all slots
-        stop_signals = StopSignals(
-            scratch,
-            timeout_s=job.config.launch.shutdown_timeout_s,
-            # On several machines rank 0 claims the folder.
-            running=lambda: list(filter(None, [job.run_dir or scratch.run_folder()])),
-        )
-        # The parent of a slot handles its signals.
-        with stop_signals if job.slot is None else nullcontext():
-            # Inside the block: a signal during these seconds of imports is handled like any other.
-            from ddp_runner.launch.supervisor import supervise
-
-            _quiet_agent()
-            result = supervise(replace(job, scratch=scratch), meeting=meeting)
-            run_dir = job.run_dir or scratch.run_folder()
-            if isinstance(result, Failure):
-                return _failed(result, run_dir)
-    received = stop_signals.received or signal.SIGTERM
-    if result is None:
-        if run_dir is not None and RunDir(run_dir).record.exists():
-            mark_ended(run_dir)
-        return Outcome(Status.PREEMPTED, 128 + received, run_dir)
-    exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
-    return Outcome(result["status"], exit_code, Path(result["run_dir"]))
+    ) as temp:
+        job = replace(job, temp=Path(temp))
+        for attempt in count():
+            ranks = Ranks(job, stop, attempt=attempt)
+            failure = ranks.run()
+            if failure is None:
+                break
+            if failure.kind == "user" or attempt >= job.config.launch.max_restarts:
+                return failed(failure, job.run_dir)
+            job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
+    status = ranks.results[0]["status"]
+    received = stop.received or signal.SIGTERM
+    exit_code = EXIT_COMPLETED if status == Status.COMPLETED else 128 + received
+    return Outcome(status, exit_code, job.run_dir)
 
 
 def print_error(sentence: str) -> None:
@@ -115,7 +112,7 @@ def print_error(sentence: str) -> None:
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
-def _failed(failure: Failure, folder: Path | None) -> Outcome:
+def failed(failure: Failure, folder: Path | None) -> Outcome:
     """Record and print why the ranks failed, and how to go on.
 
     A machine that is lost after rank 0 has completed the run is no failure.
@@ -153,11 +150,3 @@ def _failed(failure: Failure, folder: Path | None) -> Outcome:
         return Outcome(Status.FAILED, EXIT_USER_ERROR, folder, failure)
     print(failure.traceback, file=sys.stderr, flush=True)
     return Outcome(Status.FAILED, EXIT_FAILED, folder, failure)
-
-
-def _quiet_agent() -> None:
-    """Silence the agent's own failure report, which ours replaces, unless LOGLEVEL is set."""
-    if "LOGLEVEL" not in os.environ:
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-                logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -6,23 +6,27 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from torch.numa.binding import NumaOptions
-
-from ddp_runner.host.processes import children, end_adopted, is_suspended
+from ddp_runner.host.processes import (
+    children,
+    die_with_launcher,
+    end_descendants,
+    is_suspended,
+)
 from ddp_runner.job import Job
-from ddp_runner.launch.elastic import numa_bound, numa_options
-from ddp_runner.rank.stop import FAILED_GROUP_GRACE_S, die_with_launcher
-from ddp_runner.scratch import SAVING_FACTOR, SAVING_POLL_S
+from ddp_runner.launch.file_wire import FAILED_GROUP_GRACE_S, FileWire
+from ddp_runner.launch.ranks import SAVING_FACTOR
+from ddp_runner.launch.scratch import SAVING_POLL_S, Scratch
+from ddp_runner.launch.wire import PEER_GRACE_S, failure_of
+from ddp_runner.rank.numa import bound_to_cores
 
 # From SIGTERM to SIGKILL: a rank ends by itself after its own grace, unless it is suspended.
 END_S = FAILED_GROUP_GRACE_S + 1.0
 GONE_S = 2.0  # after SIGKILL; a rank in uninterruptible sleep stays, and is left behind
-PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is noticed first
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,8 @@ class RankProcesses:
     # By name: what a rank imports takes half a second, and the launcher needs none of it.
     work = "ddp_runner.worker:work"
 
-    def __init__(self, job: Job) -> None:
-        assert job.scratch is not None
-        self._scratch = job.scratch
+    def __init__(self, job: Job, scratch: Scratch) -> None:
+        self._scratch = scratch
         self._patience_s = SAVING_FACTOR * job.config.launch.shutdown_timeout_s
         self._ranks: list[RankProcess] = []
         self._results: dict[int, Any] = {}
@@ -51,10 +54,10 @@ class RankProcesses:
     def start(self, job: Job, environs: Sequence[dict[str, str]]) -> dict[int, Any]:
         """Start a rank with each set of torchrun's variables; return process ids by local rank."""
         self._own_children = children()
-        options, pids = numa_options(job.config), {}
+        pids = {}
         for environ in environs:
             receiver, sender = Pipe(duplex=False)
-            arguments = (job, self.work, environ, options, sender)
+            arguments = (job, self._scratch, self.work, environ, sender)
             process = ForkServerProcess(target=_run_rank, args=arguments)
             process.start()
             sender.close()
@@ -98,7 +101,7 @@ class RankProcesses:
         _wait_for(processes, GONE_S)
         for one in self._ranks:
             one.result.close()
-        end_adopted(self._own_children)
+        end_descendants(self._own_children)
         self._ranks, self._results = [], {}
 
 
@@ -112,22 +115,19 @@ def _wait_for(processes: Sequence[ForkServerProcess], timeout_s: float) -> bool:
 
 
 def _run_rank(
-    job: Job,
-    work: str,
-    environ: dict[str, str],
-    options: NumaOptions | None,
-    sender: Connection,
+    job: Job, scratch: Scratch, work: str, environ: dict[str, str], sender: Connection
 ) -> None:
     os.environ.update(environ)
     die_with_launcher()
-    assert job.scratch is not None
-    failure = None
+    rank, attempt = int(environ["RANK"]), int(environ["TORCHELASTIC_RESTART_COUNT"])
+    wire, failure = FileWire(scratch, rank=rank, attempt=attempt), None
+    job = replace(job, wire=wire, temp=scratch.path, earlier=wire.earlier)
     try:
-        bound = numa_bound(pkgutil.resolve_name(work), int(environ["LOCAL_RANK"]), options)
+        bound = bound_to_cores(pkgutil.resolve_name(work), int(environ["LOCAL_RANK"]), job.config)
         sender.send(bound(job))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does
-        attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
-        failure = job.scratch.record_failure(error, rank=int(environ["RANK"]), attempt=attempt)
+        failure = failure_of(error, rank=rank)
+        scratch.record_failure(failure, attempt=attempt)
     sys.stdout.flush()
     sys.stderr.flush()
     if failure is not None and failure.kind == "peer":

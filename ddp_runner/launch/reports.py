@@ -17,8 +17,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import listed
 from ddp_runner.host.patience import StoppedError, patiently
+from ddp_runner.job import Failure
 from ddp_runner.launch.machine import Machine
-from ddp_runner.scratch import SAVING_FACTOR, Failure
+from ddp_runner.launch.ranks import SAVING_FACTOR
 
 WATCH_S = 1.0  # between two looks at the store
 PAUSE_S = 0.1

@@ -1,6 +1,6 @@
-"""How the launcher handles Ctrl-C, SIGTERM and the other stop signals while ranks run.
+"""How a launcher of several machines answers the stop signals; see ``stop_requests`` for one.
 
-Around one worker group, or around all slots of a sweep. Torch-free.
+In a thread: the main thread may sit in torch's C++ code, where no handler runs. Torch-free.
 """
 
 import os
@@ -15,15 +15,11 @@ from types import FrameType
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import handled_signals, kill_descendants
-from ddp_runner.job import Status
-from ddp_runner.scratch import READY, SAVING, SAVING_FACTOR, Scratch
-from ddp_runner.tracking.run_record import read_run_record, write_run_record
+from ddp_runner.launch.ranks import SAVING_FACTOR
+from ddp_runner.launch.scratch import READY, SAVING, Scratch
+from ddp_runner.launch.stop_requests import ONE_REQUEST_S, RECORD_S, mark_ended
 
-# timeout(1) signals its child and then the whole process group, systemd sends SIGHUP right after
-# SIGTERM, and a terminal's Ctrl-C may come with a wrapper's: all of these are one request.
-ONE_REQUEST_S = 0.5
 POLL_S = 0.5  # between two checks for a save
-RECORD_S = 2.0  # for run.json, whose lock a suspended rank may hold
 
 
 class StopSignals:
@@ -107,18 +103,3 @@ class StopSignals:
         for run_dir in self._running():
             with suppress(UserError):  # the disk is full, or the folder is gone
                 mark_ended(run_dir)
-
-
-def mark_ended(run_dir: os.PathLike[str]) -> None:
-    """Mark a run that its launcher leaves without a checkpoint, unless it has ended already.
-
-    Raises:
-        UserError: run.json cannot be read or written.
-    """
-    if read_run_record(run_dir, missing_ok=True).get("status") == Status.RUNNING:
-        write_run_record(
-            run_dir,
-            status=Status.PREEMPTED,
-            finished_at=time.time(),
-            error={"rank": None, "kind": "signal", "sentence": "ended without a checkpoint"},
-        )

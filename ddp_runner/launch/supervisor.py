@@ -29,14 +29,14 @@ from ddp_runner.host.load import oom_kills
 from ddp_runner.host.patience import StoppedError, patiently
 from ddp_runner.host.processes import adopt_orphans, fork_server_is_gone, start_fork_server
 from ddp_runner.host.streams import print_line
-from ddp_runner.job import Job, Status
-from ddp_runner.launch.blame import Ends, first_failure
+from ddp_runner.job import Failure, Job, Status
+from ddp_runner.launch.blame import Ends, Stack, first_failure
 from ddp_runner.launch.elastic import rank_environ, worker_spec
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.meeting import Meeting
 from ddp_runner.launch.rank_processes import RankProcesses
 from ddp_runner.launch.reports import LOST, REPORT_S, Reports
-from ddp_runner.scratch import Failure
+from ddp_runner.launch.scratch import Scratch
 from ddp_runner.tracking.run_dir import RunDir
 
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
@@ -44,7 +44,9 @@ BARRIER_S = 10.0  # for all machines to notice that all have ended
 JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 
 
-def supervise(job: Job, *, meeting: Meeting | None = None) -> dict[str, Any] | Failure | None:
+def supervise(
+    job: Job, scratch: Scratch, *, meeting: Meeting | None = None
+) -> dict[str, Any] | Failure | None:
     """Run this machine's ranks to their end, with restarts.
 
     `meeting` is where the machines of a sweep have met; None: they meet for this job.
@@ -57,7 +59,7 @@ def supervise(job: Job, *, meeting: Meeting | None = None) -> dict[str, Any] | F
         UserError: the machines of the run do not meet.
     """
     adopt_orphans()
-    supervisor = Supervisor(job, meeting=meeting)
+    supervisor = Supervisor(job, scratch, meeting=meeting)
     try:
         result = supervisor.run()
     except StoppedError:
@@ -87,12 +89,11 @@ class Supervisor(SimpleElasticAgent):
     which torch 2.11 and 2.15 have.
     """
 
-    def __init__(self, job: Job, *, meeting: Meeting | None = None) -> None:
-        assert job.scratch is not None
+    def __init__(self, job: Job, scratch: Scratch, *, meeting: Meeting | None = None) -> None:
         super().__init__(worker_spec(job, meeting=meeting, sees_run=self._sees_run))
         self.failure: Failure | None = None  # of the last attempt
-        self._job, self._scratch = job, job.scratch
-        self._ranks = RankProcesses(job)
+        self._job, self._scratch = job, scratch
+        self._ranks = RankProcesses(job, scratch)
         self._oom_kills = 0
         self.has_begun = False  # ranks have been started
         self._ending_since: float | None = None  # when the first ranks had ended well
@@ -162,8 +163,9 @@ class Supervisor(SimpleElasticAgent):
         start_fork_server()  # if it was killed
         self._oom_kills = oom_kills()
         self.failure, self.has_begun, self._ending_since = None, True, None
-        run_dir = self._job.run_dir or self._scratch.run_folder()
-        self._job = replace(self._job, run_dir=run_dir)
+        begun_in = self._scratch.run_folder()
+        run_dir = self._job.run_dir or begun_in
+        self._job = replace(self._job, run_dir=run_dir, begun_in=begun_in)
         environs = [
             rank_environ(one, worker_group, attempt=self._attempt) for one in worker_group.workers
         ]
@@ -228,7 +230,12 @@ class Supervisor(SimpleElasticAgent):
             peers_waited_in_vain=reports is not None and reports.are_of_late_peers,
         )
         self._shutdown()  # late ranks record their stacks only now
-        self.failure = first_failure(ends, self._scratch, self._job.config, attempt=self._attempt)
+        stacks = {
+            rank: Stack(path.stat().st_mtime_ns, path.read_text(encoding="utf-8"))
+            for rank, path in self._scratch.stacks(attempt=self._attempt).items()
+        }
+        recorded = self._scratch.failures(attempt=self._attempt)
+        self.failure = first_failure(ends, recorded, stacks, self._job.config)
         if suspended is not None:
             limit_s = self._job.config.backend.timeout_s
             sentence = (

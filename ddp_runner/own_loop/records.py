@@ -44,8 +44,8 @@ class Records:
         self._metrics_step = -1
         self._logger: Logger = NullLogger()
         self._writer: CheckpointWriter | None = None
-        if session.job.scratch is not None:
-            session.job.scratch.begin_loop()
+        if session.job.wire is not None:
+            session.job.wire.ready()
         if session.env.is_rank_zero:
             # Only now, so that a failed resume changes nothing.
             freeze(session.job, session.run_dir)
@@ -62,7 +62,7 @@ class Records:
             self._writer = CheckpointWriter(
                 session.run_dir.checkpoints,
                 session.config.checkpoint,
-                scratch=session.job.scratch,
+                wire=session.job.wire,
                 log=session.log,
                 pinned=session.devices[0].type == "cuda",
             )

@@ -79,12 +79,12 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         ensure_own_devices(devices, backend=config.backend.name)
         torch.set_num_threads(config.train.num_threads or _num_threads(env))
         keep_freed_memory()
-        marks_here = own_marks(env, has_agent=job.scratch is not None)
+        marks_here = own_marks(env, has_agent=job.wire is not None)
         marks = sorted(set().union(*gather_objects(marks_here)))  # they identify the launch
         claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
         run_dir = claim.run_dir
-        if job.scratch is not None and env.local_rank == 0:
-            job.scratch.record_run(run_dir.path)
+        if job.wire is not None and env.local_rank == 0:
+            job.wire.claimed(run_dir.path)
         heartbeat = Heartbeat()
         hosts = list(dict.fromkeys(gather_objects(socket.gethostname())))
         if env.is_rank_zero:
@@ -143,13 +143,16 @@ def note_restart(session: Session, *, step: int) -> None:
     Raises:
         UserError: three attempts in a row began at the same step.
     """
-    env, scratch = session.env, session.job.scratch
-    if not env.restart_count or scratch is None:
+    earlier, wire = session.job.earlier, session.job.wire
+    if wire is not None:
+        wire.began(step)
+    if not earlier:
         return
-    count, allowed = env.restart_count, session.config.launch.max_restarts
-    causes = [scratch.cause(attempt=attempt) for attempt in range(count)]
+    count, allowed = session.env.restart_count, session.config.launch.max_restarts
+    causes = [cause for _, cause in earlier]
     session.log(f"restart {count} of {allowed}: {causes[-1]}")
-    steps = scratch.record_first_step(step, rank=env.rank)
+    # Of restarts that began.
+    steps = [*(first for first, _ in earlier[1:] if first is not None), step]
     if len(steps) >= 3 and len(set(steps[-3:])) == 1:
         raise UserError(
             f"three restarts in a row made no progress beyond step {step}, so the cause will not "
@@ -187,8 +190,8 @@ def _num_threads(env: DistEnv) -> int:
 
 def _init_method(job: Job, env: DistEnv) -> str | None:
     """Return where the ranks meet."""
-    asked, scratch = job.config.launch.init_method, job.scratch
-    if scratch is None:
+    asked = job.config.launch.init_method
+    if job.temp is None:
         return env.init_method if env.launcher == "torchrun" else asked or env.init_method
     if env.num_nodes > 1:
         return asked or env.init_method
@@ -197,8 +200,8 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
     if not asked.startswith(INIT_FILE):
         return asked
     # Each attempt has its own: an earlier one holds the addresses of ranks that are gone.
-    path = Path(scratch.path, asked.removeprefix(INIT_FILE)).absolute()
-    return f"{INIT_FILE}{path}.{scratch.path.name}-{env.restart_count}"
+    path = Path(job.temp, asked.removeprefix(INIT_FILE)).absolute()
+    return f"{INIT_FILE}{path}.{job.temp.name}-{env.restart_count}"
 
 
 def _record_start(session: Session, *, hosts: Sequence[str]) -> None:

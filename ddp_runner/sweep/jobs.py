@@ -8,8 +8,15 @@ from dataclasses import dataclass, replace
 
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.errors import UserError
-from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
-from ddp_runner.scratch import Failure
+from ddp_runner.job import (
+    EXIT_COMPLETED,
+    EXIT_FAILED,
+    EXIT_USER_ERROR,
+    Failure,
+    Job,
+    Outcome,
+    Status,
+)
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir

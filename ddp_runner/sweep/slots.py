@@ -21,29 +21,32 @@ from functools import partial
 from itertools import chain, repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TextIO
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
-from ddp_runner.host.processes import children_ignore_signals, start_fork_server
+from ddp_runner.host.processes import (
+    children_ignore_signals,
+    die_with_launcher,
+    start_fork_server,
+)
 from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, STOP, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
-from ddp_runner.launch.signals import StopSignals
-from ddp_runner.rank.stop import die_with_launcher
-from ddp_runner.scratch import Scratch
+from ddp_runner.launch.stop_requests import StopRequests
 from ddp_runner.sweep.jobs import Batch, recorded, run_jobs
 
 SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot, or of its output
 CHUNK_BYTES = 2**16
+POLL_S = 0.05  # between two checks for a request to stop
 
 
 class Slots:
     """The slots of a sweep, from their start to ``close``."""
 
     def __init__(self, num_slots: int, hardware: Hardware) -> None:
-        self._scratch = Scratch(temp_folder())
+        self._temp = temp_folder()
         self._printing = threading.Lock()
         self._current: dict[int, int] = {}  # the number of the job that each slot runs
         # A slot's pipe, and whether the slot has finished the batch; else it has ended.
@@ -51,28 +54,36 @@ class Slots:
         cores = core_shares(num_slots, num_cores=hardware.num_cores)
         gpus = gpu_shares(num_slots, num_gpus=hardware.num_gpus)
         self._slots = dict(
-            self._start(Slot(number + 1, cores[number], gpus[number], self._scratch))
+            self._start(Slot(number + 1, cores[number], gpus[number], self._temp))
             for number in range(num_slots)
         )
 
     def run(self, batch: Batch) -> list[Outcome]:
         """Run a batch to its end; return how each job ended, last a signal that stopped it."""
         folders = {job.number: job.run_dir for job in batch.jobs.values() if job.run_dir}
-        with StopSignals(
-            self._scratch,
-            timeout_s=max(job.config.launch.shutdown_timeout_s for job in batch.jobs.values()),
-            running=lambda: [folders[one] for one in folders.keys() & self._current.values()],
-        ) as stop_signals:
+        stop = StopRequests(
+            running=lambda: [folders[one] for one in folders.keys() & self._current.values()]
+        )
+        stop.has_ranks = True
+        with stop.handled():
             for pipe in self._slots:
                 with suppress(OSError):  # the slot has ended, which is in the queue
                     pipe.send(batch)
             working = set(self._slots)
             while working:
-                pipe, is_done = self._finished.get()
+                if stop.is_asked:
+                    (self._temp / STOP).touch()
+                    stop.say(is_training=bool(self._current))
+                try:
+                    pipe, is_done = self._finished.get(timeout=POLL_S)
+                except Empty:
+                    continue
                 working.discard(pipe)  # a slot may end after it has finished
                 if not is_done:
                     process = self._slots.pop(pipe)
                     process.join()
+                    if stop.is_asked:
+                        continue
                     print_error(
                         f"a slot of the sweep ended with exit code {process.exitcode}; the other "
                         "slots take its jobs; if any are left, give the same command again"
@@ -80,8 +91,8 @@ class Slots:
         entries = batch.ledger.read()
         found = [recorded(entries[job_id], job) for job_id, job in batch.jobs.items()]
         outcomes = [outcome for outcome in found if outcome is not None]
-        if stop_signals.received is not None:
-            outcomes.append(Outcome(Status.PREEMPTED, 128 + stop_signals.received))
+        if stop.received is not None:
+            outcomes.append(Outcome(Status.PREEMPTED, 128 + stop.received))
         elif len(outcomes) < len(found) and not batch.has_failed():
             # All slots have ended early; each has printed why.
             outcomes.append(Outcome(Status.FAILED, EXIT_FAILED))
@@ -181,7 +192,7 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
     """Run what is left of each batch that arrives; a slot's whole life."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
-    share_temp_folder(slot.scratch.path)
+    share_temp_folder(slot.temp)
     if slot.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpus
     die_with_launcher()
@@ -193,7 +204,7 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
     execute = partial(_launch_in, slot, pipe, headers)
     while (batch := pipe.recv()) is not None:
         try:
-            run_jobs(batch, execute=execute, stop_requested=slot.scratch.stop.exists)
+            run_jobs(batch, execute=execute, stop_requested=slot.stop.exists)
         except UserError as error:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)

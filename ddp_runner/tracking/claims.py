@@ -49,12 +49,12 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
             attempt failed for a reason that a restart cannot fix.
     """
     is_held = job.config.launch.most_nodes == 1 or job.title  # a sweep holds its jobs' folders
-    if job.scratch is not None and is_held:
+    if job.wire is not None and is_held:
         assert job.run_dir is not None
         # A restarted worker group keeps the size that the ranks before it found.
         folder, is_auto = RunDir(job.run_dir), job.config.batch.per_rank == AUTO
         return Claim(folder, _global_size(folder) if is_auto else None)
-    begun = job.scratch.run_folder() if job.scratch else None
+    begun = job.begun_in
     if begun is not None and not RunDir(begun).record.exists():
         raise UserError(
             f"the run is in {begun} on a machine that has left, and {socket.gethostname()} does "

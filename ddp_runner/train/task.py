@@ -41,7 +41,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     Collective: every rank must call.
     """
     session = with_largest_batch(session)
-    config, run_dir, scratch = session.config, session.run_dir, session.job.scratch
+    config, run_dir, wire = session.config, session.run_dir, session.job.wire
     state = build_session_state(session, config)
     warnings = warnings_of(try_first_batch(state), state)
     known = try_evaluation(state)
@@ -55,16 +55,17 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         freeze(session.job, run_dir)  # only now, so that a failed resume changes nothing
     else:  # rank 0 logs it with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
-    served = take_role(state, ended=scratch.ended_ranks if scratch else set, log=session.log)
+    ended = (lambda: wire.lost) if wire else set
+    served = take_role(state, ended=ended, log=session.log)
     if served is not None:
         return served
-    if scratch is not None:
-        scratch.begin_loop()
+    if wire is not None:
+        wire.ready()
     session_logger = _logger(
         session, state, warnings, directions=known.directions, resume_step=resume_step
     )
     # Its warnings come after those of the logger, in run.json as well.
-    profiler = _profiler(session, state, run_dir, scratch=scratch.path if scratch else None)
+    profiler = _profiler(session, state, run_dir, scratch=session.job.temp)
     state.setup = replace(state.setup, profiler=profiler)
     with session_logger as logger:
         with _writer(session, resume_step=resume_step) as writer, profiler:
@@ -198,7 +199,7 @@ def _writer(
     writer = CheckpointWriter(
         session.run_dir.checkpoints,
         session.config.checkpoint,
-        scratch=session.job.scratch,
+        wire=session.job.wire,
         log=session.log,
         pinned=session.devices[0].type == "cuda",
     )

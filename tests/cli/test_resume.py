@@ -20,7 +20,6 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.rank.session import _init_method
-from ddp_runner.scratch import Scratch
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -222,7 +221,7 @@ def test_each_attempt_meets_at_a_file_of_its_own(tmp_path: Path) -> None:
         for scratch in ("one", "two"):
             for attempt in range(2):
                 env = DistEnv(0, 0, 2, 2, restart_count=attempt)
-                job = Job(config=config, started_at=0, code={}, scratch=Scratch(tmp_path / scratch))
+                job = Job(config=config, started_at=0, code={}, temp=tmp_path / scratch)
                 seen.add(_init_method(job, env))
     assert len(seen) == 12
     assert all(str(one).startswith(f"file://{tmp_path}/") for one in seen)

@@ -24,7 +24,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import (
     adopt_orphans,
     children,
-    end_adopted,
+    end_descendants,
     release_fork_server,
 )
 
@@ -123,7 +123,7 @@ def end_adopted_orphans(env: DistEnv, program: str) -> dict[str, bool]:
     parent = ["sh", "-c", '"$@" >&- & echo $!', "sh", *family]
     orphan = int(subprocess.run(parent, stdout=subprocess.PIPE, check=True, text=True).stdout)
     seen = {"own": own.pid in children(), "adopted": orphan in children()}
-    end_adopted({own.pid})
+    end_descendants({own.pid})
     seen |= {"own lives": own.poll() is None, "others live": children() != {own.pid}}
     own.kill()
     own.wait()
@@ -160,11 +160,11 @@ def end_adopted_tracker(env: DistEnv) -> list[list[bool]]:
     command = [sys.executable, "-c", TRACKER]
     started = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     tracker, copy = pids = [*map(int, started.stdout.split())]
-    end_adopted(set())
+    end_descendants(set())
     seen = [[tracker in children(), not is_gone(copy)]]
     os.kill(tracker, signal.SIGKILL)
     wait_for(lambda: is_gone(tracker))
-    end_adopted(set())
+    end_descendants(set())
     return [*seen, [psutil.pid_exists(pid) for pid in pids]]
 
 

@@ -201,9 +201,11 @@ def rank_logs(launcher_pid: int) -> Iterator[tuple[Path, psutil.Process]]:
 
 def rank_processes(launcher_pid: int) -> dict[int, psutil.Process]:
     """Return the ranks of a launcher's only run by their number."""
-    return {
-        int(log.stem.removeprefix("rank-")): process for log, process in rank_logs(launcher_pid)
-    }
+    ranks = dict[int, psutil.Process]()
+    for log, process in rank_logs(launcher_pid):
+        # What a rank has started holds its log open as well.
+        ranks.setdefault(int(log.stem.removeprefix("rank-")), process)
+    return ranks
 
 
 def free_port() -> int:

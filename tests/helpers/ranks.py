@@ -22,8 +22,8 @@ import torch
 from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import sum_over_ranks
+from ddp_runner.host.processes import die_with_launcher
 from ddp_runner.rank.process_group import process_group
-from ddp_runner.rank.stop import die_with_launcher
 
 GLOO = BackendConfig(name="gloo", device="cpu", timeout_s=240)
 

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,11 +36,10 @@ from trainings import LONG, is_training
 
 from ddp_runner.dist_env import dist_env
 from ddp_runner.host.processes import STOP_SIGNALS
-from ddp_runner.job import Job
+from ddp_runner.job import Failure, Job
 from ddp_runner.launch import launcher
-from ddp_runner.launch.rank_processes import RankProcesses
-from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.scratch import Failure
+from ddp_runner.launch.ranks import Ranks
+from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
 FAULTY = '''
 import os, time
@@ -67,8 +66,12 @@ def is_gone(launcher_pid: int) -> bool:
 
 
 def is_importing_torch(launcher_pid: int) -> bool:
-    """Return whether a launcher has reached its longest phase."""
-    return any("libtorch" in one.path for one in psutil.Process(launcher_pid).memory_maps())
+    """Return whether a command has reached its longest phase."""
+    return any(
+        "libtorch" in one.path
+        for pid in session_pids(launcher_pid)
+        for one in psutil.Process(pid).memory_maps()
+    )
 
 
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
@@ -213,7 +216,7 @@ Work = Callable[[Job], Any]
 
 def do_instead(work: Work) -> None:
     """Let the ranks of a command do something else than train; to prepare it with."""
-    RankProcesses.work = f"{work.__module__}:{work.__name__}"
+    Ranks.work = f"{work.__module__}:{work.__name__}"
 
 
 def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> CommandResult:
@@ -241,20 +244,24 @@ def rank_and_attempt() -> tuple[int, int]:
 def leave_behind(job: Job) -> dict[str, Any]:
     """Fail twice: rank 1 first, after the end of rank 0; then rank 0, which reports it."""
     rank, attempt = rank_and_attempt()
-    assert job.scratch is not None
+    assert job.wire is not None
+    assert job.temp is not None
     if (rank, attempt) == (1, 0):
         wait_for(lambda: Path("rank-0").exists() and Path("rank-0").read_text())
         wait_for(lambda: not psutil.pid_exists(int(Path("rank-0").read_text())))
         os._exit(7)
     if (rank, attempt) == (0, 0):
-        for name in ("ready", "saving", "ended-1", "failure-1-0.json", "stack-1-0.txt"):
-            (job.scratch.path / name).touch()
+        job.wire.ready()
+        for message in (("saving", True), ("stack", 0, "?"), ("failure", Failure(0, "peer", "?"))):
+            job.wire.send(*message)
         Path("server").write_text(str(os.getppid()))
         Path("rank-0").write_text(str(os.getpid()))
     if (rank, attempt) == (0, 1):
-        names = sorted(path.name for path in job.scratch.path.iterdir())
+        names = sorted(path.name for path in job.temp.iterdir())
         is_same = Path("server").read_text() == str(os.getppid())
-        Path("found").write_text(json.dumps({"names": names, "same server": is_same}))
+        Path("found").write_text(
+            json.dumps({"names": names, "earlier": job.earlier, "same server": is_same})
+        )
         os._exit(8)
     return {"status": "completed", "run_dir": str(Path.cwd())}
 
@@ -265,7 +272,9 @@ def test_a_restart_knows_nothing_of_the_ranks_before_but_why_they_ended(tmp_path
     assert end.exit_code == 1
     assert end.stderr.startswith("error: rank 0 ended with exit code 8, without an exception")
     found = json.loads((tmp_path / "found").read_text())
-    assert found == {"names": ["cause-0.json"], "same server": True}
+    sentence = "rank 1 ended with exit code 7, without an exception: by os._exit, or by a library"
+    assert found["earlier"][0][1].startswith(sentence)
+    assert (found["names"], found["same server"]) == ([], True)
 
 
 def lose_the_server(job: Job) -> dict[str, Any]:
@@ -293,16 +302,15 @@ def test_a_restart_has_a_server_like_the_one_that_was_killed(tmp_path: Path) -> 
 
 def collect_slowly() -> None:
     """Let each rank end after the look for its result, before whatever follows that."""
-    results = RankProcesses.results
+    receive = Ranks._receive
 
-    def results_slowly(self: RankProcesses, *, wait_s: float = 0.0) -> Mapping[int, Any]:
-        found = dict(results(self, wait_s=wait_s))
+    def receive_slowly(self: Ranks, timeout_s: float) -> None:
+        receive(self, timeout_s)
         Path("collected").touch()
-        for one in self._ranks:
-            one.process.join()
-        return found
+        for process in self._processes.values():
+            process.join()
 
-    RankProcesses.results = results_slowly
+    Ranks._receive = receive_slowly
 
 
 def return_once_looked_for(job: Job) -> dict[str, Any]:
@@ -353,10 +361,10 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
 ) -> None:
     """No run seems to run for ever that a signal ended while its config was being frozen."""
 
-    def leave(_: Job) -> NoReturn:
+    def leave(*_: object) -> NoReturn:
         raise SystemExit(143)
 
-    monkeypatch.setattr(launcher, "run_worker_group", leave)
+    monkeypatch.setattr(launcher, "run_ranks", leave)
     config, _ = resolved("model=toy")
     with pytest.raises(SystemExit):
         launcher.launch(Job(config=config, started_at=1.0, code={}, run_dir=tmp_path))
@@ -381,7 +389,7 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     """Rank 0 has written that the run is complete; before, the loss is a failure."""
     (tmp_path / "run.json").write_text(json.dumps({"status": status}))
     lost = Failure(rank=-1, kind="machine", sentence="n1 was lost")
-    outcome = launcher._failed(lost, tmp_path)
+    outcome = launcher.failed(lost, tmp_path)
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)
     assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")

@@ -15,10 +15,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from ddp_runner import __version__
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.errors import UserError
+from ddp_runner.job import Failure
 from ddp_runner.launch import reports
 from ddp_runner.launch.machine import Machine, rank_order, validate_equal
 from ddp_runner.launch.reports import MOST_TRACEBACK, Reports
-from ddp_runner.scratch import Failure
 
 STORES: Any = dist
 

@@ -7,14 +7,14 @@ from configs import resolved
 
 from ddp_runner.job import Job
 from ddp_runner.launch.rank_processes import RankProcesses
-from ddp_runner.scratch import Scratch
+from ddp_runner.launch.scratch import Scratch
 
 
 def test_ranks_that_never_started_take_no_other_process_along(tmp_path: Path) -> None:
     """Machines that do not meet end theirs, too, and a sweep still needs its fork server."""
     config, _ = resolved("model=toy")
     with subprocess.Popen(["sleep", "600"]) as child:
-        RankProcesses(Job(config, started_at=0.0, code={}, scratch=Scratch(tmp_path))).end()
+        RankProcesses(Job(config, started_at=0.0, code={}), Scratch(tmp_path)).end()
         is_left = child.poll() is None
         child.kill()
     assert is_left

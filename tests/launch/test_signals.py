@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,31 +17,43 @@ from trainings import CHILD_STARTER, LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import STOP_SIGNALS
-from ddp_runner.launch.signals import StopSignals, mark_ended
-from ddp_runner.rank import stop
+from ddp_runner.launch.stop_requests import StopRequests, mark_ended
 from ddp_runner.rank.stop import StopRequest
-from ddp_runner.scratch import Scratch
 from ddp_runner.tracking.run_record import write_run_record
 
 # A launcher without torch, in the middle of something: it has asked for the lock of run.json.
 LAUNCHER = """
 import fcntl, os, signal, subprocess, sys, time
 from pathlib import Path
-from ddp_runner.launch import signals as module
-from ddp_runner.launch.signals import StopSignals
-from ddp_runner.scratch import Scratch
+from types import SimpleNamespace
+from ddp_runner.launch import stop_requests as module
+from ddp_runner.launch.ranks import Ranks
+from ddp_runner.launch.stop_requests import StopRequests
 from ddp_runner.tracking.run_record import write_run_record
 
-run, scratch = Path("run"), Scratch(Path("scratch"))
+run = Path("run")
 write_run_record(run, status="running")
 runs, timeout_s = [run], float(sys.argv[1])
-with StopSignals(scratch, timeout_s=timeout_s, running=lambda: runs) as stop_signals:
+stop = StopRequests(running=lambda: runs)
+stop.has_ranks = True
+config = SimpleNamespace(launch=SimpleNamespace(shutdown_timeout_s=timeout_s), parallelism={})
+module_ranks = sys.modules["ddp_runner.launch.ranks"]
+module_ranks.is_asynchronous = lambda _: False
+ranks = Ranks(SimpleNamespace(config=config), stop, attempt=0)
+
+def watch(seconds):  # as Ranks does between two looks at its ranks
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ranks._stop_if_asked()
+        time.sleep(0.02)
+
+with stop.handled():
     exec(sys.argv[2])
     Path("ready").touch()
-    while not scratch.stop.exists():
+    while not stop.is_asked:
         time.sleep(0.01)
     exec(sys.argv[3])
-print("the end of the block", stop_signals.received, flush=True)
+print("the end of the block", stop.received, flush=True)
 """
 HOLD = "fd = os.open(run, os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)"
 
@@ -77,7 +88,7 @@ def launcher(
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
 def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> None:
     """Twice at once, as timeout(1) sends it, is one request."""
-    process = launcher(tmp_path, "scratch.begin_loop()", "time.sleep(0.1)")
+    process = launcher(tmp_path, "ranks._is_training = True", "watch(0.1)")
     for _ in range(2):
         process.send_signal(signal.Signals[name])
     out, _ = process.communicate(timeout=TIME_LIMIT_S)
@@ -99,7 +110,7 @@ def test_what_comes_with_a_signal_is_one_request_and_the_first_is_reported(tmp_p
 def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
     """nohup: SIGHUP; a background job of a script: SIGINT, SIGQUIT. SIGTERM is answered."""
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
-    process = launcher(tmp_path, "pass", "pass", ignored=ignored)
+    process = launcher(tmp_path, "pass", "watch(0.1)", ignored=ignored)
     for signum in (*ignored, signal.SIGTERM):
         process.send_signal(signum)
     out, _ = process.communicate(timeout=TIME_LIMIT_S)
@@ -109,8 +120,8 @@ def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Path) -> None:
     """The main thread may hold the lock itself, or a rank that is stopped: no wait for ever."""
-    wait = f"{HOLD}; Path('asked').touch(); time.sleep(600)"
-    process = launcher(tmp_path, "Path('scratch').mkdir()", wait)
+    wait = f"{HOLD}; Path('asked').touch(); watch(600)"
+    process = launcher(tmp_path, "pass", wait)
     process.send_signal(signal.SIGTERM)
     wait_for((tmp_path / "asked").exists)
     while process.poll() is None:
@@ -121,20 +132,18 @@ def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Pa
             continue
     assert process.communicate()[0].count("\n") == 2
     assert process.returncode == 143
-    assert not (tmp_path / "scratch").exists()
 
 
 def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: Path) -> None:
     """A save longer than shutdown_timeout_s ends in peace, as does what follows; no hang does."""
-    save = "scratch.saving.touch(); time.sleep(5); scratch.saving.unlink(); time.sleep(1)"
+    save = "ranks._saving = 0; watch(5); ranks._saving = None; watch(1)"
     patient = launcher(tmp_path, "pass", save, timeout_s=2.0)
     patient.send_signal(signal.SIGUSR1)
     out, _ = patient.communicate(timeout=TIME_LIMIT_S)
     assert "the end of the block 10" in out
     assert record(tmp_path / "run")["status"] == "running"
     (tmp_path / "ready").unlink()
-    (tmp_path / "scratch" / "stop").unlink()
-    hanging = launcher(tmp_path, "pass", "time.sleep(600)", timeout_s=0.5)
+    hanging = launcher(tmp_path, "pass", "watch(600)", timeout_s=0.5)
     hanging.send_signal(signal.SIGUSR1)
     assert hanging.wait(TIME_LIMIT_S) == 138
     assert record(tmp_path / "run")["error"]["sentence"] == "ended without a checkpoint"
@@ -142,7 +151,7 @@ def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: P
 
 def test_a_save_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """The mark of a rank that was killed in a save stays; a run that is hung ends all the same."""
-    process = launcher(tmp_path, "pass", "scratch.saving.touch(); time.sleep(600)", timeout_s=0.1)
+    process = launcher(tmp_path, "pass", "ranks._saving = 0; watch(600)", timeout_s=0.1)
     process.terminate()
     assert process.wait(TIME_LIMIT_S) == 143
     assert record(tmp_path / "run")["status"] == "preempted"
@@ -162,7 +171,7 @@ while not Path("grandchild").exists():
 
 def test_an_end_at_once_leaves_no_process_and_marks_each_run_that_it_can(tmp_path: Path) -> None:
     """Children of children end as well; one run whose record is damaged keeps no other from it."""
-    process = launcher(tmp_path, FAMILY, "time.sleep(600)", timeout_s=0.1)
+    process = launcher(tmp_path, FAMILY, "watch(600)", timeout_s=0.1)
     family = int((tmp_path / "child").read_text())
     wait_for(lambda: len(session_pids(family)) == 2)  # touch(1) may live still
     process.terminate()
@@ -184,14 +193,14 @@ def test_a_run_that_has_ended_is_not_marked(tmp_path: Path) -> None:
 def test_signals_are_answered_as_before_once_the_ranks_are_gone(tmp_path: Path) -> None:
     """The next job of a sweep has not started its ranks yet, and a signal ends the command."""
     before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
-    with StopSignals(Scratch(tmp_path), timeout_s=60.0, running=list):
+    with StopRequests(running=list).handled():
         assert [signal.getsignal(signum) for signum in STOP_SIGNALS] != before
     assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
 
 
 def asked_twice(env: DistEnv) -> int | None:
     """Answer two signals as a rank of another launcher does."""
-    request = StopRequest(None, rank=env.rank, attempt=0)
+    request = StopRequest(None)
     for signum in (signal.SIGUSR1, signal.SIGTERM):
         signal.raise_signal(signum)  # to this very thread, and so answered at once
     assert request()
@@ -201,22 +210,6 @@ def asked_twice(env: DistEnv) -> int | None:
 def test_a_rank_tells_the_first_signal_that_asked_it() -> None:
     """Slurm's notice, then its SIGTERM: the exit code is that of the notice."""
     assert run_ranks(asked_twice, 1, backend=None) == [signal.SIGUSR1]
-
-
-def asked_with_its_group(env: DistEnv, folder: str) -> bool:
-    """Get SIGTERM while the launcher asks for a checkpoint; see the grace go by."""
-    stop.FAILED_GROUP_GRACE_S = 0.0
-    request = StopRequest(Scratch(Path(folder)), rank=env.rank, attempt=0)
-    (watch,) = [one for one in threading.enumerate() if one.name == "sigterm-watch"]
-    Scratch(Path(folder)).stop.touch()
-    os.kill(os.getpid(), signal.SIGTERM)
-    watch.join()
-    return request()
-
-
-def test_a_rank_that_is_to_save_does_not_end_by_a_sigterm_to_all(tmp_path: Path) -> None:
-    """As one to a whole container: a step may take longer than a failed group's grace."""
-    assert run_ranks(asked_with_its_group, 1, str(tmp_path), backend=None) == [True]
 
 
 def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 from configs import resolved
 
 from ddp_runner.job import Job
-from ddp_runner.launch import launcher
+from ddp_runner.launch import machines_launcher as launcher
+from ddp_runner.launch import supervisor
+from ddp_runner.launch.scratch import Scratch
 from ddp_runner.launch.supervisor import Supervisor
-from ddp_runner.scratch import Scratch
 
 
 @pytest.mark.parametrize(("nnodes", "regroups"), [("2", False), ("1:2", True)])
@@ -22,13 +23,13 @@ def test_only_an_elastic_run_makes_place_for_a_machine_that_waits(
     """A spare machine of a fixed number waits, and the ranks know nothing of it."""
     keys = ("model=toy", "launch.rdzv_endpoint=h:1", "launch.nproc_per_node=1")
     config, _ = resolved(*keys, f"launch.nnodes={nnodes}", "batch.global_size=8")
-    supervisor = Supervisor(Job(config, started_at=0.0, code={}, scratch=Scratch(tmp_path)))
+    agent = Supervisor(Job(config, started_at=0.0, code={}), Scratch(tmp_path))
     seen = SimpleNamespace(have_come=False, is_wanted=True, ranks_have_ended=False)
     monkeypatch.setattr(Supervisor, "_reports", seen)
     ranks = SimpleNamespace(exit_codes=lambda: {0: None}, results=dict)
-    monkeypatch.setattr(supervisor, "_ranks", ranks)
-    supervisor._monitor_workers(supervisor.get_worker_group())
-    assert supervisor._scratch.regroup.exists() == regroups
+    monkeypatch.setattr(agent, "_ranks", ranks)
+    agent._monitor_workers(agent.get_worker_group())
+    assert agent._scratch.regroup.exists() == regroups
 
 
 def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(
@@ -41,17 +42,16 @@ def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(
         asked.append(running)
         return MagicMock(received=None)
 
-    def supervise(job: Job, **_: object) -> dict[str, Any]:
-        assert job.scratch is not None
+    def supervise(_: Job, scratch: Scratch, **__: object) -> dict[str, Any]:
         assert asked[0]() == []
-        job.scratch.record_run(claimed)
+        scratch.record_run(claimed)
         assert asked[0]() == [claimed]
         return {"status": "completed", "run_dir": str(claimed)}
 
     monkeypatch.setattr(launcher, "StopSignals", signals)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # it sets it, too
     monkeypatch.setattr(launcher, "start_fork_server", lambda: None)
-    monkeypatch.setattr("ddp_runner.launch.supervisor.supervise", supervise)
+    monkeypatch.setattr(supervisor, "supervise", supervise)
     config, _ = resolved("model=toy")
     job = Job(config, started_at=0.0, code={}, shows_header=False)
     assert launcher.run_worker_group(job).run_dir == claimed

@@ -15,10 +15,9 @@ from queue import Empty, SimpleQueue
 from ddp_runner.errors import UserError, counted
 from ddp_runner.host.processes import handled_signals
 from ddp_runner.host.streams import line_width, print_line
-from ddp_runner.job import Outcome, Status
+from ddp_runner.job import Failure, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.launch.signals import ONE_REQUEST_S
-from ddp_runner.scratch import Failure
+from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 from ddp_runner.sweep.jobs import Batch, recorded
 from ddp_runner.sweep.ledger import Entry
 from ddp_runner.sweep.slurm.commands import cancel, queued_states

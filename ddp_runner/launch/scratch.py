@@ -1,6 +1,6 @@
-"""The scratch folder of a worker group: files that its ranks and its launcher leave for each other.
+"""The scratch folder of this machine's ranks, where several machines run one job.
 
-Torch-free, since the launcher reads them.
+Files that the ranks and their launcher leave for each other.
 """
 
 import json
@@ -11,39 +11,16 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_runner.errors import UserError, is_lost_peer
 from ddp_runner.files import FileIn, replace_file
+from ddp_runner.job import Failure
 
 READY = "ready"
 SAVING = "saving"
-SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdown_timeout_s
 SAVING_POLL_S = 0.05
 FRESH_S = 4.0  # a rank that has not renewed its saving mark for this long is suspended
-
-TIMEOUT_SIGNS = (
-    "imed out",
-    "imeout caused pair closure",
-    "wait timeout",
-)  # this rank itself waited too long
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How one rank failed: `kind` is user, crash, peer, late or signal."""
-
-    rank: int
-    kind: str
-    sentence: str
-    traceback: str = ""
-    time_ns: int = field(default_factory=time.time_ns)  # since the epoch
-
-    @property
-    def is_timeout(self) -> bool:
-        """Whether the rank waited for a peer in vain: the peer is late rather than gone."""
-        return self.kind == "peer" and any(sign in self.sentence for sign in TIMEOUT_SIGNS)
 
 
 @dataclass(frozen=True)
@@ -84,20 +61,9 @@ class Scratch:
         self.make()
         self.ready.touch()
 
-    def record_failure(self, error: BaseException, *, rank: int, attempt: int) -> Failure:
-        """Write down why this rank fails, and return it."""
-        if isinstance(error, UserError):
-            kind, sentence = "user", str(error)
-        else:
-            kind = "peer" if is_lost_peer(error) else "crash"
-            what = [type(error).__name__, *str(error).splitlines()[:1]]
-            notes = getattr(error, "__notes__", [])  # the place in the user's own code, if known
-            place = f" ({notes[-1]})" if notes else ""
-            sentence = f"rank {rank} raised {': '.join(what)}{place}"
-        text = "".join(traceback.format_exception(error))
-        failure = Failure(rank=rank, kind=kind, sentence=sentence, traceback=text)
-        self._write(f"failure-{attempt}-{rank}.json", failure)
-        return failure
+    def record_failure(self, failure: Failure, *, attempt: int) -> None:
+        """Write down why a rank fails."""
+        self._write(f"failure-{attempt}-{failure.rank}.json", failure)
 
     def failures(self, *, attempt: int) -> dict[int, Failure]:
         """Return the failures that the ranks of an attempt have recorded, by rank."""

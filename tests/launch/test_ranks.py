@@ -1,0 +1,223 @@
+"""What becomes of the ranks of one machine, and of their children, whoever is killed."""
+
+import os
+import signal
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from commands import (
+    Started,
+    background,
+    command_line,
+    fork_server,
+    rank_processes,
+    wait_for,
+    wait_for_end,
+    wait_until_gone,
+)
+from run_folders import checkpoint_steps, record, run_dirs
+from trainings import CHILD_STARTER, LONG, is_training
+
+SAVED = ("checkpoint.every_steps=5", "checkpoint.every_epochs=null")
+SWEEP = ("-m", *LONG, "world_size=1", "seed=1,2", "sweep.parallel_jobs=2", "hydra.sweep.dir=sweep")
+SERVER_KILLED = "the process that the ranks are forked from was killed"
+# The launcher's processor time in so many seconds of watching: a loop that never waits takes all.
+WATCHED_S, MOST_CPU_S = 3.0, 1.0
+
+
+def with_children(folder: Path, *keys: str, **more: Any) -> AbstractContextManager[Started]:
+    """Start a training whose ranks start a child each."""
+    (folder / "mother.py").write_text(CHILD_STARTER)
+    return background(
+        *LONG,
+        "model._target_=mother.Mother",
+        "allowed_targets=[mother]",
+        *keys,
+        folder=folder,
+        environ={"PYTHONPATH": str(folder)},
+        **more,
+    )
+
+
+def children_of_ranks(folder: Path, number: int) -> list[int]:
+    """Return the process ids of the ranks' children, once all have started."""
+
+    def known() -> list[int]:
+        texts = [path.read_text() for path in folder.glob("child-*")]
+        return [int(text) for text in texts if text]
+
+    wait_for(lambda: len(known()) == number)
+    return known()
+
+
+def test_a_killed_server_leaves_no_child_of_a_rank(tmp_path: Path) -> None:
+    """The launcher adopts them then."""
+    with with_children(tmp_path) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        pids = children_of_ranks(tmp_path, 2)
+        fork_server(process.pid).kill()
+        end = wait_for_end(process, tmp_path)
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+    assert end.exit_code == 1
+    assert SERVER_KILLED in end.stderr
+
+
+def test_a_killed_server_is_replaced_where_a_restart_is_left(tmp_path: Path) -> None:
+    """The new ranks continue from the last checkpoint."""
+    keys = (*SAVED, "launch.max_restarts=1")
+    with background(*LONG, *keys, folder=tmp_path, spares=2) as process:
+        wait_for(lambda: is_training(process, tmp_path, step=20))
+        rank_processes(process.pid)[0].parent().kill()
+        log = run_dirs(tmp_path)[0] / "logs" / "rank-0.log"
+        wait_for(lambda: "restart 1 of 1" in log.read_text())
+        wait_for(lambda: is_training(process, tmp_path, step=30))
+        process.terminate()
+        end = wait_for_end(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (143, "")
+    assert SERVER_KILLED in log.read_text()
+
+
+def test_a_server_that_is_killed_while_it_imports_is_replaced(tmp_path: Path) -> None:
+    """No rank has started yet, so nothing is lost."""
+    with background(*LONG, folder=tmp_path, fresh=True) as process:
+        wait_for(lambda: run_dirs(tmp_path))
+        server = wait_for(
+            lambda: [
+                one
+                for one in psutil.Process(process.pid).children()
+                if "multiprocessing.forkserver" in command_line(one)
+            ]
+        )[0]
+        wait_for(lambda: any("libtorch" in one.path for one in server.memory_maps()))
+        server.kill()
+        wait_for(lambda: is_training(process, tmp_path))
+        process.terminate()
+        end = wait_for_end(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (143, "")
+
+
+def test_a_lost_trainer_costs_the_launcher_nothing_and_its_child_ends_with_it(
+    tmp_path: Path,
+) -> None:
+    """An asynchronous parameter server goes on without a trainer, whose pipe stays at its end."""
+    keys = ("parallelism=ps", "parallelism.mode=async", "world_size=3")
+    with with_children(tmp_path, *keys) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        pids = children_of_ranks(tmp_path, 3)
+        rank_processes(process.pid)[2].kill()
+        wait_for(lambda: "rank 2 is lost" in (tmp_path / "stdout").read_text())
+        assert all(map(psutil.pid_exists, pids))
+        before = psutil.Process(process.pid).cpu_times()
+        time.sleep(WATCHED_S)
+        after = psutil.Process(process.pid).cpu_times()
+        assert after.user + after.system - before.user - before.system < MOST_CPU_S
+        process.kill()
+        wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+        wait_until_gone(process)
+
+
+LOUD = """
+import os
+from torch import nn
+
+class Loud(nn.Linear):
+    def __init__(self):
+        super().__init__(10, 5)
+
+    def forward(self, inputs):
+        if os.environ["RANK"] == "1" and self.training:
+            raise ZeroDivisionError("loud " + "x" * 1_000_000)
+        return super().forward(inputs)
+"""
+
+
+def test_an_error_of_a_megabyte_is_cut(tmp_path: Path) -> None:
+    """Its message must fit into one write of the rank's pipe."""
+    (tmp_path / "loud.py").write_text(LOUD)
+    keys = ("model=toy", "model._target_=loud.Loud", "allowed_targets=[loud]")
+    environ = {"PYTHONPATH": str(tmp_path)}
+    with background(*keys, folder=tmp_path, environ=environ) as process:
+        end = wait_for_end(process, tmp_path)
+    assert end.exit_code == 1
+    assert end.stderr.startswith("error: rank 1 raised ZeroDivisionError: loud xxx")
+    assert len(end.stderr) < 30_000
+    assert len(record(end.run_dir)["error"]["sentence"]) < 10_000
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.5, 3.0])
+def test_ctrl_c_while_a_command_starts_ends_it(tmp_path: Path, after_s: float) -> None:
+    """At whatever moment: before its folder, while the server imports, or once ranks train."""
+    with background(*LONG, folder=tmp_path, fresh=True) as process:
+        time.sleep(after_s)
+        os.killpg(process.pid, signal.SIGINT)
+        end = wait_for_end(process, tmp_path)
+        wait_until_gone(process)
+    assert "Traceback" not in end.stderr
+    assert end.exit_code in (128 + signal.SIGINT, -signal.SIGINT)
+    assert all(record(run)["status"] == "preempted" for run in run_dirs(tmp_path))
+
+
+def test_a_request_that_comes_between_two_attempts_reaches_the_second(tmp_path: Path) -> None:
+    """Its ranks start after the signal."""
+    with background(*LONG, *SAVED, "launch.max_restarts=3", folder=tmp_path) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        rank_processes(process.pid)[1].kill()
+        process.send_signal(signal.SIGTERM)
+        end = wait_for_end(process, tmp_path)
+        wait_until_gone(process)
+    assert (end.exit_code, end.stderr) == (143, "")
+    assert record(end.run_dir)["status"] == "preempted"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank_asks_all_to_save_and_end(tmp_path: Path, rank: int) -> None:
+    """As somebody sends it by hand, or a manager of single processes."""
+    with background(*LONG, folder=tmp_path) as process:
+        wait_for(lambda: is_training(process, tmp_path))
+        rank_processes(process.pid)[rank].terminate()
+        end = wait_for_end(process, tmp_path)
+        wait_until_gone(process)
+    assert (end.exit_code, end.stderr) == (143, "")
+    assert record(end.run_dir)["status"] == "preempted"
+    assert checkpoint_steps(end.run_dir)
+
+
+def started_jobs(folder: Path) -> list[Path]:
+    """Return the folders of two parallel jobs, once both train."""
+    runs = [folder / "sweep" / f"seed={seed}" for seed in (1, 2)]
+    wait_for(lambda: all((run / "metrics.jsonl").exists() for run in runs))
+    return runs
+
+
+def test_a_request_to_a_sweep_saves_its_parallel_jobs(tmp_path: Path) -> None:
+    """Each slot has a launcher of its own, which ignores signals and asks its ranks."""
+    with background(*SWEEP, folder=tmp_path, spares=4) as process:
+        runs = started_jobs(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        end = wait_for_end(process, tmp_path)
+        wait_until_gone(process)
+    assert end.exit_code == 143
+    assert [(record(run)["status"], record(run)["error"]) for run in runs] == [
+        ("preempted", None)
+    ] * 2
+
+
+def test_a_second_signal_ends_parallel_jobs_at_once(tmp_path: Path) -> None:
+    """Whose ranks are suspended, and could not save."""
+    keys = (*SWEEP, "launch.shutdown_timeout_s=600")
+    with background(*keys, folder=tmp_path, spares=4) as process:
+        runs = started_jobs(tmp_path)
+        for one in rank_processes(process.pid).values():
+            one.suspend()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        end = wait_for_end(process, tmp_path)
+        wait_until_gone(process)
+    assert end.exit_code == 143
+    assert [record(run)["status"] for run in runs] == ["preempted"] * 2
