@@ -71,7 +71,7 @@ class Ranks:
             self._start()
             return self._watch()
         except (EOFError, ConnectionError):  # of ``process.start``
-            return server_was_killed(len(self._processes))
+            return server_was_killed(0)
         finally:
             for pipe in self._pipes.values():
                 pipe.close()
