@@ -12,7 +12,6 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import file_sha256, json_safe
 
 FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)  # version 1 has no checksum of the manifest itself
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"  # of the manifest's other fields
@@ -48,14 +47,12 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads((path / MANIFEST).read_bytes())
         version = _whole_number(fields["format_version"])
-        if version not in READABLE_VERSIONS:
+        if version != FORMAT_VERSION:
             raise UserError(
                 f"checkpoint {path} has format version {version}, this program reads "
-                f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
+                f"{FORMAT_VERSION}"
             )
-        checksum = fields.pop(CHECKSUM, None)
-        # Compare a checksum whatever the version says: the version may be the damaged field.
-        if (version > 1 or checksum is not None) and checksum != _checksum(fields):
+        if fields.pop(CHECKSUM, None) != _checksum(fields):
             raise ValueError("fields that do not match their checksum")
         file = fields["files"][STATE]
         return Manifest(

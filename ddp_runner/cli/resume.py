@@ -238,7 +238,7 @@ def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]
         choices = yaml.safe_load(RunDir(run_dir).choices.read_text(encoding="utf-8"))
         pairs = [(str(group), str(option)) for group, option in choices.items()]
     except Exception:  # PyYAML raises errors of any kind for odd tags
-        return []  # of an older version, or not a run: with_resumed reports what is wrong
+        return []  # damaged, or not a run: with_resumed reports what is wrong
     groups = (*RUNNER_KEYS, "backend")
     found = [pair for pair in pairs if pair[0] in groups and exists(*pair)]
     listed = dict(pairs).get("metrics", "").strip("[]").split(",")

@@ -53,20 +53,12 @@ class Run:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices on all machines; on the CPU a rank counts as one.
-
-        Earlier versions recorded only the devices of rank 0: its distinct GPUs, times the ranks.
-        """
-        count = self.number("num_devices")
-        if count is not None and count >= 1:
-            return int(count)
-        names = self.record.get("devices")
-        gpus = {name for name in names if name != "cpu"} if isinstance(names, list) else ()
-        return max(1, len(gpus)) * self.world_size
+        """Number of devices on all machines; on the CPU a rank counts as one."""
+        return int(self.record["num_devices"])
 
     @property
     def sessions(self) -> list[Mapping[str, Any]]:
-        """One entry for the start and one for each resume; empty for earlier versions."""
+        """One entry for the start and one for each resume."""
         sessions = self.record.get("sessions")
         listed = sessions if isinstance(sessions, list) else []
         return [session for session in listed if isinstance(session, dict)]
@@ -102,8 +94,7 @@ class Run:
     @property
     def is_parallel_job(self) -> bool:
         """Whether other jobs of its sweep ran on the machine meanwhile and slowed it down."""
-        # Earlier versions wrote `packed`.
-        return self.record.get("parallel_jobs", self.record.get("packed")) is True
+        return self.record.get("parallel_jobs") is True
 
     @property
     def final(self) -> dict[str, float]:

@@ -18,7 +18,6 @@ import yaml
 
 from ddp_runner import __version__
 from ddp_runner.compare.run import Run, is_finite
-from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.files import is_missing
@@ -26,9 +25,10 @@ from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
-REQUIRED: dict[str, type] = {"config_hash": str, "world_size": int, "metrics": dict}
-# Of run.json; the last three are of earlier versions.
-KNOWN_FIELDS = {*get_type_hints(RunRecord), "launch_id", "agents", "packed"}
+REQUIRED: dict[str, type] = {
+    **{"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
+}
+KNOWN_FIELDS = get_type_hints(RunRecord).keys()
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -190,7 +190,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError("it is not a mapping")
     # Lists in one piece: two runs may differ in how many items a list has.
-    return dict(leaves(with_moved_names(config), whole_lists=True))
+    return dict(leaves(config, whole_lists=True))
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
@@ -13,8 +13,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from ddp_runner.config.moved import with_moved_names
-from ddp_runner.config.plain import validate_plain
 from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import Place, Secrets
 from ddp_runner.errors import UserError, one_line
@@ -26,19 +24,34 @@ def to_config(raw: DictConfig) -> Config:
     """Return a composed config as the schema's object, its interpolations resolved.
 
     Raises:
-        UserError: a key is not in the schema, or has what no run can use; see ``plain``.
+        UserError: a key is not in the schema, or a list of texts holds something else.
     """
     for key in map(str, raw):
         if key not in {field.name for field in fields(Config)}:
             raise UserError(f"{key} is not a key of the config; see --help for all keys")
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     assert isinstance(config, Config)
-    validate_plain(config)
+    _validate_texts(config)
     return config
 
 
+def _validate_texts(config: Any, prefix: str = "") -> None:
+    """Reject lists and mappings in lists of texts: OmegaConf lets them in."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            _validate_texts(value, f"{prefix}{field.name}.")
+        elif field.type in (list[str], list[str] | None):
+            for index, text in enumerate(value or ()):
+                if not isinstance(text, str):
+                    key, shown = prefix + field.name, str(text).replace("'", "")
+                    raise UserError(
+                        f"{key}[{index}] ({shown}) must be a text; write {key}=[ONE,OTHER]"
+                    )
+
+
 def frozen_config(path: Path) -> DictConfig:
-    """Return the frozen config of a run by the present names; values of oc.env stay unresolved.
+    """Return the frozen config of a run; values of oc.env stay unresolved.
 
     Raises:
         UserError: the file is damaged, or cannot be read.
@@ -53,8 +66,7 @@ def frozen_config(path: Path) -> DictConfig:
         text = content.decode().strip()
         if text.startswith("---") and not text.endswith("..."):
             raise ValueError("it is cut off")
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
-        frozen = OmegaConf.merge(OmegaConf.structured(Config), with_moved_names(loaded))
+        frozen = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         assert isinstance(frozen, DictConfig)
         lacking = [group for group in RUNNER_KEYS if "_target_" not in frozen[group]]
         if lacking:

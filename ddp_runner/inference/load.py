@@ -1,6 +1,6 @@
 """Builds the model of a run in this very process, as in a notebook: no ranks, no process group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +15,10 @@ from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import is_missing
+from ddp_runner.inference.run_files import model_arguments
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record
-from ddp_runner.train.build import build_dataset
 from ddp_runner.train.build_model import alone, place_model
 
 
@@ -48,21 +47,17 @@ def load_model(
     frozen = frozen_config(run_dir.config)
     # A config that came with somebody else's run must not allow itself to run code.
     frozen.allowed_targets = list(allowed_targets)
-    noted = read_run_record(run_dir).get("model_arguments")
-    arguments = noted if isinstance(noted, Mapping) else None  # None: of an earlier version
-    config = _resolved(frozen, needs_data=arguments is None)
+    config = _resolved(frozen)
     validate_targets(config)
     if config.task != "train":
         raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
     if data_root is not None:
         config = replace(config, data_root=str(data_root))
     found = find_weights(run_dir, config, weights, log=log)
-    if arguments is None:
-        arguments = build_dataset(config, log=log).model_arguments
     mode, devices = alone(config, place)
     with torch.random.fork_rng():
         seed_rng(config.seed)  # equal buffers that no file keeps
-        module = place_model(config, mode, arguments, devices)
+        module = place_model(config, mode, model_arguments(run_dir), devices)
     load_tensors(module, found.tensors, named=str(found.path))
     return LoadedModel(module.eval(), found)
 
@@ -82,14 +77,13 @@ def _usable(device: str | torch.device) -> torch.device:
     return place
 
 
-def _resolved(frozen: DictConfig, *, needs_data: bool) -> Config:
+def _resolved(frozen: DictConfig) -> Config:
     """Return a frozen config as the schema's object.
 
     What reads the environment is left out of groups that the model does not need: a notebook need
     not have the secrets of the training.
     """
-    others = ("trackers", "metrics", "loop", "optimizer", "scheduler")
-    for group in (*others, *(() if needs_data else ("dataset",))):
+    for group in ("trackers", "metrics", "loop", "optimizer", "scheduler", "dataset"):
         plain = OmegaConf.to_container(frozen[group], resolve=False)
         assert isinstance(plain, dict)
         frozen[group] = {key: value for key, value in plain.items() if "${" not in str(value)}

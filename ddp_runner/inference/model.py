@@ -19,7 +19,7 @@ from ddp_runner.data.trees import shape_of
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import from_rank_zero, loop_group, share_group
 from ddp_runner.errors import UserError, is_lost_peer, typed
-from ddp_runner.inference.run_files import logged_at, validate_kept_files
+from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Role
@@ -27,7 +27,6 @@ from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.build import build_dataset, build_metrics, build_step
 from ddp_runner.train.build_model import place_model
 from ddp_runner.train.evaluation import first_samples, forward
@@ -80,13 +79,13 @@ def open_model(session: Session) -> TrainedModel | None:
     run_dir = RunDir(Path(run))
     found: list[Weights] = []
 
-    def facts() -> tuple[int, int, str, Mapping[str, Any] | None]:
+    def facts() -> tuple[int, int, str, dict[str, Any]]:
         weights = find_weights(run_dir, config, config.inference.weights, log=session.log)
         found.append(weights)
-        arguments = read_run_record(run_dir).get("model_arguments")
         epoch = logged_at(run_dir, weights.step).get("epoch")
         epoch = epoch if isinstance(epoch, int) else 0
-        return weights.step, epoch, str(weights.path.relative_to(run_dir.path)), arguments
+        name = str(weights.path.relative_to(run_dir.path))
+        return weights.step, epoch, name, model_arguments(run_dir)
 
     step, epoch, name, arguments = from_rank_zero(facts)
     role = session.mode.role(session.env)
@@ -96,8 +95,6 @@ def open_model(session: Session) -> TrainedModel | None:
         return None
     dataset = build_dataset(config, log=session.log)
     seed_rng(config.seed)  # equal buffers that no file keeps
-    if not isinstance(arguments, Mapping):  # a run of an earlier version
-        arguments = dataset.model_arguments
     module = place_model(config, session.mode, arguments, session.devices)
     tensors = None
     if found:  # on rank 0

@@ -12,6 +12,7 @@ from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
 
 
 def logged_at(run_dir: RunDir, step: int) -> dict[str, Any]:
@@ -27,6 +28,20 @@ def logged_at(run_dir: RunDir, step: int) -> dict[str, Any]:
                 if isinstance(line, dict) and line.get("step") == step:
                     found |= line
     return found
+
+
+def model_arguments(run_dir: RunDir) -> dict[str, Any]:
+    """Return the facts of the data that a run's model was built with.
+
+    Raises:
+        UserError: the run has not noted them, or run.json cannot be read.
+    """
+    arguments = read_run_record(run_dir).get("model_arguments")
+    if not isinstance(arguments, dict):
+        raise UserError(
+            f"{run_dir.record} has no model_arguments, which a run of task=train notes; restore it"
+        )
+    return arguments
 
 
 def dataset_keys(run_dir: RunDir) -> Any:

@@ -34,12 +34,9 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set what ``rng_state`` returned; earlier versions have torch's states alone."""
+    """Set what ``rng_state`` returned."""
     torch.set_rng_state(state["cpu"])
-    if "python" in state:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     if "cuda" in state and device.type == "cuda":
-        states = state["cuda"]  # earlier versions saved only the first device's
-        states = [states] if isinstance(states, torch.Tensor) else states
-        set_rng_states(states, device)
+        set_rng_states(state["cuda"], device)

@@ -27,7 +27,6 @@ from ddp_runner.job import Status
 
 LEDGER, JOURNAL = "sweep.json", "sweep.jsonl"
 UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PREEMPTED)
-EARLIER_WORDS = {"done": Status.COMPLETED, "interrupted": Status.PREEMPTED}  # of version 0.1.0
 INVALID = "invalid"  # the kind of failure of a job with an invalid config
 FORMAT_VERSION = 1
 
@@ -251,7 +250,7 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
     if not all(isinstance(one, str) for one in texts):
         raise ValueError("a job with a field that is not a text")
     try:
-        entry = replace(entry, status=Status(EARLIER_WORDS.get(entry.status, entry.status)))
+        entry = replace(entry, status=Status(entry.status))
     except ValueError:
         raise ValueError(f"a job with the status {entry.status[:40]}") from None
     folder = entry.folder

@@ -225,13 +225,7 @@ def end_session(run_dir: os.PathLike[str], **fields: Unpack[RunFields]) -> None:
 
 
 def _sessions(record: Mapping[str, Any]) -> list[SessionTimes]:
-    """Return a run's sessions; a record of an older version has only the run's times."""
-    run = SessionTimes(
-        started_at=record.get("started_at", 0.0),
-        startup_s=record.get("startup_s"),
-        wall_s=record.get("wall_s"),
-    )
-    sessions: list[SessionTimes] = record.get("sessions", [run] if run["started_at"] else [])
+    sessions: list[SessionTimes] = record.get("sessions", [])
     return sessions
 
 

@@ -38,7 +38,7 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
             )
         argument: object = module
     elif params == ParamsConfig():
-        argument = module.parameters()  # frozen ones, too: earlier checkpoints number them
+        argument = module.parameters()
     else:
         argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
     optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)

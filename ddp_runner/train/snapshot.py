@@ -138,7 +138,7 @@ def _load(
         state.ema.load_state_dict(content["ema"])
     if content["scaler"]:  # empty if the run's precision scaled no loss
         state.scaler.load_state_dict(content["scaler"])
-    has_same_shares = content.get("model_ranks", 1) == setup.role.model_ranks
+    has_same_shares = content["model_ranks"] == setup.role.model_ranks
     if len(saved_rngs) == setup.env.world_size and has_same_shares:
         set_rng_state(saved_rngs[setup.env.rank], setup.devices[0])
     elif setup.env.is_rank_zero:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.config.moved import present_name
 from ddp_runner.config.schema import RunConfig, leaves
 from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.data.dataset import Dataset
@@ -21,7 +20,10 @@ NESTED = (
     *("train_transform", "eval_transform", "decode"),
 )
 HOW_LOADED = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
-SNAPSHOT_PARTS = {"model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of"}
+SNAPSHOT_PARTS = {
+    *("model", "optimizer", "scheduler", "scaler", "position", "rng", "model_ranks", "made_of"),
+    *("data", "order_version"),
+}
 
 
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
@@ -118,17 +120,14 @@ def validate_same_run(
         UserError: the checkpoint has another model, optimizer or dataset, stands at a place that
             the order of samples does not have, or the samples changed.
     """
-    # A loss may have moved to another module since.
-    saved = {key: present_name(value) for key, value in content["made_of"].items()}
+    saved = dict(content["made_of"])
     is_amid_epoch = position.step_in_epoch > 0 or bool(position.outstanding)
     if not is_amid_epoch:
         saved["batch.global_size"] = config.batch.global_size  # it may change between epochs
     now = identity(config, setup.dataset)
-    of_optimizing = _of_optimizing(config)
-    saved = dict.fromkeys(of_optimizing) | saved
-    # An earlier version may not have saved a key yet.
+    # A value that came from the environment was not saved.
     changed = [key for key, value in now["made_of"].items() if saved.get(key, value) != value]
-    is_of_optimizing = {*changed} <= of_optimizing.keys()
+    is_of_optimizing = {*changed} <= _of_optimizing(config).keys()
     if changed:
         raise UserError(
             f"checkpoint {path} was made with "
@@ -147,15 +146,14 @@ def validate_same_run(
             f"checkpoint {path} stands at step {position.step_in_epoch} of an epoch that has "
             f"{steps_per_epoch}; use a checkpoint that this program wrote"
         )
-    if is_amid_epoch and content.get("order_version", 1) != now["order_version"]:
+    if is_amid_epoch and content["order_version"] != now["order_version"]:
         raise UserError(
             f"checkpoint {path} was saved amid epoch {position.epoch + 1} by a version of "
             "ddp_runner that puts the samples in another order, so that some would be used twice "
             "and others never; finish the epoch with that version, or resume from a checkpoint "
             "between epochs"
         )
-    if isinstance(content.get("data"), dict):  # else a version that did not save them yet
-        _validate_same_data(content["data"], now["data"], setup.dataset.name, path)
+    _validate_same_data(content["data"], now["data"], setup.dataset.name, path)
 
 
 def _validate_same_readers(content: dict[str, Any], setup: Setup, path: Path) -> None:

@@ -176,30 +176,10 @@ def test_runs_on_one_and_on_four_gpus_are_different_settings(tmp_path: Path) -> 
     assert four.strong.efficiency == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("record", "num_devices"),
-    [
-        ({"num_devices": 8, "devices": ["cuda:0"]}, 8),
-        ({"devices": ["cuda:0"]}, 2),
-        ({"devices": ["cuda:0", "cuda:1"]}, 4),
-        ({"devices": ["cpu", "cpu"]}, 2),
-        ({"devices": None}, 2),
-        ({"num_devices": "many"}, 2),
-    ],
-)
-def test_an_older_record_implies_the_number_of_devices(
-    tmp_path: Path, record: dict[str, Any], num_devices: int
-) -> None:
-    """Distinct GPUs of rank 0, times the ranks; without GPUs, the ranks."""
-    write_run(tmp_path / "run", config={"world_size": 2}, record=record)
-    (row,) = compared(tmp_path).rows
-    assert row.num_devices == num_devices
-
-
-@pytest.mark.parametrize("field", ["parallel_jobs", "packed"])
-def test_parallel_jobs_have_no_speedup_unless_asked_for(tmp_path: Path, field: str) -> None:
-    """They have rows of their own; earlier versions wrote `packed` into run.json."""
-    write_scaling(tmp_path, {1: 200.0, 2: 300.0}, batches=STRONG, record={field: True})
+def test_parallel_jobs_have_no_speedup_unless_asked_for(tmp_path: Path) -> None:
+    """They have rows of their own."""
+    record = {"parallel_jobs": True}
+    write_scaling(tmp_path, {1: 200.0, 2: 300.0}, batches=STRONG, record=record)
     write_scaling(tmp_path, {4: 500.0}, batches=STRONG)
     assert [row.strong for row in compared(tmp_path).rows] == [None, None, None]
     scalings = [row.strong for row in compared(tmp_path, include_parallel_jobs=True).rows]
@@ -286,7 +266,7 @@ def test_a_run_with_one_line_has_only_its_warm_up(tmp_path: Path) -> None:
 
 
 def test_warnings_name_what_else_differs_between_runs(tmp_path: Path) -> None:
-    """Here two hosts, and a key that an earlier version did not have."""
+    """Here two hosts, and a key that a run does not have."""
     write_run(tmp_path / "a", record={"host": "elsewhere"})
     write_run(tmp_path / "b", config={"train.clip_norm": 1.0})
     sentences = " ".join(compared(tmp_path).warnings)

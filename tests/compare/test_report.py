@@ -292,7 +292,7 @@ def test_one_run_has_a_page_of_its_own(tmp_path: Path) -> None:
     ("overrides", "groups"),
     [
         (["resume=outputs/a", "train.epochs=9"], []),  # the keys it began with are gone
-        (["train.epochs=9"], None),  # another launcher's command, or an older version's
+        (["train.epochs=9"], None),  # another launcher's command
         (["train.epochs=9"], ["; rm -r ."]),
     ],
 )

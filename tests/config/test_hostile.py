@@ -1,6 +1,5 @@
 """A run folder that somebody else made may hold anything: resuming it runs none of its code."""
 
-import hashlib
 import importlib
 import inspect
 import json
@@ -18,6 +17,7 @@ from commands import run_command
 from configs import config_error, resolved
 from omegaconf import OmegaConf
 
+from ddp_runner.checkpoint.manifest import MANIFEST, manifest_text
 from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
 from ddp_runner.config.instantiate import construct, find, make
 from ddp_runner.config.load import to_config
@@ -356,11 +356,7 @@ def test_the_command_rejects_a_hostile_checkpoint(tmp_path: Path) -> None:
     state = tmp_path / "checkpoints" / "step-00000001" / "state.pt"
     state.parent.mkdir(parents=True)
     (tmp_path / "evil.pt").rename(state)
-    content = state.read_bytes()
-    size, digest = len(content), hashlib.sha256(content).hexdigest()
-    files = {"state.pt": {"size": size, "sha256": digest}}
-    manifest = {"format_version": 1, "step": 1, "metrics": {}, "files": files}
-    (state.parent / "manifest.json").write_text(json.dumps(manifest))
+    (state.parent / MANIFEST).write_text(manifest_text(state, step=1, metrics={}))
     end = run_command(f"resume={tmp_path}", folder=tmp_path / "here")
     assert "could run code (none was run)" in one_line(end)
     assert not mark.exists()

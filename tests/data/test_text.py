@@ -12,7 +12,6 @@ from ranks import run_ranks
 from texts import BAD, GOOD, csv_error, csv_text, load_csv, write_reviews
 
 from ddp_runner.cli.compose import validate_files
-from ddp_runner.config.moved import with_moved_names
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
@@ -106,13 +105,6 @@ def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer file"):
         load_tokenizer(tmp_path / "run" / "tokenizer")
-
-
-def test_a_frozen_config_of_an_earlier_version_still_builds() -> None:
-    """Its model has a key for the tokenizer, which the dataset passes on by itself now."""
-    config, _ = resolved("model=bert")
-    earlier = {"model": config.model | {"tokenizer": "folder"}, "dataset": config.dataset}
-    assert with_moved_names(earlier) == {"model": config.model, "dataset": config.dataset}
 
 
 def prepare(env: DistEnv, path: Path) -> tuple[str, list[str]]:

@@ -77,6 +77,7 @@ def write_run(
         "versions": _versions(),
         "host": "here",
         "world_size": keys["world_size"],
+        "num_devices": keys["world_size"],
         "started_at": folder.stat().st_ctime,
         "wall_s": 9.0,
         "startup_s": 1.5,

@@ -1,4 +1,4 @@
-"""DDP without a process group: what it builds, and the names of earlier versions."""
+"""DDP without a process group: what it builds."""
 
 from typing import Any
 
@@ -7,22 +7,17 @@ import torch
 import yaml
 from torch import nn
 
-from ddp_runner.config.moved import with_moved_names
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.parallelism.ddp import DDP
 
 CPU = torch.device("cpu")
 
 
-def keys(mode: str) -> dict[str, Any]:
-    """Return the keys of a mode's YAML."""
-    return dict(yaml.safe_load((CONFIG_DIR / "parallelism" / f"{mode}.yaml").read_text()))
-
-
 def ddp(**changes: bool) -> DDP:
     """Return the mode of parallelism=ddp with some keys changed."""
-    constructor = {key: value for key, value in keys("ddp").items() if key != "_target_"}
-    return DDP(**{**constructor, **changes})
+    keys: dict[str, Any] = yaml.safe_load((CONFIG_DIR / "parallelism" / "ddp.yaml").read_text())
+    del keys["_target_"]
+    return DDP(**{**keys, **changes})
 
 
 @pytest.mark.parametrize(("is_synced", "kind"), [(False, nn.BatchNorm1d), (True, nn.SyncBatchNorm)])
@@ -38,10 +33,3 @@ def test_no_sync_names_what_it_was_given() -> None:
     """A bare model would reduce nothing, and train each rank on its own."""
     with pytest.raises(TypeError, match=r"not <class 'torch\.nn\.modules\.linear\.Linear'>"):
         ddp().no_sync(nn.Linear(1, 1))
-
-
-def test_runs_frozen_with_the_old_class_of_ddp_mp_use_ddp() -> None:
-    """Only the target changed; the keys that such a run has still fit."""
-    present = keys("ddp_mp")
-    frozen = {**present, "_target_": "ddp_runner.parallelism.ddp_mp.DDPModelParallel"}
-    assert with_moved_names({"parallelism": frozen}) == {"parallelism": present}

@@ -224,20 +224,6 @@ def spy_on_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded_onto
 
 
-def test_checkpoints_with_one_state_of_random_numbers_still_load(tmp_path: Path) -> None:
-    """Earlier versions saved that of the first GPU alone."""
-    case = CASES["ddp_mp"]
-    config, real = case.config(), real_dataset()
-    with fake_gpus(case.gpus, ranks=case.ranks) as gpus, pytest.MonkeyPatch.context() as patch:
-        state = build(case, config, real)
-        patch.setattr("ddp_runner.rank.rng.rng_states", lambda first: torch.zeros(5).byte())
-        save(state, config, tmp_path, step=4, epoch=1)
-        restore(state, config, tmp_path, log=print)
-        assert {index: content.numel() for index, content in gpus.rng.items()} == {
-            **{0: 16, 1: 17, 2: 5, 3: 19}
-        }
-
-
 def test_random_numbers_follow_a_rank_to_other_gpus() -> None:
     """Saved on GPUs 2 and 3 of four, they are taken up on the only two that the rank sees now."""
     with fake_gpus(4):

@@ -26,7 +26,7 @@ from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.schema import SweepConfig
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import Batch, recorded, run_jobs
-from ddp_runner.sweep.ledger import EARLIER_WORDS, INVALID, JOURNAL, LEDGER, Entry, Ledger
+from ddp_runner.sweep.ledger import INVALID, JOURNAL, LEDGER, Entry, Ledger
 from ddp_runner.sweep.results import sweep_table
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.tracking.run_dir import RunDir
@@ -143,18 +143,6 @@ def test_a_ledger_at_rest_is_one_file_to_read(tmp_path: Path) -> None:
     assert mine.command() == ["mine"]
     mine.fold()
     assert theirs.entry("b").status == "running"
-
-
-def test_a_ledger_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    """Those versions wrote sweep.json at each change, with other words at first."""
-    jobs = [{**asdict(Entry(name, name)), "status": word} for name, word in EARLIER_WORDS.items()]
-    fields = {"format_version": 1, "command": ["mine"], "jobs": jobs}
-    (tmp_path / LEDGER).write_text(json.dumps(fields))
-    ledger = Ledger(tmp_path)
-    assert ledger.begin(command=["mine"], retry_failed=False) == []
-    ledger.queue({"new": "done"}, invalid=())
-    found = {entry.folder: entry.status for entry in ledger.read().values()}
-    assert found == {"done": "completed", "interrupted": "preempted", "done-2": "queued"}
 
 
 def test_a_launcher_that_is_killed_while_it_writes_leaves_a_ledger(tmp_path: Path) -> None:

@@ -89,16 +89,6 @@ def test_a_run_that_begins_anew_in_its_folder_forgets_its_earlier_sessions(tmp_p
     assert (fields["started_at"], len(fields["sessions"])) == (now, 1)
 
 
-def test_a_record_without_sessions_counts_as_one(tmp_path: Path) -> None:
-    """As an earlier version wrote it."""
-    write_run_record(tmp_path, started_at=AN_HOUR_AGO, startup_s=2.0, wall_s=50.0)
-    begin_session(tmp_path, started_at=time.time())
-    end_session(tmp_path)
-    fields = record(tmp_path)
-    assert (fields["started_at"], fields["startup_s"]) == (AN_HOUR_AGO, 2.0)
-    assert 50 <= fields["wall_s"] < 600
-
-
 def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> dict[str, Any]:
     """Run a rank as a worker does."""
     job = Job(config, started_at=started_at, code={"versions": versions()}, run_dir=run_dir)

@@ -8,17 +8,15 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from train_states import TOY, Trace, at, build, compose_config, flat_weights, run_loop, take_steps
+from train_states import TOY, Trace, build, compose_config, flat_weights, run_loop, take_steps
 
-from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.schema import Config
-from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.build import build_schedule
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.parameters import freeze, parameter_groups
-from ddp_runner.train.snapshot import restore, snapshot
+from ddp_runner.train.snapshot import restore
 
 NUM_STEPS = 6
 
@@ -228,33 +226,3 @@ def test_a_model_that_is_wholly_frozen_has_nothing_to_train() -> None:
     """An optimizer without parameters would raise an error that names none of this."""
     (error,) = run_ranks(error_of, 1, compose_config(*TOY, "params.freeze=['*']"))
     assert "model=toy has no parameter that requires a gradient" in error
-
-
-def from_an_earlier_version(
-    env: DistEnv, config: Config, other: Config, folder: Path
-) -> tuple[int | None, str]:
-    """Resume from a checkpoint that knows none of these keys, without them and with one."""
-    state = build(env, config)
-    content: dict[str, Any] = snapshot(at(state, step=1), config)
-    made_of = content["made_of"]
-    content["made_of"] = {
-        key: one for key, one in made_of.items() if not key.startswith(("params.", "ema."))
-    }
-    known = ("epoch", "step", "step_in_epoch", "outstanding")
-    content["position"] = {key: content["position"][key] for key in known}
-    assert len(content["made_of"]) < len(made_of)
-    save_checkpoint(folder, content, step=1, metrics={}, config=CheckpointConfig(keep=1), log=print)
-    step = restore(build(env, config), config, folder, log=print)
-    with pytest.raises(UserError) as error:
-        restore(build(env, other), other, folder, log=print)
-    return step, str(error.value)
-
-
-def test_a_checkpoint_of_an_earlier_version_has_neither_groups_nor_frozen_parameters(
-    tmp_path: Path,
-) -> None:
-    """It goes on as it was, and not with a part of the model frozen."""
-    config, other = compose_config(*TOY), compose_config(*TOY, FROZEN)
-    ((step, error),) = run_ranks(from_an_earlier_version, 1, config, other, tmp_path)
-    assert step == 1
-    assert "was made with params.freeze=None, this run has params.freeze=['net1.bias']" in error

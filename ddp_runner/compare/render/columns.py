@@ -52,8 +52,8 @@ def legends(comparison: Comparison) -> dict[str, str]:
         "cores' time during a run (load in run.json)",
         "time_to_target_s": "from the first step (start-up excluded) to the first line that "
         "reached it; (2 of 3) means that one run never did",
-        "peak_memory_gib": "peak memory of the rank that needed most (rank 0's in earlier versions "
-        "and in a loop of your own): of its GPU if it has one, else of its process, in RAM",
+        "peak_memory_gib": "peak memory of the rank that needed most (rank 0's in a loop of your "
+        "own): of its GPU if it has one, else of its process, in RAM",
         "comm_share": "its share of the step time; not known of modes whose ranks wait for each "
         "other within the forward and backward, as fsdp and tp",
         "skew_ms": "of each step, how long half of the ranks or more waited for the rank that they "
