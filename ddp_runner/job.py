@@ -101,7 +101,7 @@ class Job:
     earlier: tuple[tuple[int | None, str], ...] = ()  # of each attempt: first step, why it ended
     begun_in: Path | None = None  # the folder that an attempt of this launch claimed
     slot: Slot | None = None  # for a parallel job
-    number: int = 1  # its place in the sweep
+    number: int = 1  # its place in the sweep; 0: a calibration
     title: str = ""  # its name in a sweep
     shows_header: bool = True  # a sweep shows it once, for the first job that it runs
     overrides: tuple[str, ...] = ()

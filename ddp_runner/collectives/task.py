@@ -48,6 +48,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
             started_at=job.started_at,
             title=job.title,
             heartbeat=session.heartbeat,
+            shows_curves=job.number > 0,  # steps are bytes here, a calibration's beside a sweep's
         )
     logger.step_done(step=0, epoch=0)  # the start-up ends here
     measurements, status = list[Measurement](), Status.COMPLETED

@@ -58,16 +58,13 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) -> list[str]:
-    """Write every format, the plots, the report and the TensorBoard runs of paths into a folder.
-
-    Return a line for each.
+    """Write every format, the plots and the report into a folder; return a line for each.
 
     Raises:
         UserError: the folder cannot be written.
     """
     from ddp_runner.compare.render.plots import figures, write_plots  # matplotlib is slow
     from ddp_runner.compare.render.report.page import write_report
-    from ddp_runner.compare.render.tensorboard import write_board
 
     lines = []
     try:
@@ -78,10 +75,8 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
             lines.append(f"wrote {path}")
         drawn = figures(comparison)
-        pictures, plot_lines = write_plots(drawn, folder)
-        board_line = write_board(comparison, folder / "tensorboard", pictures=pictures)
-        report_line = write_report(comparison, drawn, folder, paths=paths)
-        return [*lines, *plot_lines, board_line, report_line]
+        lines += write_plots(drawn, folder)
+        return [*lines, write_report(comparison, drawn, folder, paths=paths)]
     except OSError as error:
         raise UserError(
             f"--out ({folder}) cannot be written ({error.strerror}); choose a writable folder"

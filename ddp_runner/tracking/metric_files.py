@@ -30,6 +30,15 @@ ENDED = (Status.COMPLETED, Status.FAILED)
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
 
 
+class NoEvents:
+    """Takes the events of a run that TensorBoard does not show."""
+
+    def add_event(self, *arguments: object) -> None:
+        """Do nothing."""
+
+    add_summary = flush = close = add_event
+
+
 class MetricFiles:
     """Writes the same numbers to metrics.jsonl and to TensorBoard. Rank 0 only.
 
@@ -41,12 +50,20 @@ class MetricFiles:
         config_text: the run's YAML, shown under TensorBoard's Text; its keys under HParams.
         resume_step: the step of the checkpoint that the run goes on from. None: it begins anew,
             and what an attempt before its first checkpoint logged is cut away.
+        has_events: whether there is anything for TensorBoard.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, run_dir: Path, *, config_text: str, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        config_text: str,
+        resume_step: int | None = None,
+        has_events: bool = True,
+    ) -> None:
         # Only rank 0 pays for these imports.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard import FileWriter
@@ -67,7 +84,9 @@ class MetricFiles:
             # TensorBoard's default loader ignores purge_step: it shows all that the files hold. So
             # they are written anew from the lines, of which a kill loses none.
             earlier_files = list(run_dir.glob(EVENT_FILES))
-            self._events = FileWriter(str(run_dir), flush_secs=FLUSH_S)
+            self._events = (
+                FileWriter(str(run_dir), flush_secs=FLUSH_S) if has_events else NoEvents()
+            )
             # A TensorBoard that is open forgets what it has read of this run.
             self._events.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
             summaries = header(run_dir, config_text)

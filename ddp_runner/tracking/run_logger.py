@@ -52,6 +52,7 @@ class RunLogger:
         total_epochs: epochs of the whole run; 0: not known.
         title: what a sweep calls the job; empty for a run of its own.
         heartbeat: of the session, which shows how far the run is.
+        shows_curves: whether TensorBoard shows the run.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RunLogger:
         total_epochs: int = 0,
         title: str = "",
         heartbeat: Heartbeat | None = None,
+        shows_curves: bool = True,
     ) -> None:
         self._heartbeat = heartbeat or Heartbeat()
         self._heartbeat.step = resume_step
@@ -73,8 +75,12 @@ class RunLogger:
         self._run_dir, self._started_at, self._title = run_dir, started_at, title
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
-        config_text = run_dir.config.read_text(encoding="utf-8")
-        self._files = MetricFiles(run_dir.path, config_text=config_text, resume_step=resume_step)
+        self._files = MetricFiles(
+            run_dir.path,
+            config_text=run_dir.config.read_text(encoding="utf-8"),
+            resume_step=resume_step,
+            has_events=shows_curves,
+        )
         self._progress = progress(
             max_steps,
             total_epochs=total_epochs,

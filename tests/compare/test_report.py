@@ -9,6 +9,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from browser import browser_path, browser_tab
@@ -18,7 +19,6 @@ from html_pages import Element, read_page
 from ddp_runner.compare.__main__ import run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.render.columns import columns
-from ddp_runner.compare.render.drawing import PART_COLOURS
 from ddp_runner.compare.render.report import page as report_page
 from ddp_runner.compare.render.report.curves import SIZE, curves, thinned
 from ddp_runner.compare.runs import read_run, read_runs
@@ -29,11 +29,12 @@ HOSTILE = (
     "<script>alert(1)</script>\"'</style></title></svg><img src=https://evil.example/x "
     "onerror=alert(2)>\u202egnp.exe $x^$ {{7*7}} {% x %} \x1b[31m\x00"
 )
+SVG = "data:image/svg+xml;base64,"
 VISIBLE = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\x00", "\\x00")
 TAGS = (
     "html head meta title style body header p button h1 span b a nav section h2 h3 label input "
     "select option output div table caption thead tr th tbody td main figure figcaption small svg "
-    "path use g text defs clippath rect details summary dl dt dd ul li pre script"
+    "path rect img details summary dl dt dd ul li pre script"
 )
 
 
@@ -167,9 +168,6 @@ def test_links_lead_to_places_in_the_page(written: Path) -> None:
     links = [one.attributes["href"] for one in page.inside if "href" in one.attributes]
     assert len(links) > 20
     assert {link.removeprefix("#") for link in links} <= set(ids)
-    clips = {one.attributes["clip-path"] for one in page.inside if "clip-path" in one.attributes}
-    assert clips
-    assert clips <= {f"url(#{one})" for one in ids}
 
 
 def test_nothing_comes_from_outside(written: Path) -> None:
@@ -180,12 +178,13 @@ def test_nothing_comes_from_outside(written: Path) -> None:
     page, text = read_page(written), written.read_text(encoding="utf-8")
     for element in page.inside:
         for name, value in element.attributes.items():
-            assert name not in ("src", "srcset", "action", "style", "background", "poster")
+            assert name not in ("srcset", "action", "style", "background", "poster")
+            assert name != "src" or (element.tag == "img" and value.startswith(SVG))
             assert not name.startswith("on")
             assert "://" not in value
             assert name != "href" or value.startswith("#")
     assert "://" not in text
-    assert not re.search(r"@import|url\((?!#)", text)
+    assert not re.search(r"@import|url\(", text)
     (style,), (script,) = page.all("style"), page.all("script")
     (policy,) = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
     rules = dict(rule.strip().split(" ", 1) for rule in policy.attributes["content"].split(";"))
@@ -193,7 +192,9 @@ def test_nothing_comes_from_outside(written: Path) -> None:
     for name, element in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(element.text.encode()).digest()).decode()
         assert rules[name] == f"'sha256-{digest}'"
-    assert set(rules) == {"default-src", "base-uri", "form-action", "style-src", "script-src"}
+    assert rules["img-src"] == "data:"
+    others = {"style-src", "script-src", "img-src"}
+    assert set(rules) == {"default-src", "base-uri", "form-action", *others}
 
 
 @pytest.mark.parametrize("what", ["several runs", "one run"])
@@ -234,6 +235,7 @@ def test_hostile_text_stays_text(tmp_path: Path, what: str) -> None:
     assert {one.tag for one in page.inside} <= set(TAGS.split())
     assert len(page.all("script")) == len(page.all("style")) == len(page.all("title")) == 1
     assert "alert" not in page.all("script")[0].text
+    assert len(plots(page)) == (4 if what == "several runs" else 0)
     assert not [one for one in page.inside if any(key.startswith("on") for key in one.attributes)]
     assert not re.search("[\u202e\x1b\x00]", text)
     assert page.text.count(VISIBLE) > (30 if what == "several runs" else 8)
@@ -360,25 +362,24 @@ def test_many_runs_have_a_table_but_no_details(
     assert "3 runs have no details here" in page.text
 
 
-def test_plots_take_the_colours_of_the_page(written: Path) -> None:
-    """Every colour is a variable, which differs in the dark; text is text; no style attribute."""
-    page = read_page(written)
-    plots = [one for one in page.all("svg") if "plot-0" in str(one.inside)]
-    assert len(plots) == 4
-    paints = {
-        one.attributes[key]
-        for plot in plots
-        for one in (plot, *plot.inside)
-        for key in ("fill", "stroke")
-        if key in one.attributes
+def plots(page: Element) -> dict[str, ElementTree.Element]:
+    """Return the plots of a page as XML, by their titles."""
+    images = {one.attributes["alt"]: one.attributes["src"] for one in page.all("img")}
+    return {
+        title: ElementTree.fromstring(base64.b64decode(url.removeprefix(SVG), validate=True))
+        for title, url in images.items()
     }
-    assert {paint for paint in paints if not paint.startswith("var(--")} == {"none"}
-    used = {paint[4:-1] for paint in paints - {"none"}}
-    assert {f"--plot-{number}" for number in range(len(PART_COLOURS))} <= set(schemes())
-    assert used <= set(schemes())
-    words = [one.text for plot in plots for one in plot.all("text")]
-    assert "Training loss by optimizer step" in words
-    assert not any("font-family" in one.attributes for plot in plots for one in plot.inside)
+
+
+def test_plots_are_pictures_with_a_title_and_no_ground(written: Path) -> None:
+    """In the dark a filter inverts them, so that a white ground would be a black one."""
+    drawn = plots(read_page(written))
+    assert len(drawn) == 4
+    assert "Training loss by optimizer step" in drawn
+    for plot in drawn.values():
+        ground = plot.find(".//{*}g[@id='patch_1']/{*}path")
+        assert ground is not None
+        assert ground.attrib["style"].startswith("fill: none")
 
 
 def schemes() -> dict[str, tuple[str, str]]:
@@ -389,7 +390,7 @@ def schemes() -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_legible_in_both_schemes(scheme: str) -> None:
-    """At least 4.5:1 on every ground, which is level AA of WCAG 2.2; 3:1 for the lines of plots."""
+    """At least 4.5:1 on every ground, which is level AA of WCAG 2.2; 3:1 for curves."""
     colours = {name: pair[scheme == "dark"] for name, pair in schemes().items()}
 
     def luminance(colour: str) -> float:
@@ -404,8 +405,7 @@ def test_text_is_legible_in_both_schemes(scheme: str) -> None:
     for text in ("--text", "--quiet", "--link", "--good", "--bad", "--warn"):
         for ground in ("--page", "--raised", "--hover"):
             assert contrast(text, ground) >= 4.5, (text, ground)
-    for line in (name for name in colours if name.startswith("--plot-")):
-        assert contrast(line, "--page") >= 4.5, line
+    assert contrast("--plot", "--page") >= 4.5
 
 
 def test_a_curve_keeps_spikes_and_gaps(tmp_path: Path) -> None:
@@ -448,6 +448,9 @@ def test_a_browser_sorts_filters_and_asks_for_nothing(written: Path) -> None:
         assert tab.evaluate(ground) == "rgb(255, 255, 255)" != dark
         tab.click("#theme")
         assert tab.evaluate(ground) == dark
+        loaded = "all => all.map(one => one.naturalWidth > 0 && getComputedStyle(one).filter)"
+        inverted = tab.locator(".plot img").evaluate_all(loaded)
+        assert inverted == ["invert(1) hue-rotate(180deg)"] * 4
 
         column = "#results tbody td:nth-child({0}), #results tbody th:nth-child({0})"
         titles = tab.locator("#results thead th").all_text_contents()

@@ -44,6 +44,7 @@ def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> 
         assert f"{name}: model=toy_mp is cut into 2 stages and parallelism=ddp" in end.stdout
         assert not (sweep / name).exists()
 
+    assert not list((sweep / calibration).glob("events.out.tfevents.*"))
     measured = record(sweep / calibration)
     assert {(row["op"], row["dtype"]) for row in measured["collectives"]} == {
         ("all_reduce", "float32")

@@ -3,6 +3,8 @@
 ``drawing`` decides how they look.
 """
 
+import base64
+import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -43,24 +45,32 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
         }
 
 
-def write_plots(drawn: Mapping[str, "Figure | str"], folder: Path) -> tuple[list[Path], list[str]]:
-    """Write each plot as PNG and SVG into a folder; return the PNG files, and a line for each plot.
-
-    A plot that lacks its numbers has a line that says why.
-    """
+def write_plots(drawn: Mapping[str, "Figure | str"], folder: Path) -> list[str]:
+    """Write each plot as PNG and SVG into a folder; return a line for each, or why it lacks."""
     from matplotlib import rc_context
 
-    pictures, lines = [], []
+    lines = []
     for name, figure in drawn.items():
         if isinstance(figure, str):
             lines.append(f"no plot {name}: {figure}")
             continue
-        pictures.append(folder / f"{name}.png")
         with rc_context(STYLE):
-            figure.savefig(pictures[-1], dpi=150)
+            figure.savefig(folder / f"{name}.png", dpi=150)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         lines.append(f"wrote {folder / name}.png and .svg")
-    return pictures, lines
+    return lines
+
+
+def data_url(figure: "Figure") -> str:
+    """Return a plot as SVG without a background, in a data: URL, for a page that loads nothing."""
+    from matplotlib import rc_context
+
+    # A page that is passed on has no address in it.
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    file = io.BytesIO()
+    with rc_context(STYLE):
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _scaling(comparison: Comparison) -> "Figure | str":

@@ -14,9 +14,9 @@ from markupsafe import Markup
 from ddp_runner import __version__
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.render.columns import columns, legends
+from ddp_runner.compare.render.plots import data_url
 from ddp_runner.compare.render.report.curves import SIZE
 from ddp_runner.compare.render.report.details import Details, details
-from ddp_runner.compare.render.report.inline_svg import inline_svg
 from ddp_runner.compare.render.report.origins import Pairs, config_table, machines_table
 from ddp_runner.compare.render.report.tables import (
     main_table,
@@ -55,7 +55,7 @@ class Report:
     legends: tuple[tuple[str, str], ...]  # of the columns
     sections: tuple[tuple[str, Sequence[str]], ...]  # remarks below the table
     skipped: Table | None
-    plots: Mapping[str, Markup]
+    plots: tuple[tuple[str, Markup], ...]  # their titles and data: URLs
     scaling: Table | None
     parity: Table | None
     hints: tuple[str, ...]  # why parity may break
@@ -127,7 +127,7 @@ def _report(
     has_table, texts = bool(comparison.rows) and not is_single, legends(comparison)
     shown = columns(comparison)
     numbers = {one.run.folder: one for one in runs}
-    plots = {name: figure for name, figure in drawn.items() if not isinstance(figure, str)}
+    plots = [figure for figure in drawn.values() if not isinstance(figure, str)]
     name = runs[0].name if is_single else ", ".join(path.resolve().name for path in paths[:3])
     left_out = ("columns", "skipped", "loss parity", *(["notes"] if is_single else []))
     return Report(
@@ -143,10 +143,10 @@ def _report(
             one for one in sections(comparison, shown) if not one[0].startswith(left_out)
         ),
         skipped=skipped_table(runs) if not is_single else None,
-        plots={
-            name: Markup(inline_svg(figure, name=name))
-            for name, figure in (plots.items() if has_table else ())
-        },
+        plots=tuple(
+            (figure.get_suptitle(), Markup(data_url(figure)))
+            for figure in (plots if has_table else ())
+        ),
         scaling=scaling_table(comparison, numbers),
         parity=parity_table(comparison, numbers),
         hints=PARITY_HINTS if any(one.first_break is not None for one in comparison.parity) else (),
