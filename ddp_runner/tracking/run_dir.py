@@ -73,8 +73,8 @@ class RunDir:
         return self.path.is_dir()
 
     @contextmanager
-    def locked(self, *, patience_s: float = 0.0) -> Iterator[None]:
-        """Hold the folder for this process only, after waiting for another one to release it.
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process only.
 
         Raises:
             InUseError: another process holds it; the message names the process.
@@ -83,7 +83,7 @@ class RunDir:
         self._forbid_links()
         lock = self._file_lock()
         try:
-            lock.acquire(timeout=patience_s)
+            lock.acquire(timeout=0)
         except TimeoutError:
             who = "another process"
             with suppress(OSError):  # it may have ended since
