@@ -14,8 +14,13 @@ from typing import Any
 from ddp_runner.config.inference import InferenceConfig
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.measuring import CollectivesConfig
-from ddp_runner.config.optimizing import EarlyStopConfig, EmaConfig, ParamsConfig
-from ddp_runner.config.training import CheckpointConfig, TrainConfig
+from ddp_runner.config.training import (
+    CheckpointConfig,
+    EarlyStopConfig,
+    EmaConfig,
+    ParamsConfig,
+    TrainConfig,
+)
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.

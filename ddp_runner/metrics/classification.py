@@ -1,11 +1,12 @@
-"""Metrics of classifiers: top-k accuracy, and the area under the ROC curve."""
+"""Metrics of classifiers: of samples, of pixels, and of the tokens of a language model."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ddp_runner.data.dataset import IGNORED
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import validate_scores
+from ddp_runner.metrics.confusion import confusion_counts, validate_scores
 
 
 class TopKAccuracy:
@@ -107,3 +108,94 @@ def _area(scores: Tensor, is_positive: Tensor) -> float:
     num_negative = len(scores) - num_positive
     wins = ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2
     return float(wins / (num_positive * num_negative))
+
+
+class MeanIoU:
+    """The mean over the classes of intersection over union, for a class of each pixel.
+
+    Outputs (batch, classes, height, width), targets (batch, height, width); any other number of
+    dimensions after the classes works, too. Targets of -100 do not count. It is the share of the
+    pixels that both prediction and truth give a class, among those that either gives it. A class
+    that neither has is left out.
+    """
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.counts: Tensor | None = None  # (classes, classes + 1), see confusion_counts
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count the pixels of a batch.
+
+        Raises:
+            UserError: see ``confusion_counts``.
+        """
+        counts = confusion_counts(outputs, targets, num_classes=outputs.shape[1])
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def compute(self) -> float:
+        """Return the mean over the classes; NaN without a pixel."""
+        if self.counts is None:
+            return float("nan")
+        shared = self.counts.diagonal().double()
+        either = self.counts.sum(dim=1) + self.counts.sum(dim=0)[:-1] - shared
+        occurs = either > 0
+        return float((shared[occurs] / either[occurs]).mean())
+
+
+class PixelAccuracy:
+    """The share of pixels whose class is predicted; outputs and targets as of ``MeanIoU``."""
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.hits = self.count = 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count the pixels of a batch.
+
+        Raises:
+            UserError: see ``confusion_counts``.
+        """
+        counts = confusion_counts(outputs, targets, num_classes=outputs.shape[1])
+        self.hits += int(counts.diagonal().sum())
+        self.count += int(counts.sum())
+
+    def compute(self) -> float:
+        """Return the share; NaN without a pixel."""
+        return self.hits / self.count if self.count else float("nan")
+
+
+class Perplexity:
+    """The exponential of the mean cross-entropy of a token. Targets of -100 do not count.
+
+    Outputs are logits (batch, tokens, vocabulary), or (batch, vocabulary, tokens) as torch's
+    cross_entropy takes them. Targets are (batch, tokens).
+    """
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add the cross-entropy of a batch.
+
+        Raises:
+            UserError: the outputs have no logits for each token.
+        """
+        if outputs.shape[:-1] == targets.shape:
+            outputs = outputs.movedim(-1, 1)
+        elif (outputs.shape[0], *outputs.shape[2:]) != tuple(targets.shape):
+            raise UserError(
+                f"perplexity needs logits (batch, tokens, vocabulary), not outputs "
+                f"{tuple(outputs.shape)} with targets {tuple(targets.shape)}"
+            )
+        losses = F.cross_entropy(outputs.float(), targets, reduction="none")  # 0 where ignored
+        self.total += float(losses.double().sum())
+        self.count += int((targets != IGNORED).sum())
+
+    def compute(self) -> float:
+        """Return the perplexity, 1 or greater; NaN without a token."""
+        mean = self.total / self.count if self.count else float("nan")
+        return float(torch.tensor(mean, dtype=torch.float64).exp())

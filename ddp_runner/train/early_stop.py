@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ddp_runner.config.optimizing import EarlyStopConfig
+from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import best_end
 from ddp_runner.metrics.metric import direction

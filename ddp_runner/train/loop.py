@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_runner.config.optimizing import EarlyStopConfig
-from ddp_runner.config.training import TrainConfig
+from ddp_runner.config.training import EarlyStopConfig, TrainConfig
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.job import Status

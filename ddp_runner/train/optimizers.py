@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_runner.config.instantiate import complete, make
-from ddp_runner.config.optimizing import ParamsConfig
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.training import ParamsConfig
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.parallelism.shards import is_shard
 from ddp_runner.train.parameters import parameter_groups

@@ -30,12 +30,10 @@ from own_metrics import (
 )
 from torch import Tensor
 
-from ddp_runner.metrics.classification import AUC, TopKAccuracy
-from ddp_runner.metrics.language import Perplexity
+from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, PixelAccuracy, TopKAccuracy
 from ddp_runner.metrics.merge import UnmergeableError, merged, state_of
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.metrics.regression import MAE, R2, RMSE
-from ddp_runner.metrics.segmentation import MeanIoU, PixelAccuracy
 
 PLAIN: list[tuple[Any, Any]] = [
     *((metric, classified) for metric in (

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.classification import AUC, TopKAccuracy
-from ddp_runner.metrics.language import Perplexity
+from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, PixelAccuracy, TopKAccuracy
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.metrics.regression import MAE, R2, RMSE
-from ddp_runner.metrics.segmentation import MeanIoU, PixelAccuracy
 
 GENERATOR = torch.Generator().manual_seed(0)
 NUM_SAMPLES, NUM_CLASSES = 203, 7

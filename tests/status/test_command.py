@@ -20,8 +20,7 @@ from trainings import LONG
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.status.__main__ import run
-from ddp_runner.status.render import duration
+from ddp_runner.status.__main__ import duration, run
 from ddp_runner.sweep.ledger import Ledger
 from ddp_runner.tracking.run_dir import RunDir
 

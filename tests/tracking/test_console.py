@@ -11,7 +11,7 @@ from terminals import terminal
 
 from ddp_runner.metric_names import METRICS as LISTED
 from ddp_runner.tracking.console import LiveLine, PlainLines, end_summary, progress
-from ddp_runner.tracking.waiting import waiting_line
+from ddp_runner.tracking.run_logger import waiting_line
 
 METRICS = {"train/loss": 0.12341, "perf/samples_per_s": 12345.4}
 EVALUATION = {"eval/loss": 0.2, "eval/accuracy": 0.97, "eval/f1": 0.96}

@@ -12,8 +12,8 @@ import pytest
 from ranks import run_ranks
 from train_states import STEPS_PER_EPOCH, TOY, Trace, compose_config, run_loop
 
-from ddp_runner.config.optimizing import EarlyStopConfig
 from ddp_runner.config.schema import Config
+from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
