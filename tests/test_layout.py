@@ -31,7 +31,7 @@ ALLOWED = {
         *(*GROUND, "config", "dist_env", "distributed", "job", "parallelism"),
         "tracking",
     },
-    "profiling": {*GROUND, "config", "distributed"},
+    "profiling": {*GROUND, "config"},
     "collectives": {*GROUND, "config", "distributed", "job", "rank", "tracking"},
     "train": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "metrics"),

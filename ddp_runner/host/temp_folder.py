@@ -11,8 +11,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -33,28 +32,11 @@ def temp_folder() -> Path:
     if len(str(base)) > MOST_CHARACTERS:
         base = SHORT_BASE
     clear_abandoned(base)
-    folder, _ = _made(base)  # its lock lasts until the process ends
+    folder = _made(base)
     # Not with atexit: multiprocessing must first remove its own folder, which is in this one.
     Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=LAST)
     share_temp_folder(folder)
     return folder
-
-
-@contextmanager
-def short_lived_folder() -> Iterator[Path]:
-    """Yield a folder for a process without a launcher; the next one or a launcher clears it, too.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    base = Path(tempfile.gettempdir())
-    clear_abandoned(base)
-    folder, descriptor = _made(base)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
 
 
 def share_temp_folder(folder: Path) -> None:
@@ -81,12 +63,12 @@ def clear_abandoned(base: Path) -> None:
                 os.close(descriptor)
 
 
-def _made(base: Path) -> tuple[Path, int]:
-    """Return a new folder, and the descriptor that keeps it locked until it is closed."""
+def _made(base: Path) -> Path:
+    """Return a new folder, which stays locked until the process ends."""
     made = Path(tempfile.mkdtemp(prefix=f"{UNLOCKED}{PREFIX}", dir=base))
     (made / OWNER).write_text(f"{socket.gethostname()}\nprocess {os.getpid()}\n", encoding="utf-8")
     descriptor = os.open(made, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks: nobody else can lock it, either
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     # Others look for this name, so they never see the folder unlocked.
-    return made.rename(base / made.name.removeprefix(UNLOCKED)), descriptor
+    return made.rename(base / made.name.removeprefix(UNLOCKED))

@@ -1,1 +1,1 @@
-"""Traces of some steps of a run: from all ranks, on one clock, in one file."""
+"""Profiles of some steps with torch.profiler: each rank writes its own trace."""

@@ -121,7 +121,7 @@ def _comparable(job: Job) -> dict[str, Any]:
     """Return the config's keys and values, with one hash in place of all secret values."""
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
-    shown["train.profile"] = job.config.train.profile  # the ranks gather their traces together
+    shown["train.profile"] = job.config.train.profile  # all ranks leave out the same slow steps
     return {**shown, "the hash of what oc.env gives": digest(hidden)}
 
 

@@ -45,7 +45,6 @@ def train(
     config, checkpoint = setup.config.train, setup.config.checkpoint
     early_stop = early_stop_of(setup)
     timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
-    profiler = setup.profiler
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
     while not stop_reason(position, early_stop) and (
@@ -55,7 +54,7 @@ def train(
         state.model.train()
         timer.restart()
         batches = setup.batches.epoch(position.epoch, start_step=position.step_in_epoch)
-        for batch in profiler.steps(batches):
+        for batch in batches:
             timer.mark(StepPart.DATA)
             lr = state.optimizer.param_groups[-1]["lr"]
             loss = train_step(state, batch)
@@ -70,7 +69,7 @@ def train(
             if finished or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
                 logger.log(position.metrics, step=position.step, epoch=epoch)
-            profiler.step_done(position.step)
+            setup.profiler.step_done(position.step)
             if not finished:
                 measure_once_settled(state)
             is_inside = not (finished or has_ended)
@@ -110,7 +109,6 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
-    setup.profiler.begin(StepPart.OPTIMIZER)
     scale_and_clip(state)
     scale = scaler.get_scale()
     scaler.step(optimizer)
@@ -121,7 +119,6 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
         if state.ema is not None:
             state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
-    setup.profiler.begin(None)
     return loss
 
 
@@ -138,7 +135,6 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
-            setup.profiler.begin(StepPart.FORWARD)
             step = forward(state, state.model, micro_batch)
             share = micro_batch.weight / batch.global_count
             loss = step.loss_sum * share
@@ -148,7 +144,6 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             exchanges = is_last and has_peers and not setup.role.has_collective_forward
             if exchanges:
                 timer.mark_end_of_backward(scaled)
-            setup.profiler.begin(StepPart.BACKWARD)
             scaled.backward()
             timer.mark(StepPart.COMM if exchanges else StepPart.BACKWARD)
         total += loss.detach()
@@ -193,7 +188,6 @@ def _evaluate(
     """Evaluate, log the results and count them; return whether the run stops early."""
     position = state.position
     logger.evaluating()
-    state.setup.profiler.begin("evaluation")
     with averaged(state.model):
         results, confusion = evaluate(state)
     position.metrics |= results

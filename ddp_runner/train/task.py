@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
@@ -13,7 +12,6 @@ from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.parallelism.rank_state import averaged
-from ddp_runner.profiling.output import clear_unfinished
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
@@ -65,13 +63,12 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         session, state, warnings, directions=known.directions, resume_step=resume_step
     )
     # Its warnings come after those of the logger, in run.json as well.
-    profiler = _profiler(session, state, run_dir, scratch=session.job.temp)
+    profiler = _profiler(session, state, run_dir)
     state.setup = replace(state.setup, profiler=profiler)
     with session_logger as logger:
-        with _writer(session, resume_step=resume_step) as writer, profiler:
+        with profiler, _writer(session, resume_step=resume_step) as writer:
 
             def save() -> None:
-                profiler.begin("checkpoint")
                 if writer is not None:
                     writer.wait()  # so that only one state is in memory
                 copies, position = set[int](), state.position
@@ -81,7 +78,6 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
                     writer.save(content, step=position.step, metrics=metrics, copies=copies)
 
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
-            profiler.close(is_stopped=status == Status.PREEMPTED)
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
         state.gradients.close(status)
         if status == Status.COMPLETED:
@@ -97,19 +93,13 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             stopped_early=reason,
         )
         logger.finish(status, **(fields | state.measured))
-    if profiler.report:
-        session.log(profiler.report)
     return status
 
 
-def _profiler(
-    session: Session, state: TrainState, run_dir: RunDir, *, scratch: Path | None
-) -> AnyProfiler:
+def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfiler:
     """Return what traces the steps of ``train.profile``."""
     asked, done = session.config.train.profile, state.position.step
     folder = run_dir.path / "profile"
-    if session.env.is_rank_zero:
-        clear_unfinished(folder)
     warn = partial(_warn, session)
     if not has_steps_to_trace(asked, done=done, folder=folder, warn=warn):
         return NullProfiler()
@@ -118,7 +108,6 @@ def _profiler(
         done=done,
         device=session.devices[0],
         folder=folder,
-        scratch=scratch,
         restart_timer=state.setup.timer.forget,
         log=session.log,
         warn=warn,

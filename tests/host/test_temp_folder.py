@@ -17,7 +17,6 @@ from ddp_runner.host.temp_folder import (
     UNLOCKED,
     _made,
     clear_abandoned,
-    short_lived_folder,
     temp_folder,
 )
 
@@ -32,10 +31,10 @@ sys.stdin.read()
 
 
 @contextmanager
-def launcher(base: Path, program: str = LAUNCHER) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def launcher(base: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Start a process that has a folder of its own under `base`; end it with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", LAUNCHER],
         env={**os.environ, "TMPDIR": str(base)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -60,30 +59,6 @@ def test_the_next_start_clears_what_a_killed_launcher_left(short_temp: Path) -> 
             assert set(short_temp.iterdir()) == {held, others}
     assert [living.returncode, other.returncode] == [0, 0]
     assert not list(short_temp.iterdir())
-
-
-def test_the_next_start_clears_what_a_killed_process_left(short_temp: Path) -> None:
-    """A process without a launcher; while it lives, its folder stays."""
-    program = LAUNCHER.replace("= temp_folder()", "= (kept := short_lived_folder()).__enter__()")
-    with launcher(short_temp, program.replace("import temp_f", "import short_lived_f")) as (one, _):
-        with launcher(short_temp):
-            assert len(list(short_temp.glob("*/pymp-*"))) == 2
-        one.kill()
-        one.wait()
-        assert len(list(short_temp.glob("*/pymp-*"))) == 1
-        with launcher(short_temp) as (_, held):
-            assert list(short_temp.iterdir()) == [held]
-
-
-def test_a_folder_for_a_while_is_removed_with_its_files(
-    short_temp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And other temporary files are not in it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(short_temp))
-    with short_lived_folder() as folder:
-        (folder / "file").touch()
-        assert tempfile.gettempdir() == str(short_temp)
-    assert list(short_temp.iterdir()) == []
 
 
 def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:
@@ -118,7 +93,7 @@ def test_nobody_sees_a_folder_that_is_not_locked_yet(
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", noted)
-    made, _ = _made(tmp_path)
+    made = _made(tmp_path)
     assert seen == [f"{UNLOCKED}{made.name}"]
     assert list(tmp_path.iterdir()) == [made]
 

@@ -1,8 +1,8 @@
 """A profile of a run's steps: which are traced, what is written, and that nothing else changes."""
 
-import csv
+import gzip
+import json
 import resource
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from profiles import apart_ms, merged_events, processes, spans
 from ranks import run_ranks
-from torch.profiler import profile
 from train_states import Trace, build, compose_config, run_loop
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.temp_folder import PREFIX
-from ddp_runner.job import Status
-from ddp_runner.profiling import clocks, output, profiler, traces
-from ddp_runner.profiling.profiler import NullProfiler, Profiler, has_steps_to_trace
+from ddp_runner.profiling import profiler
+from ddp_runner.profiling.profiler import Profiler, has_steps_to_trace
 
 # Eight steps in two epochs; an evaluation inside of each, and at its end.
 KEYS = ("model=toy", "dataset.num_samples=32", "batch.global_size=8", "train.epochs=2")
@@ -32,9 +28,7 @@ class Outcome:
     """What a rank's loop has left."""
 
     trace: Trace
-    report: str
     logged: list[str] = field(default_factory=list)
-    temporary: Path | None = None  # where its own files were, for rank 0 to take
 
 
 def train(
@@ -43,8 +37,6 @@ def train(
     asked: Any,
     keys: tuple[str, ...] = BUSY,
     stop_after: int | None = None,
-    ahead_ns: int = 0,
-    scratch: Path | None = None,
     full_disk_of: int | None = None,
 ) -> Outcome:
     """Train with a profile.
@@ -55,21 +47,10 @@ def train(
         asked: the value of ``train.profile``.
         keys: of the command line.
         stop_after: the step after which the last rank asks to stop.
-        ahead_ns: by how much the clock of rank 1, and so its trace, is ahead.
-        scratch: the launcher's folder.
         full_disk_of: a rank that cannot write a file of more than some bytes.
     """
     if env.rank == full_disk_of:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    temporary, gather = list[Path](), output.gather_files
-
-    def noted(own: Path, target: Path | None) -> OSError | None:
-        temporary.append(own.parent)
-        return gather(own, target)
-
-    output.gather_files = noted
-    if env.rank == 1 and ahead_ns:
-        _shift_clock(ahead_ns)
     config = compose_config(*keys, world_size=env.world_size)
     state, logged = build(env, config), list[str]()
 
@@ -78,67 +59,42 @@ def train(
         logged.append("timer restarted")
 
     if asked is None:
-        return Outcome(run_loop(env, config, max_steps=None, state=state), "", logged, *temporary)
+        return Outcome(run_loop(env, config, max_steps=None, state=state), logged)
     with Profiler(
         asked,
         done=0,
         device=torch.device("cpu"),
         folder=folder,
-        scratch=scratch,
         restart_timer=restart_timer,
         log=logged.append,
         warn=lambda text: logged.append(f"warning: {text}"),
     ) as own:
         state.setup = replace(state.setup, profiler=own)
         trace = run_loop(env, config, max_steps=None, stop_after=stop_after, state=state)
-        own.close(is_stopped=trace.status == Status.PREEMPTED)
-    return Outcome(trace, own.report, logged, *temporary)
+    return Outcome(trace, logged)
 
 
-def without_timer(asked: Any, folder: Path, *, done: int = 0, device: str = "cpu") -> Profiler:
-    """Return the profiler of a run without a timer."""
-    return Profiler(
-        asked,
-        done=done,
-        device=torch.device(device),
-        folder=folder,
-        scratch=None,
-        restart_timer=lambda: None,
-        log=print,
-        warn=print,
+def traced_steps(folder: Path, rank: int) -> list[int]:
+    """Return the numbers of the steps in a rank's trace."""
+    trace = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))
+    assert trace["distributedInfo"]["rank"] == rank  # by which other tools know the rank
+    names = [event["name"] for event in trace["traceEvents"]]
+    return sorted(
+        int(name.removeprefix("ProfilerStep#"))
+        for name in names
+        if name.startswith("ProfilerStep#")
     )
 
 
-def _shift_clock(ahead_ns: int) -> None:
-    """Set this process's clock ahead, as far as a trace shows it."""
-    read, measure = traces.read_trace, clocks.clock_ahead_ns
-
-    def shifted(path: Path) -> dict[str, Any]:
-        trace = read(path)
-        return trace | {"baseTimeNanoseconds": trace["baseTimeNanoseconds"] + ahead_ns}
-
-    output.read_trace = shifted
-    output.clock_ahead_ns = lambda: measure(now_ns=lambda: time.time_ns() + ahead_ns)
-
-
-def steps_of(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the traced steps of each rank."""
-    return spans(merged_events(folder), traces.STEP)
-
-
-@pytest.mark.parametrize("ahead_s", [0, 1], ids=["one clock", "clocks that differ by a second"])
-def test_the_all_reduces_of_two_ranks_meet(tmp_path: Path, ahead_s: int) -> None:
-    """In the merged trace they end together, to a millisecond, whatever the clock of rank 1."""
-    run_ranks(train, 2, tmp_path, "3-8", BUSY, None, 10**9 * ahead_s)
-    events = merged_events(tmp_path / "steps-3-8")
-    assert apart_ms(events) < 1
-    assert set(processes(events).values()) == {"rank 0", "rank 1"}
+def names_without_time(line: Mapping[str, float]) -> dict[str, float]:
+    """Return a line without what depends on the clock."""
+    return {name: value for name, value in line.items() if not name.startswith("perf/")}
 
 
 def test_the_losses_are_the_same_with_a_profile(tmp_path: Path) -> None:
     """Bit for bit, and so are the weights; only the times of the steps it slowed are left out."""
     plain, _ = run_ranks(train, 2, tmp_path, None)
-    outcome, other = run_ranks(train, 2, tmp_path, "4-6")
+    outcome, _ = run_ranks(train, 2, tmp_path, "4-6")
     assert outcome.trace.losses == plain.trace.losses
     assert torch.equal(outcome.trace.weights, plain.trace.weights)
     assert outcome.trace.saved == plain.trace.saved
@@ -151,122 +107,64 @@ def test_the_losses_are_the_same_with_a_profile(tmp_path: Path) -> None:
         "perf/peak_memory_gib" in line for line in outcome.trace.lines if "train/loss" in line
     )
     message, restart = outcome.logged
-    assert message.startswith(f"traced steps 4 to 6 into {tmp_path}, written in ")
+    assert message.startswith(f"traced steps 4 to 6 into {tmp_path}/steps-4-6, written in ")
     assert restart == "timer restarted"  # so that step 7 does not pay for the files
-    assert other.report == ""
-
-
-def names_without_time(line: Mapping[str, float]) -> dict[str, float]:
-    """Return a line without what depends on the clock."""
-    return {name: value for name, value in line.items() if not name.startswith("perf/")}
-
-
-def test_the_steps_and_their_parts_have_names(tmp_path: Path) -> None:
-    """Each part is inside of its step; what comes between two steps is in neither."""
-    outcome, _ = run_ranks(train, 2, tmp_path, "2-8")
-    events = merged_events(tmp_path / "steps-2-8")
-    names = [one["name"] for one in events if one["name"].startswith(traces.STEP)]
-    assert names == 2 * [f"{traces.STEP}{step}" for step in range(2, 9)]
-    for rank, steps in steps_of(tmp_path / "steps-2-8").items():
-        for part in ("data", "forward", "backward", "optimizer"):
-            found = spans(events, part)[rank]
-            assert len(found) == 7
-            assert all(a <= b and d <= c for (a, c), (b, d) in zip(steps, found, strict=True)), part
-        for begin, end in spans(events, "evaluation")[rank]:
-            assert not any(first < begin < last or first < end < last for first, last in steps)
-        assert len(spans(events, "evaluation")[rank]) == 3  # after steps 3, 4 and 6
-    with (tmp_path / "steps-2-8" / "operators.csv").open() as file:
-        calls = {row["operator"]: float(row["calls"]) for row in csv.DictReader(file)}
-    assert calls["aten::linear"] == 2.0  # two layers; the evaluations call it, too
-    sizes = {one["args"]["bytes"] for one in events if one["name"] == "gloo:all_reduce"}
-    assert outcome.trace.weights.numel() * 4 in sizes  # the gradients, which are float32
-
-
-def test_the_report_fits_a_terminal(tmp_path: Path) -> None:
-    """Five operators and the memory; the files have more of them."""
-    outcome, _ = run_ranks(train, 2, tmp_path, "4-6")
-    title, header, *rows, memory, path = outcome.report.splitlines()
-    assert title.startswith("profile of steps 4 to 6, 2 ranks: ")
-    assert header.split()[-1] == "operator"
-    assert len(rows) == 5
-    assert memory.startswith("most memory: ")
-    assert path == f"trace for ui.perfetto.dev: {tmp_path}/steps-4-6/trace.json.gz"
-    folder = tmp_path / "steps-4-6"
-    written = (folder / "operators.txt").read_text().splitlines()
-    assert written[:7] == [title, header, *rows]
-    assert max(map(len, written)) <= 80
-    assert {path.name for path in folder.iterdir()} == {
-        *("trace.json.gz", "operators.txt", "operators.csv", "rank-0.json.gz", "rank-1.json.gz"),
-    }
-    assert {path.name for path in tmp_path.iterdir()} == {"steps-4-6"}
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
-    [("5-100", "steps-5-8"), (3, "steps-6-8")],
-    ids=["the run ends first", "to the last step"],
+    ("asked", "first", "last"),
+    [("4-6", 4, 6), ("1-2", 1, 2), (3, 6, 8), ("5-100", 5, 8)],
+    ids=["a range", "from the first step", "to the last step", "the run ends first"],
 )
-def test_a_run_that_ends_leaves_what_it_has_traced(tmp_path: Path, asked: Any, name: str) -> None:
-    """Whether or not these are all steps that were to be traced."""
-    outcome, _ = run_ranks(train, 2, tmp_path, asked)
-    first, last = map(int, name.split("-")[1:])
-    assert {rank: len(found) for rank, found in steps_of(tmp_path / name).items()} == {
-        f"rank {rank}": last - first + 1 for rank in (0, 1)
+def test_each_rank_writes_its_trace_and_its_table(
+    tmp_path: Path, asked: Any, first: int, last: int
+) -> None:
+    """The steps have the numbers that metrics.jsonl has."""
+    run_ranks(train, 2, tmp_path, asked)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == f"steps-{first}-{last}"
+    assert {path.name for path in folder.iterdir()} == {
+        *("rank-0.json.gz", "rank-0.txt", "rank-1.json.gz", "rank-1.txt"),
     }
-    assert outcome.report.startswith(f"profile of steps {first} to {last}")
+    for rank in (0, 1):
+        steps = traced_steps(folder, rank)
+        assert steps[: last - first + 1] == list(range(first, last + 1))
+        assert steps[last - first + 1 :] in ([], [last + 1])  # what comes after the last step
+        assert "aten::addmm" in (folder / f"rank-{rank}.txt").read_text()
 
 
-def test_a_run_that_is_stopped_writes_no_profile(tmp_path: Path) -> None:
-    """Its ranks may be killed soon after the checkpoint; the log says what is missing."""
+def test_a_run_that_is_stopped_leaves_what_it_has_traced(tmp_path: Path) -> None:
+    """Its checkpoint comes first; see run_training."""
     for outcome in run_ranks(train, 2, tmp_path, "2-8", BUSY, 4):
         assert outcome.trace.status == "preempted"
-        assert outcome.logged == [
-            "the profile of steps 2 to 8 was stopped with the run: nothing is written"
-        ]
-        assert outcome.report == ""
-    assert list(tmp_path.iterdir()) == []
+        assert outcome.logged[0].startswith("traced steps 2 to 5 into ")
+    assert [path.name for path in tmp_path.iterdir()] == ["steps-2-5"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_training_goes_on_without_a_profile_if_a_disk_is_full(tmp_path: Path, rank: int) -> None:
-    """Of any rank; nothing stays on it."""
-    folder, scratch = tmp_path / "profile", tmp_path / "scratch"
-    scratch.mkdir()
-    for outcome in run_ranks(train, 2, folder, "4-6", BUSY, None, 0, scratch, rank):
-        assert outcome.logged[:1] == [
-            f"warning: the profile of steps 4 to 6 is not written: rank {rank} cannot write its "
-            "temporary files (torch has written no trace; is the disk full?); free space, or set "
-            "TMPDIR to a folder of another disk"
-        ]
+    """The other rank has its own."""
+    for other, outcome in enumerate(run_ranks(train, 2, tmp_path, "4-6", BUSY, None, rank)):
         assert outcome.trace.status == "completed"
-        assert outcome.report == ""
-    assert [list(one.iterdir()) for one in (folder, scratch)] == [[], []]
+        if other == rank:
+            assert outcome.logged[0] == (
+                f"warning: the profile of steps 4 to 6 is not written to {tmp_path}/steps-4-6 "
+                "(torch has written no trace; is the disk full?); free space or make the folder "
+                "writable"
+            )
+    left = {path.name for path in (tmp_path / "steps-4-6").iterdir()}
+    assert left == {f"rank-{1 - rank}.json.gz", f"rank-{1 - rank}.txt"}
 
 
 def test_training_goes_on_if_the_runs_folder_takes_no_profile(tmp_path: Path) -> None:
-    """Rank 0 alone writes there, and the others do not wait for it."""
+    """Each rank warns in its log."""
     (tmp_path / "file").touch()
     for outcome in run_ranks(train, 2, tmp_path / "file" / "profile", "4-6"):
         assert outcome.logged[0] == (
-            f"warning: the profile of steps 4 to 6 is not written: rank 0 cannot write to "
-            f"{tmp_path}/file/profile (Not a directory); free space or make the folder writable"
+            f"warning: the profile of steps 4 to 6 is not written to {tmp_path}/file/profile/"
+            "steps-4-6 (Not a directory); free space or make the folder writable"
         )
         assert outcome.trace.status == "completed"
-
-
-@pytest.mark.parametrize("has_launcher", [True, False])
-def test_what_a_killed_rank_leaves_is_found(tmp_path: Path, has_launcher: bool) -> None:
-    """Its launcher removes its files, or the next one, which knows folders with an owner."""
-    scratch = tmp_path / "scratch" if has_launcher else None
-    if scratch is not None:
-        scratch.mkdir()
-    for outcome in run_ranks(train, 2, tmp_path / "profile", "4-6", BUSY, None, 0, scratch):
-        assert outcome.temporary is not None
-        assert not outcome.temporary.exists()
-        if scratch is None:
-            assert outcome.temporary.name.startswith(PREFIX)
-        else:
-            assert outcome.temporary.parent == scratch
 
 
 @pytest.mark.parametrize("asked", ["9-10", 4], ids=["after the run", "ready, but never begun"])
@@ -296,27 +194,28 @@ def test_steps_before_a_resume_are_past(tmp_path: Path, capsys: pytest.CaptureFi
     )
     (tmp_path / "steps-5-6").mkdir()  # before a restart of the ranks
     assert not is_due("4-6", done=6)
-    for asked, done, first in (("4-6", 5, 6), (2, 100, 106)):
-        assert is_due(asked, done=done)
-        assert without_timer(asked, tmp_path, done=done)._first == first
+    assert is_due("4-6", done=5)
+    assert is_due(2, done=100)
     assert capsys.readouterr().out == ""
-
-
-def test_without_a_profile_nothing_is_wrapped() -> None:
-    """The loop iterates over the batches themselves."""
-    batches = [object()]
-    assert NullProfiler().steps(batches) is batches
 
 
 def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The history of the GPU's memory is written, if it was kept; another error writes none."""
     written = list[Path]()
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # so that it is restored
     monkeypatch.setattr(profiler, "record_history", lambda: None)
     monkeypatch.setattr(profiler, "dump_history", written.append)
     monkeypatch.setattr(profiler.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(profile, "prepare_trace", lambda self: None)
     for error in (torch.OutOfMemoryError("full"), ValueError("other")):
-        with suppress(type(error)), without_timer(1, tmp_path / "profile", device="cuda") as own:
-            next(iter(own.steps([0])))
+        own = Profiler(
+            2,
+            done=0,
+            device=torch.device("cuda"),
+            folder=tmp_path / "profile",
+            restart_timer=lambda: None,
+            log=print,
+            warn=print,
+        )
+        with suppress(type(error)), own:
             raise error
     assert written == [tmp_path / "profile" / "out-of-memory-rank-3.pickle"]

@@ -1,6 +1,6 @@
 """When a run measures: one step is counted, no slow step is in a figure, and all ranks agree."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,14 +39,11 @@ class Slow(NullProfiler):
     """A trace of some steps that writes nothing."""
 
     def __init__(self, slow: Collection[int]) -> None:
-        self._slow, self._step, self.is_slow = slow, 0, False
+        self._slow, self.is_slow = slow, 1 in slow
 
-    def steps(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def step_done(self, step: int) -> None:
         """Be slow in some steps."""
-        for batch in batches:
-            self._step += 1
-            self.is_slow = self._step in self._slow
-            yield batch
+        self.is_slow = step + 1 in self._slow
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ def test_a_step_that_is_slowed_down_is_in_no_time(
 def test_nothing_is_measured_while_steps_are_traced() -> None:
     """The trace would show it, and its figures would be those of a slow machine."""
     config = toy("train.log_every_steps=1")
-    assert run_ranks(train, 2, config, (2, 3), "it cannot")[0].measured_at == [4]
+    assert run_ranks(train, 2, config, (2, 3), "it cannot")[0].measured_at == [3]
     # There is no step to be counted first.
     assert run_ranks(train, 2, config, (), "it cannot")[0].measured_at == [UNMEASURED_STEPS]
 
