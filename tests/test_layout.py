@@ -77,7 +77,6 @@ ALLOWED = {
     },
     "new": {"errors"},
     "__main__": {"cli", "new"},
-    "torchx": GROUND,
 }
 TORCH_FREE = {
     *GROUND,
@@ -90,7 +89,6 @@ TORCH_FREE = {
     "new",
     "status",
     "sweep",
-    "torchx",
     "tracking",
 }
 LATE = {  # imported once ranks start
