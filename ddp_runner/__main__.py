@@ -1,4 +1,4 @@
-"""``python -m ddp_runner``: see ``cli.app``; with the word ``new``: ``new.command``."""
+"""``python -m ddp_runner``: see ``cli.app``; with the word ``new``: ``new``."""
 
 import signal
 import sys
@@ -8,7 +8,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if sys.argv[1:2] == ["new"]:  # it needs neither Hydra nor what a run imports
-    from ddp_runner.new.command import main
+    from ddp_runner.new import main
 else:
     from ddp_runner.cli.app import main
 

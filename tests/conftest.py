@@ -54,7 +54,7 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: of those that begin last, one would run alone at the end."""
-    longest = ("test_parity.py", "test_exact_resume.py", "test_project.py", "test_runs.py")
+    longest = ("test_parity.py", "test_exact_resume.py", "test_new_project.py", "test_runs.py")
     items.sort(key=lambda item: item.path.name not in longest)
 
 

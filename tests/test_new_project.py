@@ -10,7 +10,7 @@ from configs import resolved
 from pages import ROOT, blocks
 from run_folders import record, run_dirs
 
-from ddp_runner.new.command import TEMPLATE, run
+from ddp_runner.new import TEMPLATE, main
 
 # pages.blocks reads pages by their path below the repository.
 COMMANDS = [
@@ -35,7 +35,7 @@ def carry_out(line: str, folder: Path) -> str:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project of another name than the template's."""
     folder = tmp_path_factory.mktemp("new") / "shapes"
-    run([str(folder)])
+    main([str(folder)])
     return folder
 
 
