@@ -20,14 +20,7 @@ class Interface:
 
     name: str
     address: str | None  # IPv4; None: it has none
-    mtu: int | None = None  # bytes
-    speed_mbit_s: int | None = None  # None: the driver does not say
     is_up: bool = True
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether other machines cannot reach it."""
-        return self.address is not None and _is_loopback(self.address)
 
 
 def interfaces(folder: Path = INTERFACES) -> list[Interface]:
@@ -37,8 +30,6 @@ def interfaces(folder: Path = INTERFACES) -> list[Interface]:
         Interface(
             name,
             _address(name),
-            _number(folder / name / "mtu"),
-            _number(folder / name / "speed"),
             # loopback and tunnels have no state to report
             (folder / name / "operstate").read_text().strip() in ("up", "unknown"),
         )
@@ -102,12 +93,4 @@ def _address(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
         packed = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(packed[20:24])
-    return None
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file below /sys; None: there is none, or it means unknown."""
-    with suppress(OSError, ValueError):
-        value = int(path.read_text())
-        return value if value > 0 else None
     return None

@@ -31,7 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 # What can start warm, as `python -m MODULE`.
-MODULES = ("ddp_runner", "ddp_runner.compare", "ddp_runner.doctor", "ddp_runner.status")
+MODULES = ("ddp_runner", "ddp_runner.compare", "ddp_runner.status")
 PRELOAD = (
     "ddp_runner.launch.preload",
     "ddp_runner.cli.app",

@@ -1,1 +1,0 @@
-"""``python -m ddp_runner.doctor``: what this machine, or all machines of a launch, are fit for."""
