@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from clusters import Host, Network, network
 from commands import Started, background
+from ddp_runner.scratch import SAVING_FACTOR
 from injection import Call, Fault, append_byte, call_all, inject
 from run_folders import checkpoint_steps, run_dirs
 from trainings import shared_outputs
@@ -21,7 +22,6 @@ from ddp_runner.launch.machines import GOODBYE_S
 from ddp_runner.launch.rank_processes import END_S, GONE_S
 from ddp_runner.launch.reports import REPORT_S, SILENT_S
 from ddp_runner.launch.supervisor import BARRIER_S, JOIN_GRACE_S
-from ddp_runner.scratch import SAVING_FACTOR
 
 NUM_STEPS, SAVE_EVERY = 30, 3
 TIMEOUT_S, JOIN_S, SHUTDOWN_S = 10.0, 15.0, 3.0

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from ddp_runner.host.processes import (
     die_with_launcher,
     start_fork_server,
 )
-from ddp_runner.host.temp_folder import share_temp_folder, temp_folder
+from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, STOP, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.stop_requests import StopRequests
@@ -192,7 +193,7 @@ def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connectio
     """Run what is left of each batch that arrives; a slot's whole life."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
-    share_temp_folder(slot.temp)
+    tempfile.tempdir = str(slot.temp)
     if slot.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpus
     die_with_launcher()

@@ -1,24 +1,11 @@
 """What launchers leave in the temp folder: cleared by the next one, never under a living one."""
 
-import fcntl
 import os
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
-
-from ddp_runner.host.temp_folder import (
-    OWNER,
-    UNLOCKED,
-    _made,
-    clear_abandoned,
-    temp_folder,
-)
 
 LAUNCHER = """
 import sys, tempfile, time
@@ -31,10 +18,10 @@ sys.stdin.read()
 
 
 @contextmanager
-def launcher(base: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def launcher(base: Path, program: str = LAUNCHER) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Start a process that has a folder of its own under `base`; end it with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER],
+        [sys.executable, "-c", program],
         env={**os.environ, "TMPDIR": str(base)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -71,53 +58,17 @@ def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:
     assert not held.exists()
 
 
-def test_a_started_process_has_the_folder_of_its_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As every further call has that of the first one."""
-    folder = tmp_path / "ddp_runner-launcher"
-    folder.mkdir()
-    (folder / OWNER).write_text(f"{socket.gethostname()}\nprocess 1\n")
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert temp_folder() == folder
-
-
-def test_nobody_sees_a_folder_that_is_not_locked_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another launcher that starts just then would take it for abandoned."""
-    seen, flock = [], fcntl.flock
-
-    def noted(descriptor: int, operation: int) -> None:
-        seen.extend(one.name for one in tmp_path.iterdir())
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", noted)
-    made = _made(tmp_path)
-    assert seen == [f"{UNLOCKED}{made.name}"]
-    assert list(tmp_path.iterdir()) == [made]
-
-
-def test_what_is_not_surely_abandoned_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No owner yet, another host's or user's, a file, a link, another program's."""
-    (tmp_path / "new-ddp_runner-young").mkdir()
-    (tmp_path / "ddp_runner-bare").mkdir()
-    (tmp_path / "ddp_runner-file").touch()
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / OWNER).write_text(f"{socket.gethostname()}\nprocess 1\n")
-    (tmp_path / "ddp_runner-link").symlink_to(tmp_path / "precious")
-    elsewhere = tmp_path / "ddp_runner-elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / OWNER).write_text("another-host\nprocess 1\n")
-    before = set(tmp_path.rglob("*"))
-    clear_abandoned(tmp_path)
-    assert set(tmp_path.rglob("*")) == before
-    (elsewhere / OWNER).write_text(f"{socket.gethostname()}\nprocess 1\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: -1)
-        clear_abandoned(tmp_path)
-        assert set(tmp_path.rglob("*")) == before
-    clear_abandoned(tmp_path)
-    assert not elsewhere.exists()
+def test_what_is_not_surely_abandoned_stays(short_temp: Path) -> None:
+    """Not locked yet, another user's, a file, a link, another program's."""
+    for name in ("new-ddp_runner-young", "precious"):
+        (short_temp / name).mkdir()
+    (short_temp / "ddp_runner-file").touch()
+    (short_temp / "ddp_runner-link").symlink_to(short_temp / "precious")
+    others = short_temp / "ddp_runner-others"
+    others.mkdir()
+    os.chown(others, 4242, -1) if os.getuid() == 0 else others.rmdir()
+    before = set(short_temp.iterdir())
+    with launcher(short_temp) as (process, held):
+        assert set(short_temp.iterdir()) == before | {held}
+    assert process.returncode == 0
+    assert set(short_temp.iterdir()) == before
