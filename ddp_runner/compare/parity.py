@@ -59,13 +59,10 @@ def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
 def promises_parity(run: Run) -> bool:
     """Return whether a run takes the steps of one process.
 
-    Asynchronous modes do not, nor do hooks that send rounded gradients, replicas that train on
-    their own, and the steps of a stream, which its ranks split.
+    Asynchronous modes do not, nor do hooks, which send rounded gradients or do what the runner does
+    not know, nor the steps of a stream, which its ranks split.
     """
-    is_asynchronous = run.config.get("parallelism.mode") == "async"
-    is_inexact = run.config.get("parallelism.comm_hook") is not None
-    is_local = run.config.get("parallelism.post_local_sgd.period") is not None
-    if is_asynchronous or is_inexact or is_local:
+    if run.config.get("parallelism.mode") == "async" or run.comm_hook is not None:
         return False
     return run.record.get("trains_on_stream") is not True
 

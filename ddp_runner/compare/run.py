@@ -47,6 +47,13 @@ class Run:
         }
 
     @property
+    def comm_hook(self) -> str | None:
+        """What DDP sends gradients by: bf16, fp16 or the _target_ of the user's own."""
+        key = "parallelism.comm_hook"
+        hook = self.config.get(key, self.config.get(f"{key}._target_"))
+        return None if hook is None else str(hook)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks on all machines."""
         return int(self.record["world_size"])

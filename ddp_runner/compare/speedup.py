@@ -20,6 +20,7 @@ from ddp_runner.metric_names import StepPart
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
 COMPUTED = (*PER_SAMPLE, StepPart.OPTIMIZER)
 REST = "rest"  # the time of a step outside of its measured parts
+SENT_FRACTION = {None: 1.0, "bf16": 0.5, "fp16": 0.5}  # of float32 gradients, by comm_hook
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,14 @@ def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Pr
     """Predict the step of a row from its baseline's; None if a measurement is missing.
 
     Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction, and only
-    on more ranks than the baseline. Some hooks send an unknown number of bytes.
+    on more ranks than the baseline. Of a hook of the user's own the bytes are not known.
     """
     run = row.runs[0]  # any run of the setting
     num_bytes = run.number("gradient_bytes")
     cap_mb = run.positive("parallelism.bucket_cap_mb")
     samples = run.positive("batch.global_size")
     base_samples = base.runs[0].positive("batch.global_size")
-    hook = run.config.get("parallelism.comm_hook")
-    is_local = run.config.get("parallelism.post_local_sgd.period") is not None
-    fit = None if hook == "powersgd" or is_local else fits.get(_backend_and_size(run))
+    fit = fits.get(_backend_and_size(run)) if run.comm_hook in SENT_FRACTION else None
     measured_ms, base_ms = _all_parts_ms(row), _all_parts_ms(base)
     if base.world_size >= row.world_size or not (num_bytes and fit):
         return None
@@ -147,7 +146,7 @@ def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Pr
     latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3
     parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
     parts_ms |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}
-    sent_bytes = num_bytes / 2 if hook else num_bytes  # float32 is sent with 16 bits
+    sent_bytes = num_bytes * SENT_FRACTION[run.comm_hook]
     parts_ms |= {StepPart.COMM: latency_ms + sent_bytes / fit.gb_per_s / 1e6, StepPart.WAIT: 0.0}
     samples_per_s = 1000 * samples / sum(parts_ms.values())
     return Prediction(samples_per_s, samples_per_s / base.samples_per_s.mean, parts_ms, measured_ms)

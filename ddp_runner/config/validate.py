@@ -11,7 +11,7 @@ from ddp_runner.config.inference import INFERENCE, SAMPLE
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
 from ddp_runner.config.schema import Config, RunConfig, mode_needs, num_shares
-from ddp_runner.config.validate_ddp import validate_ddp, validate_starts
+from ddp_runner.config.validate_ddp import validate_ddp
 from ddp_runner.config.validate_inference import validate_inference
 from ddp_runner.config.validate_mesh import validate_mesh
 from ddp_runner.config.validate_optimizing import validate_optimizing
@@ -100,7 +100,6 @@ def validate_scheduler(config: RunConfig) -> None:
     """
     if config.task in INFERENCE:
         return
-    validate_starts(config, num_steps=known_steps(config))
     warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
     if isinstance(warmup, int) and steps is not None and warmup > steps:
         raise UserError(

@@ -6,20 +6,17 @@ https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.parallelism.comm_hooks import ITEM_BYTES, ROUNDING, PowerSGD, powersgd
+from ddp_runner.parallelism.comm_hooks import ITEM_BYTES, ROUNDING, OwnHook, own
 from ddp_runner.parallelism.mode import same_role
-from ddp_runner.parallelism.post_local_sgd import PostLocalSGD
-from ddp_runner.parallelism.rank_state import attach
 
 ONE_BYTE_MB = 2**-20  # each gradient by itself, as 0 means; torch 2.11 takes no 0
 
@@ -35,9 +32,7 @@ class DDP:
     forward_sync_buffers: bool
     devices_per_rank: int = 1
     sync_batchnorm: bool = False
-    comm_hook: str | None = None  # bf16, fp16 or powersgd
-    powersgd: Mapping[str, int] = field(default_factory=dict)
-    post_local_sgd: Mapping[str, int | None] = field(default_factory=dict)
+    comm_hook: str | OwnHook | None = None  # bf16, fp16, or the user's own
     role = staticmethod(same_role)
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
@@ -66,28 +61,11 @@ class DDP:
             gradient_as_bucket_view=True,  # saves one copy of the gradients
             **settings,
         )
-        self._register_hook(model, devices[0])
-        return model
-
-    def _register_hook(self, model: DistributedDataParallel, device: torch.device) -> None:
-        """Have DDP send its gradients as the keys say, if not as they are."""
-        start_step, period = (self.post_local_sgd.get(key) for key in ("start_step", "period"))
-        if self.comm_hook in ROUNDING:
+        if isinstance(self.comm_hook, str):
             model.register_comm_hook(None, ROUNDING[self.comm_hook])
-        elif self.comm_hook == "powersgd":
-            layout = {"bucket_cap_mb": self.bucket_cap_mb, "static_graph": self.static_graph}
-            state = PowerSGD(
-                rank=self.powersgd["matrix_approximation_rank"],
-                start_step=self.powersgd["start_step"],
-                layout=layout,
-                device=device,
-            )
-            model.register_comm_hook(state, powersgd)
-            attach(model, state)
-        elif start_step is not None and period is not None:
-            averages = PostLocalSGD(model.module, start_step=start_step, period=period)
-            model.register_comm_hook(averages.hook, post_localSGD_hook)
-            attach(model, averages)
+        elif self.comm_hook is not None:
+            model.register_comm_hook(self.comm_hook, own)
+        return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return DDP's own context: the next backward outside it reduces what was accumulated.
@@ -103,27 +81,17 @@ class DDP:
 def all_reduce_bytes(model: nn.Module) -> tuple[int, ...]:
     """Return the bytes of each all-reduce of a step, in their order; none if it is not under DDP.
 
-    None either if a hook decides what is sent: see ``why_unknown``. DDP forms its buckets anew
-    after the first backward, in the order of the gradients.
+    None either if a hook of the user's own decides what is sent. DDP forms its buckets anew after
+    the first backward, in the order of the gradients.
     """
-    if not isinstance(model, DistributedDataParallel) or why_unknown(model):
+    if not isinstance(model, DistributedDataParallel):
         return ()
     facts = model._get_ddp_logging_data()  # for debugging; checked with torch 2.15
+    if facts.get("comm_hook") == own.__qualname__:
+        return ()
     sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes") or ""
     item_bytes = divisor = 1
     if facts.get("comm_hook") in ROUNDING:
         item_bytes = ITEM_BYTES
         divisor = next(one for one in model.parameters() if one.requires_grad).element_size()
     return tuple(int(size) * item_bytes // divisor for size in sizes.split(",") if size)
-
-
-def why_unknown(model: nn.Module) -> str:
-    """Return why the bytes of a model's all-reduces are not known; empty if they are."""
-    if not isinstance(model, DistributedDataParallel):
-        return ""
-    hook = model._get_ddp_logging_data().get("comm_hook")
-    reasons = {
-        powersgd.__qualname__: "PowerSGD sends two thin matrices for each large one",
-        post_localSGD_hook.__qualname__: "post-local SGD sends weights, and not in each step",
-    }
-    return reasons.get(str(hook), "")

@@ -12,7 +12,6 @@ from torch import nn
 from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.config.instantiate import make, make_function
 from ddp_runner.config.schema import Config, RunConfig
-from ddp_runner.config.validate_ddp import validate_starts
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.splits import MOST_GPU_DATA
@@ -172,7 +171,6 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     total_steps = config.train.max_steps or (
         steps_per_epoch and config.train.epochs * steps_per_epoch
     )
-    validate_starts(config, num_steps=total_steps)
     schedule = build_schedule(
         config, optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch
     )

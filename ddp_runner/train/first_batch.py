@@ -15,7 +15,6 @@ from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import direction
-from ddp_runner.parallelism.rank_state import rank_state
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState, restored_after
@@ -129,11 +128,9 @@ def rehearse(state: TrainState) -> None:
     DDP rebuilds its buckets after its first backward, with a static graph after the second. A
     gradient's place in its bucket decides in which order three or more ranks are added, and so how
     the sum is rounded. A resumed run must therefore not take its first step with the initial
-    buckets, and a hook that keeps tensors for its buckets cannot. Call this before loading the
-    state, since it changes random numbers and buffers.
+    buckets. Call this before loading the state, since it changes random numbers and buffers.
     """
-    has_one_order = state.setup.env.world_size < 3 and rank_state(state.model) is None
-    if state.model is state.module or has_one_order:
+    if state.model is state.module or state.setup.env.world_size < 3:
         return  # the mode wraps nothing, or the sum has only one order
     state.model.train()
     # The real batch size, since torch.compile compiles for it.

@@ -16,7 +16,6 @@ from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.rank_state import averaged, step_done
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
@@ -113,7 +112,6 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    step_done(state.model)
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
         state.schedule.step()
         if state.ema is not None:
@@ -188,8 +186,7 @@ def _evaluate(
     """Evaluate, log the results and count them; return whether the run stops early."""
     position = state.position
     logger.evaluating()
-    with averaged(state.model):
-        results, confusion = evaluate(state)
+    results, confusion = evaluate(state)
     position.metrics |= results
     state.schedule.evaluated(results)
     count_evaluation(position, early_stop, results)

@@ -10,9 +10,8 @@ from torch import nn
 
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import typed
-from ddp_runner.parallelism.ddp import all_reduce_bytes, why_unknown
+from ddp_runner.parallelism.ddp import all_reduce_bytes
 from ddp_runner.parallelism.shards import has_shards
-from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.train.evaluation import DTYPES, forward
 from ddp_runner.train.flops import FlopCounter, has_compiled
 from ddp_runner.train.peaks import measure_peaks
@@ -32,8 +31,6 @@ def measure_once_settled(state: TrainState) -> None:
         state.counter = FlopCounter(unknown=_why_no_step(state))
     if not state.counter.is_over:
         return  # the next step is counted
-    if reason := why_unknown(state.model):
-        log_to_file(f"this run has no perf/all_reduce_ms: {reason}")
     state.peaks = measure_peaks(
         state.counter,
         all_reduces=all_reduce_bytes(state.model),

@@ -13,11 +13,9 @@ from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
-from ddp_runner.parallelism.rank_state import averaged
 from ddp_runner.parallelism.shards import first_not_finite, gathered, load_module, load_optimizer
 from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.train.first_batch import rehearse
-from ddp_runner.train.rank_states import load_rank_state, rank_states
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
 from ddp_runner.train.stream_batches import StreamBatches
@@ -30,8 +28,6 @@ def snapshot(
 ) -> dict[str, Any]:
     """Return everything that the next step depends on. Collective: every rank must call.
 
-    Where each rank has its own weights, the model is their mean.
-
     Args:
         state: of this rank.
         config: without secrets; see ``Secrets.written``.
@@ -41,12 +37,6 @@ def snapshot(
         UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard and not
             a DTensor. Such a state is never saved.
     """
-    with averaged(state.model):
-        content = _snapshot(state, config, copies)
-    return content | rank_states(state)
-
-
-def _snapshot(state: TrainState, config: RunConfig, copies: set[int] | None) -> dict[str, Any]:
     if (name := first_not_finite(state.module.named_parameters())) is not None:
         raise UserError(
             f"parameter {name} became NaN or infinite by step {state.position.step}; it was "
@@ -131,7 +121,6 @@ def _load(
 ) -> None:
     """Load the model, optimizer, schedule, scaler and random numbers of a checkpoint."""
     setup, saved_rngs = state.setup, content["rng"]
-    content = load_rank_state(state, content, step=position.step, log=log)
     load_module(state.module, content["model"])
     _load_optimizer(state, content, position, config)
     if state.ema is not None:

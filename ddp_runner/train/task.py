@@ -11,7 +11,6 @@ from ddp_runner.config.monitors import validate_known
 from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.parallelism.rank_state import averaged
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
@@ -81,8 +80,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
         state.gradients.close(status)
         if status == Status.COMPLETED:
-            with averaged(state.model):
-                export_best(state, run_dir, logger=logger, log=session.log)
+            export_best(state, run_dir, logger=logger, log=session.log)
         position, reason = state.position, stop_reason(state.position, early_stop_of(state.setup))
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)

@@ -127,8 +127,8 @@ def write_prediction(folder: Path) -> None:
     ("key", "value", "sent"),
     [
         ("comm_hook", "bf16", 0.5),
-        ("comm_hook", "powersgd", None),
-        ("post_local_sgd.period", 4, None),
+        ("comm_hook", "int8", None),
+        ("comm_hook._target_", "my_hooks.clipped", None),
     ],
 )
 def test_a_prediction_counts_the_bytes_that_a_hook_sends(

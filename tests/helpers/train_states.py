@@ -96,7 +96,7 @@ def build(env: DistEnv, config: Config) -> TrainState:
         dataset = replace(
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)
         )
-    mode = make("parallelism", config.parallelism, kind=Mode)
+    mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     return build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))

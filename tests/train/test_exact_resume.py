@@ -360,10 +360,17 @@ def rehearsed(env: DistEnv, config: Config) -> list[tuple[int, bool]]:
     return found
 
 
-def test_what_is_rehearsed_is_a_whole_micro_batch_in_training() -> None:
-    """Also where there are fewer samples: a compiled model and BatchNorm are made for no other."""
+@pytest.mark.parametrize(("is_static", "num_backwards"), [("false", 1), ("true", 2)])
+def test_what_is_rehearsed_is_a_whole_micro_batch_in_training(
+    is_static: str, num_backwards: int
+) -> None:
+    """Also where there are fewer samples: a compiled model and BatchNorm are made for no other.
+
+    With a static graph, DDP forms its buckets anew only after the second backward.
+    """
     keys = ("model=toy", "dataset.num_samples=4", "batch.global_size=30")
-    assert run_ranks(rehearsed, 3, compose_config(*keys, world_size=3)) == [[(10, True)]] * 3
+    config = compose_config(*keys, f"parallelism.static_graph={is_static}", world_size=3)
+    assert run_ranks(rehearsed, 3, config) == [[(10, True)] * num_backwards] * 3
 
 
 # Three steps an epoch, of 12, 12 and 8 samples; twelve can be cut in one, two, three and four.
