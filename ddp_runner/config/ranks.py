@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from ddp_runner.config.schema import AUTO, Batch, Config, mode_needs, num_shares
+from ddp_runner.config.schema import Batch, Config, mode_needs, num_shares
 from ddp_runner.config.validate import validate_ranks
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
@@ -108,7 +108,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
                 f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
                 "give one, the other follows"
             )
-        if explicit == {"batch.per_rank"} or (per_rank == AUTO and not explicit):
+        if explicit == {"batch.per_rank"}:
             total = None
     shares = num_shares(config.parallelism, ranks)
     num_micro_steps = config.train.grad_accum_steps
@@ -116,8 +116,8 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
     if total is None:
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
-        size = parts if per_rank == AUTO else per_rank * parts
-        return Batch(**vars(config.batch) | {"global_size": size, "per_rank": per_rank})
+        total = per_rank * parts
+        return Batch(**vars(config.batch) | {"global_size": total, "per_rank": per_rank})
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"

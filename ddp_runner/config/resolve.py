@@ -14,7 +14,6 @@ from ddp_runner.config.validate import (
     validate_scheduler,
 )
 from ddp_runner.config.validate_inference import fitted
-from ddp_runner.config.validate_optimizing import validate_auto_batch
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -60,7 +59,6 @@ def resolve(
     resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)
     validate_profile(resolved, num_steps=known_steps(resolved), chosen=chosen)
-    validate_auto_batch(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, whoever chose it.
     is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)

@@ -83,9 +83,7 @@ class BatchConfig:
     """Set exactly one of global_size and per_rank; the other follows from it."""
 
     global_size: int | None = None  # samples of one optimizer step, over all ranks: strong scaling
-    # Samples of one micro-step of one rank: weak scaling. auto: as many as fit on the GPU.
-    per_rank: Any | None = 100
-    max_per_rank: int | None = None  # most samples that batch.per_rank=auto may choose
+    per_rank: int | None = 100  # samples of one micro-step of one rank: weak scaling
     eval_per_rank: int | None = None  # samples of one evaluation step of one rank; null: per_rank
     # what the loss is divided by: samples, or tokens, which the training step counts
     count: str = "samples"
@@ -93,18 +91,15 @@ class BatchConfig:
 
 @dataclass
 class Batch(BatchConfig):
-    """The batch sizes of a resolved config: both are known.
-
-    With per_rank=auto the global size is that of one sample each, until the ranks have found more.
-    """
+    """The batch sizes of a resolved config: both are known."""
 
     global_size: int
-    per_rank: Any
+    per_rank: int
 
     @property
     def eval_size(self) -> int:
         """Samples of one evaluation step of one rank."""
-        return int(self.eval_per_rank or self.per_rank)
+        return self.eval_per_rank or self.per_rank
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""What must hold for parameter groups, clipping, averaged weights and the batch size. Torch-free.
+"""What must hold for parameter groups, clipping and averaged weights. Torch-free.
 
 What depends on the model's parameters or the optimizer's class is validated by a rank.
 """
 
 from typing import Any
 
-from ddp_runner.config.schema import AUTO, Config, mode_needs
+from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 
 
@@ -26,28 +26,6 @@ def validate_optimizing(config: Config) -> None:
     decay = config.ema.decay
     if decay is not None and not 0 <= decay < 1:
         raise UserError(f"ema.decay ({decay:g}) must be 0 or greater and less than 1; write 0.999")
-
-
-def validate_auto_batch(config: Config) -> None:
-    """Reject batch.per_rank=auto in a resolved config whose ranks cannot measure it.
-
-    Raises:
-        UserError: a rule is broken.
-    """
-    if config.batch.per_rank != AUTO:
-        return
-    fix = "write a number, such as batch.per_rank=100"
-    if config.task != "train":
-        raise UserError(f"batch.per_rank=auto is for task=train, not {config.task}; {fix}")
-    if config.backend.device == "cpu":
-        raise UserError(
-            f"batch.per_rank=auto fills a GPU's memory, and the run computes on the CPU; {fix}"
-        )
-    if mode_needs(config.parallelism).num_servers:
-        name = config.parallelism.get("name")
-        raise UserError(
-            f"batch.per_rank=auto needs ranks that all train, not parallelism={name}; {fix}"
-        )
 
 
 def _validate_group(key: str, group: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.own_loop import TASKS, has_own_loop
 from ddp_runner.config.schema import (
-    AUTO,
     CONFIG_DIR,
     KINDS,
     RUNNER_KEYS,
@@ -35,8 +34,8 @@ YEAR_S = 365 * 86_400.0  # longer times overflow in the libraries
 POSITIVE = (
     "train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_steps",
     "train.grad_accum_steps", "train.clip_norm", "train.clip_value", "train.num_threads",
-    "early_stop.patience", "batch.global_size", "batch.per_rank", "batch.max_per_rank",
-    "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
+    "early_stop.patience", "batch.global_size", "batch.per_rank", "batch.eval_per_rank",
+    "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
     "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
@@ -105,11 +104,6 @@ def validate_values(config: Config) -> None:
     _validate_metrics(config.metrics)
     validate_tracking(config)
     values = dict(leaves(asdict(config)))
-    per_rank = config.batch.per_rank
-    if per_rank == AUTO:
-        del values["batch.per_rank"]
-    elif per_rank is not None and type(per_rank) is not int:
-        raise UserError(f"batch.per_rank ({in_yaml(per_rank)}) must be a whole number, or auto")
     validate_launch(config.launch)
     _validate_numbers(values)
     for group in RUNNER_KEYS:

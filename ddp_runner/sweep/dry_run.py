@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ddp_runner.config.schema import AUTO, RunConfig
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import known_steps
 from ddp_runner.errors import counted, printable
 from ddp_runner.host.streams import wrapped
@@ -57,10 +57,7 @@ def _line(row: Iterable[str], widths: Iterable[int]) -> str:
 
 def _steps(config: RunConfig) -> str:
     """Return the optimizer steps of a job; a dash where only the run itself will know them."""
-    is_known = config.task == "train" and (
-        config.train.max_steps is not None or config.batch.per_rank != AUTO
-    )
-    steps = known_steps(config) if is_known else None
+    steps = known_steps(config) if config.task == "train" else None
     return "-" if steps is None else str(steps)
 
 

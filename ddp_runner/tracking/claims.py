@@ -51,9 +51,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     is_held = job.config.launch.most_nodes == 1 or job.title  # a sweep holds its jobs' folders
     if job.wire is not None and is_held:
         assert job.run_dir is not None
-        # A restarted worker group keeps the size that the ranks before it found.
-        folder, is_auto = RunDir(job.run_dir), job.config.batch.per_rank == AUTO
-        return Claim(folder, _global_size(folder) if is_auto else None)
+        return Claim(RunDir(job.run_dir), None)
     begun = job.begun_in
     if begun is not None and not RunDir(begun).record.exists():
         raise UserError(
@@ -76,7 +74,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     note_launch(run_dir, marks)
     write_run_record(run_dir, status=Status.RUNNING, work_hash=work)
     # Else the config has it already.
-    keeps_size = config.resume in (None, AUTO) or config.batch.per_rank == AUTO
+    keeps_size = config.resume in (None, AUTO)
     return Claim(run_dir, _global_size(run_dir) if earlier and keeps_size else None)
 
 
@@ -174,10 +172,10 @@ def with_global_size(config: RunConfig, global_size: int | None, ranks: int) -> 
     Raises:
         UserError: the ranks do not divide it.
     """
-    batch, is_same = config.batch, global_size in (None, config.batch.global_size)
-    if config.world_size == ranks and is_same and (batch.per_rank != AUTO or global_size is None):
+    size = global_size or config.batch.global_size
+    if config.world_size == ranks and config.batch.global_size == size:
         return config
-    batch = replace(batch, global_size=global_size or batch.global_size, per_rank=None)
+    batch = replace(config.batch, global_size=size)
     config = replace(config, world_size=ranks, batch=batch)
     return replace(config, batch=resolve_batch(config, ranks))
 
@@ -246,13 +244,13 @@ def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
 
 
 def _global_size(run_dir: RunDir) -> int | None:
-    """Return the frozen config's global batch; None if it was never frozen, or not found yet."""
+    """Return the frozen config's global batch; None if it was never frozen."""
     if not run_dir.is_frozen:
         return None
     path = run_dir.config
     try:
         batch = yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]
-        return None if batch["per_rank"] == AUTO else int(batch["global_size"])
+        return int(batch["global_size"])
     except Exception as error:  # odd tags make PyYAML raise errors of any class
         raise UserError(
             f"{path} is damaged ({type(error).__name__}); restore it, or give another folder"

@@ -20,7 +20,6 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
-from ddp_runner.train.auto_batch import with_largest_batch
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.early_stop import early_stop_of, stop_reason
 from ddp_runner.train.export import export_best
@@ -37,7 +36,6 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
 
     Collective: every rank must call.
     """
-    session = with_largest_batch(session)
     config, run_dir, wire = session.config, session.run_dir, session.job.wire
     state = build_session_state(session, config)
     warnings = warnings_of(try_first_batch(state), state)

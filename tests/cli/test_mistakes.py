@@ -109,7 +109,7 @@ ANSWERS = {
     "'seed=${oc.env:NOT_SET_X}'": "seed: the environment variable NOT_SET_X is not set",
     "train.epochs=null": "train.epochs (null) must be a whole number",
     "train.epochs=true": "train.epochs (true) must be a whole number",
-    "batch.per_rank=true": "batch.per_rank (true) must be a whole number, or auto",
+    "batch.per_rank=true": "batch.per_rank (true) must be a whole number",
     "backend.timeout_s=null": "backend.timeout_s (null) must be a number",
     "train=3": "train is a group of keys; write train.KEY=VALUE",
     "train=null": "train is a group of keys; write train.KEY=VALUE",

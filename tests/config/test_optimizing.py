@@ -6,11 +6,8 @@ import pytest
 from configs import config_error, resolved
 
 from ddp_runner.config.monitors import KnownMetrics, validate_known
-from ddp_runner.config.resolve import resolve_batch
-from ddp_runner.config.schema import AUTO
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.tracking.claims import with_global_size
 
 TWO_GPUS = Hardware(num_gpus=2, num_cores=4)
 
@@ -45,50 +42,14 @@ TWO_GPUS = Hardware(num_gpus=2, num_cores=4)
         ("early_stop.patience=0", "early_stop.patience (0) must be greater than 0"),
         ("early_stop.min_delta=-1", "early_stop.min_delta (-1.0) must be 0 or greater"),
         ("+scheduler.warmup_steps=-1", "scheduler.warmup_steps (-1) must be 0 or greater"),
-        ("batch.per_rank=many", "batch.per_rank (many) must be a whole number, or auto"),
-        ("batch.per_rank=1.5", "batch.per_rank (1.5) must be a whole number, or auto"),
+        ("batch.per_rank=auto", "batch.per_rank (auto) must be a whole number"),
+        ("batch.per_rank=1.5", "batch.per_rank (1.5) must be a whole number"),
         ("batch.per_rank=0", "batch.per_rank (0) must be greater than 0"),
-        ("batch.per_rank=auto", "batch.per_rank=auto fills a GPU's memory, and the run computes on "
-         "the CPU; write a number, such as batch.per_rank=100"),
-        ("batch.per_rank=auto batch.global_size=8", "batch.global_size (8) and batch.per_rank "
-         "(auto) exclude each other; give one, the other follows"),
     ],
 )  # fmt: skip
 def test_each_broken_rule_is_one_line(overrides: str, sentence: str) -> None:
     """Rule, values and fix, word for word."""
     assert config_error(*overrides.split()) == sentence
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ("parallelism=ps world_size=3 backend=gloo backend.device=cuda",
-         "batch.per_rank=auto needs ranks that all train, not parallelism=ps; write a number, "
-         "such as batch.per_rank=100"),
-        ("task=check", "batch.per_rank=auto is for task=train, not check; write a number, such as "
-         "batch.per_rank=100"),
-    ],
-)  # fmt: skip
-def test_auto_needs_a_training_on_gpus(overrides: str, sentence: str) -> None:
-    """A server computes no gradients, and the other tasks are not to depend on what is free."""
-    hardware = Hardware(num_gpus=3, num_cores=4)
-    answer = config_error("batch.per_rank=auto", *overrides.split(), hardware=hardware)
-    assert answer == sentence
-
-
-def test_auto_is_kept_until_a_rank_has_found_the_number() -> None:
-    """Its global size is that of one sample each; a restarted run has what it began with."""
-    config, _ = resolved("batch.per_rank=auto", "train.grad_accum_steps=3", hardware=TWO_GPUS)
-    assert (config.batch.per_rank, config.batch.global_size) == (AUTO, 6)
-    assert resolve_batch(config, 2) == config.batch  # of a frozen config, before the number
-    chosen = resolve_batch(
-        replace(config, batch=replace(config.batch, global_size=12)), 2, ["batch.global_size"]
-    )
-    assert (chosen.per_rank, chosen.global_size) == (2, 12)
-    assert with_global_size(config, None, 2) == config
-    for size in (6, 48):
-        found = with_global_size(config, size, 2).batch
-        assert (found.per_rank, found.global_size) == (size // 6, size)
 
 
 def test_early_stopping_needs_to_know_which_end_of_a_metric_is_best() -> None:

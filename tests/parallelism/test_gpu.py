@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import yaml
 from commands import background, run_command, wait_for_end
 from ranks import run_ranks
 from run_folders import metrics, record, run_dirs, tensors_in
@@ -150,48 +149,6 @@ def test_the_best_model_is_loaded_and_evaluated_at_the_end(tmp_path: Path) -> No
     run_dir = run(tmp_path, *NET, "train.epochs=2", "world_size=1", *keys)
     assert record(run_dir)["metrics"]["best/loss"] > 0
     assert (run_dir / "model.safetensors").exists()
-
-
-HUNGRY = """
-import torch
-from torch import nn
-
-class Hungry(nn.Linear):
-    def __init__(self):
-        super().__init__(10, 5)
-
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        if not self.training:
-            return outputs
-        part = torch.cuda.get_device_properties(inputs.device).total_memory // 20
-        held = torch.empty(len(inputs) * part, dtype=torch.uint8, device=inputs.device)
-        return outputs + 0 * held[:1]
-"""
-
-
-@gpu
-def test_the_largest_batch_is_found_and_kept(tmp_path: Path) -> None:
-    """A sample takes a twentieth of the memory: 16 of them fit, 24 do not."""
-    (tmp_path / "hungry.py").write_text(HUNGRY)
-    keys = ("model=toy", "model._target_=hungry.Hungry", "allowed_targets=[hungry]")
-    environ = {"PYTHONPATH": str(tmp_path)}
-    folder = tmp_path / "run"
-    done = run_command(
-        *keys,
-        *STEPS,
-        "world_size=1",
-        "batch.per_rank=auto",
-        f"hydra.run.dir={folder}",
-        folder=tmp_path,
-        environ=environ,
-    )
-    assert done.exit_code == 0, done.stdout + done.stderr
-    again = ("allowed_targets=[hungry]", "train.max_steps=10", f"resume={folder}")
-    done = run_command(*again, folder=tmp_path, environ=environ)
-    assert done.exit_code == 0, done.stdout + done.stderr
-    batch = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text())["batch"]
-    assert (batch["per_rank"], batch["global_size"]) == (16, 16)
 
 
 @gpu
