@@ -64,9 +64,6 @@ METRICS = (
         is_quantity=False,
     ),
     Metric("perf/mfu", False, charts=(("perf", "model FLOP utilisation"),)),
-    Metric("perf/all_reduces", None),
-    Metric("perf/all_reduce_mib", None),
-    Metric("perf/all_reduce_ms", True, charts=(("perf", "a single all-reduce (ms)"),)),
     Metric(
         "perf/peak_memory_gib", True, charts=(("perf", "peak memory of the fullest rank (GiB)"),)
     ),

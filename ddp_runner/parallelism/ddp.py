@@ -3,22 +3,30 @@
 Sources: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 and, for replicas that span several devices,
 https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
+What DDP sends: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.parallelism.comm_hooks import ITEM_BYTES, ROUNDING, OwnHook, own
 from ddp_runner.parallelism.mode import same_role
 
 ONE_BYTE_MB = 2**-20  # each gradient by itself, as 0 means; torch 2.11 takes no 0
+CommHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+ROUNDING: Mapping[str, CommHook] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class DDP:
     forward_sync_buffers: bool
     devices_per_rank: int = 1
     sync_batchnorm: bool = False
-    comm_hook: str | OwnHook | None = None  # bf16, fp16, or the user's own
+    comm_hook: str | CommHook | None = None  # bf16, fp16, or the user's own
     role = staticmethod(same_role)
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
@@ -61,10 +69,9 @@ class DDP:
             gradient_as_bucket_view=True,  # saves one copy of the gradients
             **settings,
         )
-        if isinstance(self.comm_hook, str):
-            model.register_comm_hook(None, ROUNDING[self.comm_hook])
-        elif self.comm_hook is not None:
-            model.register_comm_hook(self.comm_hook, own)
+        hook = ROUNDING[self.comm_hook] if isinstance(self.comm_hook, str) else self.comm_hook
+        if hook is not None:
+            model.register_comm_hook(hook, send)
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -78,20 +85,10 @@ class DDP:
         return model.no_sync()
 
 
-def all_reduce_bytes(model: nn.Module) -> tuple[int, ...]:
-    """Return the bytes of each all-reduce of a step, in their order; none if it is not under DDP.
+def send(hook: CommHook, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Call a hook with a state of None, which stands for all ranks in torch's own hooks.
 
-    None either if a hook of the user's own decides what is sent. DDP forms its buckets anew after
-    the first backward, in the order of the gradients.
+    DDP asks a hook for the name of a function, which an object has not, and refuses that of torch's
+    bf16 hook where torch lacks NCCL; but gloo sends bfloat16, too.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return ()
-    facts = model._get_ddp_logging_data()  # for debugging; checked with torch 2.15
-    if facts.get("comm_hook") == own.__qualname__:
-        return ()
-    sizes = facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes") or ""
-    item_bytes = divisor = 1
-    if facts.get("comm_hook") in ROUNDING:
-        item_bytes = ITEM_BYTES
-        divisor = next(one for one in model.parameters() if one.requires_grad).element_size()
-    return tuple(int(size) * item_bytes // divisor for size in sizes.split(",") if size)
+    return hook(None, bucket)

@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
 
 from ddp_runner.errors import typed
 
@@ -76,6 +76,8 @@ class _Counting(TorchDispatchMode):
         TorchDispatchMode.__init__(self)  # mypy knows torch's untyped functions by their names
         self.flops, self.unknown, self._adding = 0, unknown, threading.Lock()
         self._formulas = _formulas() if not unknown else {}
+        self._tracker = ModuleTracker()  # it is never entered: only its is_bw is read
+        self._is_plain_backward = False  # it makes no graph of the gradients
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and count it; of a tensor that is split, those of this rank's part."""
@@ -92,7 +94,7 @@ class _Counting(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        packet = getattr(func, "overloadpacket", func)
+        packet, is_recomputed = getattr(func, "overloadpacket", func), self._is_recomputed()
         formula = self._formulas.get(packet)
         if formula is None:
             if _may_multiply(packet, getattr(func, "namespace", "")):
@@ -101,10 +103,22 @@ class _Counting(TorchDispatchMode):
             self.unknown = self.unknown or f"{packet} multiplies complex numbers"
         elif any(isinstance(one, Tensor) and one.layout != torch.strided for one in args):
             self.unknown = self.unknown or f"{packet} multiplies sparse tensors"
-        elif not _is_recomputed():
+        elif not is_recomputed:
             flops = formula(*args, **kwargs, out_val=result)
             with self._adding:  # autograd has a thread for each GPU
                 self.flops += flops
+
+    def _is_recomputed(self) -> bool:
+        """Return whether activation checkpointing computes an operator of the forward once more.
+
+        It does so within a backward, and for gradients, for which a plain backward computes nothing
+        itself. The gradient of a gradient does, from its backward's first operator on.
+        """
+        if not self._tracker.is_bw:
+            self._is_plain_backward = False
+        elif not torch.is_grad_enabled():
+            self._is_plain_backward = True
+        return self._is_plain_backward and torch.is_grad_enabled()
 
 
 def _formulas() -> Mapping[Any, Callable[..., int]]:
@@ -131,19 +145,6 @@ def _may_multiply(packet: Any, namespace: str) -> bool:
     words = name.strip("_").split("_")
     is_product = not (PRODUCTS | SOLVERS).isdisjoint(words)
     return name not in CHEAP and (is_product or any(word.startswith(FAMILIES) for word in words))
-
-
-def _is_recomputed() -> bool:
-    """Return whether activation checkpointing computes an operator of the forward once more."""
-    # It does so within the backward, and for gradients. Checked with torch 2.11 to 2.15.
-    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
-        return False
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False  # the gradient of a gradient
 
 
 def has_compiled() -> bool:

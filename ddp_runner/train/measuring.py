@@ -10,7 +10,6 @@ from torch import nn
 
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import typed
-from ddp_runner.parallelism.ddp import all_reduce_bytes
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.train.evaluation import DTYPES, forward
 from ddp_runner.train.flops import FlopCounter, has_compiled
@@ -33,7 +32,6 @@ def measure_once_settled(state: TrainState) -> None:
         return  # the next step is counted
     state.peaks = measure_peaks(
         state.counter,
-        all_reduces=all_reduce_bytes(state.model),
         devices=setup.devices,
         dtype=DTYPES[setup.config.train.precision],
         group=setup.group,

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 COMPARE = (*RUNNER[:-1], "ddp_runner.compare")
 PARTS = {"perf__forward_ms": [1.0, 4.0], "perf__backward_ms": [1.0, 8.0]}
 SHARE = {"perf__comm_share": [0.9, 0.25]}
-RANKS = {"perf__skew_ms": [9.0, 6.0], "perf__all_reduce_ms": [9.0, 3.0], "perf__mfu": [0.9, 0.5]}
+RANKS = {"perf__skew_ms": [9.0, 6.0], "perf__mfu": [0.9, 0.5]}
 RANKS |= {"perf__skew_rank": [0.0, 1.0]}
 
 

@@ -151,7 +151,6 @@ def test_what_one_rank_cannot_count_no_rank_counts() -> None:
     trainings = run_ranks(train, 2, toy("train.log_every_steps=1"), (), "", 1)
     for one in trainings:
         assert (one.flops, one.measured_at) == (None, [UNMEASURED_STEPS])
-        assert "perf/all_reduces" in one.trace.lines[-1]
         assert "perf/mfu" not in one.trace.lines[-1]
     assert [one.why_unknown for one in trainings] == [
         "another rank has compiled a part of it",
