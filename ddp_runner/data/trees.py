@@ -16,7 +16,8 @@ def to_device(tree: Any, device: torch.device) -> Any:
     such as texts and None, stay as they are.
     """
     if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=True)
+        # To the CPU, torch would return before the values are there.
+        return tree.to(device, non_blocking=tree.device.type == "cpu")
     if callable(getattr(tree, "to", None)):
         return tree.to(device)
     move = partial(to_device, device=device)

@@ -112,6 +112,25 @@ def test_objects_of_other_types_move_whole() -> None:
     assert to_device(Boxes, META) is Boxes  # the class itself is no batch
 
 
+class Recording(Tensor):
+    """A tensor that notes how it is moved, and stays where it is."""
+
+    waits: list[bool]
+
+    def to(self, *_: Any, non_blocking: bool) -> Any:  # type: ignore[override]
+        """Note whether the caller would wait."""
+        self.waits.append(not non_blocking)
+        return self
+
+
+def test_only_a_copy_from_the_cpu_does_not_wait() -> None:
+    """A copy to the CPU would be read before its values are there."""
+    Recording.waits = []
+    for place in (torch.device("cpu"), META):
+        to_device(torch.ones(2, device=place).as_subclass(Recording), torch.device("cpu"))
+    assert Recording.waits == [False, True]
+
+
 def test_a_shape_in_words_names_every_part() -> None:
     """Also what is no tensor."""
     tree = {"image": torch.zeros(2, 3), "rest": [torch.zeros(4, dtype=torch.bool), "text", None]}
