@@ -20,6 +20,7 @@ from undisturbed import WrongError
 from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.launch.machines import GOODBYE_S
 from ddp_runner.launch.rank_processes import END_S, GONE_S
+from ddp_runner.launch.ranks import SAVING_FACTOR
 from ddp_runner.launch.reports import REPORT_S, SILENT_S
 from ddp_runner.launch.supervisor import BARRIER_S, JOIN_GRACE_S
 

@@ -22,7 +22,7 @@ RANKS = {
     "docs/launching.md": DistEnv(0, 0, 4, 4, launcher="torchrun"),
     "docs/several_machines.md": DistEnv(0, 0, 16, 8, launcher="torchrun"),
 }
-COUNTS = {"slurm": 5, "mpi": 2, "launching": 7, "several_machines": 5}
+COUNTS = {"slurm": 5, "mpi": 2, "launching": 7, "several_machines": 4}
 
 
 def commands() -> Iterator[tuple[str, str, str]]:

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan, plan_at
-from ddp_runner.cli.following import follower, launch_of_several
 from ddp_runner.cli.hydra_adapter import (
     FULL_ERROR,
     GRID_SWEEPER,
@@ -39,7 +38,6 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.sweep.executor import Executor
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.machines import Leader, follow, lead, meet
 from ddp_runner.sweep.multirun import Sweep
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import slurm_settings
@@ -156,23 +154,6 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     """Let Hydra's sweeper compose the jobs, and run them batch by batch."""
     if invocation.env is not None:
         raise UserError("-m starts its own workers; run a sweep without torchrun or srun")
-
-    several = launch_of_several(composed)
-    if several is None:
-        return _lead_sweep(composed, invocation)
-    if composed.sweep.dry_run:
-        return _lead_sweep(composed, invocation, Leader(None))
-    _quiet_connections()
-    start_fork_server()
-    machines = meet(several)
-    if not machines.leads:
-        return follow(machines, follower(composed, invocation))
-    run = partial(_lead_sweep, composed, invocation, Leader(machines))
-    return lead(machines, several.most_nodes, run)
-
-
-def _lead_sweep(composed: DictConfig, invocation: Invocation, leader: Leader | None = None) -> int:
-    """Run a sweep from its folder, on this machine and those that it may lead."""
     command = invocation.command
     asked = None if composed.hydra.sweep.dir == UNNAMED else Path(composed.hydra.sweep.dir)
     is_search = not is_grid(composed.hydra.sweeper)
@@ -180,7 +161,7 @@ def _lead_sweep(composed: DictConfig, invocation: Invocation, leader: Leader | N
         sweep = Sweep(
             folder,
             command.written,
-            executor=leader or _executor(composed.hydra.launcher, folder),
+            executor=_executor(composed.hydra.launcher, folder),
             is_search=is_search,
             plan=partial(plan_at, invocation=invocation),
             name_of=partial(job_folder, command=command),

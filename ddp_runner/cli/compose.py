@@ -118,8 +118,6 @@ def plan_at(
         with secrets.hidden_in_errors():
             unresolved = to_config(raw)
             place = place_of(unresolved)
-            if place.num_nodes is not None:
-                unresolved.launch.nnodes = place.num_nodes
             config, warnings = resolve(
                 unresolved,
                 hardware=place.hardware,

@@ -10,26 +10,22 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, Work
 
 from ddp_runner.job import Job
 from ddp_runner.launch.machines import Machines
-from ddp_runner.launch.meeting import Meeting
 
 MONITOR_INTERVAL_S = 0.05
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def worker_spec(
-    job: Job, *, meeting: Meeting | None = None, sees_run: Callable[[], bool]
-) -> WorkerSpec:
+def worker_spec(job: Job, *, sees_run: Callable[[], bool]) -> WorkerSpec:
     """Return what this machine's agent starts, and how it meets the agents of other machines.
 
     Args:
         job: of this machine.
-        meeting: where the machines of a sweep have met; None: they meet for this job.
         sees_run: returns whether this machine has the folder of the run that goes on.
     """
     config, launch = job.config, job.config.launch
     num_ranks = config.world_size // launch.most_nodes
     known = None if job.lacks_run else num_ranks
-    handler = Machines(launch, num_ranks=known, sees_run=sees_run, meeting=meeting)
+    handler = Machines(launch, num_ranks=known, sees_run=sees_run)
     return WorkerSpec(
         role="default_role",
         local_world_size=num_ranks,

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import prints_errors
@@ -43,22 +42,17 @@ from ddp_runner.tracking.run_record import (
 )
 from ddp_runner.tracking.start_block import starting_lines
 
-if TYPE_CHECKING:
-    from ddp_runner.launch.meeting import Meeting
 
-
-def launch(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
+def launch(job: Job) -> Outcome:
     """Run a job to its end, and print why it failed if it did.
 
-    On one machine, and in a sweep, the caller holds the lock of the run folder. On several machines
-    rank 0 writes run.json, and claims the folder of a single run, since it may be elsewhere.
-
-    `meeting` is where the machines of a sweep have met; None: they meet for this job.
+    On one machine the caller holds the lock of the run folder. On several machines rank 0 claims
+    the folder and writes run.json, since the folder may be on another of them.
     """
     if job.config.launch.most_nodes > 1:
         from ddp_runner.launch.machines_launcher import run_worker_group
 
-        outcome = run_worker_group(job, meeting=meeting)
+        outcome = run_worker_group(job)
         return failed(outcome.failure, outcome.run_dir) if outcome.failure else outcome
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)

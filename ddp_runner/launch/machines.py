@@ -46,7 +46,6 @@ class Machines(rdzv.RendezvousHandler):
         launch: how they meet.
         num_ranks: of this machine; None: as many as the first machine.
         sees_run: whether this machine has the folder of the run that goes on; asked each round.
-        meeting: where they have met already; None: they meet in the first round.
     """
 
     def __init__(
@@ -55,10 +54,9 @@ class Machines(rdzv.RendezvousHandler):
         *,
         num_ranks: int | None,
         sees_run: Callable[[], bool],
-        meeting: Meeting | None = None,
     ) -> None:
         self._launch, self.num_ranks, self._sees_run = launch, num_ranks, sees_run
-        self._meeting = meeting
+        self._meeting: Meeting | None = None
         self._handler: Any = None
         self._unreachable = ""  # why the store cannot be reached yet
         self.reports: Reports | None = None  # of this round
@@ -123,8 +121,7 @@ class Machines(rdzv.RendezvousHandler):
 
     def _open(self, deadline: float) -> None:
         launch = self._launch
-        if self._meeting is None:
-            self._meeting = open_meeting(launch, deadline=deadline, note=self._note)
+        self._meeting = open_meeting(launch, deadline=deadline, note=self._note)
         parameters = rdzv.RendezvousParameters(
             backend="c10d",
             endpoint=launch.rdzv_endpoint or "",

@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import print_line
@@ -21,15 +20,11 @@ from ddp_runner.launch.stop_requests import mark_ended
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import starting_lines
 
-if TYPE_CHECKING:
-    from ddp_runner.launch.meeting import Meeting
 
-
-def run_worker_group(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
+def run_worker_group(job: Job) -> Outcome:
     """Start this machine's ranks, wait for their end, and return how they ended."""
     start_fork_server()
-    if job.shows_header:
-        print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
+    print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
     # With one store for rendezvous and process group, a restarted worker group now and then finds
     # the keys of the killed one, and fails.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -48,7 +43,7 @@ def run_worker_group(job: Job, *, meeting: "Meeting | None" = None) -> Outcome:
             from ddp_runner.launch.supervisor import supervise
 
             _quiet_agent()
-            result = supervise(job, scratch, meeting=meeting)
+            result = supervise(job, scratch)
             run_dir = job.run_dir or scratch.run_folder()
             if isinstance(result, Failure):
                 return Outcome(Status.FAILED, EXIT_FAILED, run_dir, result)

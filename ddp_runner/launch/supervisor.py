@@ -33,7 +33,6 @@ from ddp_runner.job import Failure, Job, Status
 from ddp_runner.launch.blame import Ends, Stack, first_failure
 from ddp_runner.launch.elastic import rank_environ, worker_spec
 from ddp_runner.launch.machines import Machines
-from ddp_runner.launch.meeting import Meeting
 from ddp_runner.launch.rank_processes import RankProcesses
 from ddp_runner.launch.reports import LOST, REPORT_S, Reports
 from ddp_runner.launch.scratch import Scratch
@@ -44,12 +43,8 @@ BARRIER_S = 10.0  # for all machines to notice that all have ended
 JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to notice
 
 
-def supervise(
-    job: Job, scratch: Scratch, *, meeting: Meeting | None = None
-) -> dict[str, Any] | Failure | None:
+def supervise(job: Job, scratch: Scratch) -> dict[str, Any] | Failure | None:
     """Run this machine's ranks to their end, with restarts.
-
-    `meeting` is where the machines of a sweep have met; None: they meet for this job.
 
     Returns:
         The result of the first rank; the failure that came first, if the last attempt failed; None
@@ -59,7 +54,7 @@ def supervise(
         UserError: the machines of the run do not meet.
     """
     adopt_orphans()
-    supervisor = Supervisor(job, scratch, meeting=meeting)
+    supervisor = Supervisor(job, scratch)
     try:
         result = supervisor.run()
     except StoppedError:
@@ -89,8 +84,8 @@ class Supervisor(SimpleElasticAgent):
     which torch 2.11 and 2.15 have.
     """
 
-    def __init__(self, job: Job, scratch: Scratch, *, meeting: Meeting | None = None) -> None:
-        super().__init__(worker_spec(job, meeting=meeting, sees_run=self._sees_run))
+    def __init__(self, job: Job, scratch: Scratch) -> None:
+        super().__init__(worker_spec(job, sees_run=self._sees_run))
         self.failure: Failure | None = None  # of the last attempt
         self._job, self._scratch = job, scratch
         self._ranks = RankProcesses(job, scratch)

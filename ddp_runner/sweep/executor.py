@@ -28,7 +28,6 @@ class Place:
     """Where a job will run, as far as its config depends on it."""
 
     hardware: Hardware  # that the job may use on a node
-    num_nodes: int | None = None  # launch.nnodes of the job; None: as configured
     env: DistEnv | None = None  # the facts of its rank 0, where our launcher does not start it
 
 

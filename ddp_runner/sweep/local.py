@@ -58,10 +58,7 @@ class Local:
         width = line_width(sys.stdout)
         if not width:
             print(f"\n{job.title}", flush=True)
-        outcome = self._launch(replace(job, shows_header=shows_header))
+        outcome = launch(replace(job, shows_header=shows_header))
         if width and outcome.status == Status.FAILED:
             print_line(f"{shortened(job.title, width - 8)}  failed", stream=sys.stdout)
         return outcome
-
-    def _launch(self, job: Job) -> Outcome:
-        return launch(job)

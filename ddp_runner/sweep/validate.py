@@ -21,8 +21,8 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
     _validate_objective(config, searches=searches)
     if launch.most_nodes > 1:
         raise UserError(
-            f"launch.nnodes ({launch.nnodes}) differs between the jobs, and their machines meet "
-            "once for the whole sweep; give one number of machines, and sweep world_size"
+            f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep, which runs on this machine; "
+            "write hydra/launcher=slurm, or start each job by a command of its own, without -m"
         )
     slots = sweep.parallel_jobs
     _validate_parallel(config)

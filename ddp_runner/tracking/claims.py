@@ -48,8 +48,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
         UserError: another process holds the folder, it holds another run, or this launch's last
             attempt failed for a reason that a restart cannot fix.
     """
-    is_held = job.config.launch.most_nodes == 1 or job.title  # a sweep holds its jobs' folders
-    if job.wire is not None and is_held:
+    if job.wire is not None and job.config.launch.most_nodes == 1:
         assert job.run_dir is not None
         return Claim(RunDir(job.run_dir), None)
     begun = job.begun_in

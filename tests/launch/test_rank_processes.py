@@ -11,7 +11,7 @@ from ddp_runner.launch.scratch import Scratch
 
 
 def test_ranks_that_never_started_take_no_other_process_along(tmp_path: Path) -> None:
-    """Machines that do not meet end theirs, too, and a sweep still needs its fork server."""
+    """Machines that do not meet have no ranks to end."""
     config, _ = resolved("model=toy")
     with subprocess.Popen(["sleep", "600"]) as child:
         RankProcesses(Job(config, started_at=0.0, code={}), Scratch(tmp_path)).end()

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -19,8 +20,11 @@ LAUNCH = LaunchConfig(nnodes=2, rdzv_endpoint="n1:1")
 
 def rendezvous(store: Any) -> Machines:
     """Return the rendezvous of a machine that has met the others at a store."""
+    machines = Machines(LAUNCH, num_ranks=1, sees_run=lambda: False)
     met = Meeting(store, "127.0.0.1", is_served_here=True)
-    return Machines(LAUNCH, num_ranks=1, sees_run=lambda: False, meeting=met)
+    with patch("ddp_runner.launch.machines.open_meeting", return_value=met):
+        machines._open(deadline=0.0)
+    return machines
 
 
 def test_a_spare_machine_hears_that_the_run_is_over() -> None:
@@ -35,7 +39,6 @@ def test_machines_with_one_host_name_are_two_nodes() -> None:
     store, nodes = STORES.HashStore(), set[str]()
     for _ in range(2):
         machines = rendezvous(store)
-        machines._open(deadline=0.0)
         nodes.add(machines._handler._this_node.addr)
     assert len(nodes) == 2
 

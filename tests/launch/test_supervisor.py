@@ -42,7 +42,7 @@ def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(
         asked.append(running)
         return MagicMock(received=None)
 
-    def supervise(_: Job, scratch: Scratch, **__: object) -> dict[str, Any]:
+    def supervise(_: Job, scratch: Scratch) -> dict[str, Any]:
         assert asked[0]() == []
         scratch.record_run(claimed)
         assert asked[0]() == [claimed]
@@ -53,6 +53,6 @@ def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(
     monkeypatch.setattr(launcher, "start_fork_server", lambda: None)
     monkeypatch.setattr(supervisor, "supervise", supervise)
     config, _ = resolved("model=toy")
-    job = Job(config, started_at=0.0, code={}, shows_header=False)
+    job = Job(config, started_at=0.0, code={})
     assert launcher.run_worker_group(job).run_dir == claimed
     assert asked

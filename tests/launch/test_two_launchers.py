@@ -56,24 +56,5 @@ def test_a_run_of_two_launchers_resumes_after_one_was_killed(tmp_path: Path) -> 
     assert_continued(run, num_steps=record(run)["step"])
 
 
-def test_a_machine_of_a_sweep_that_was_killed_and_started_again_takes_part(tmp_path: Path) -> None:
-    """In the job that is then next; it ends with the exit code of the sweep."""
-    port, keys = free_port(), (*EQUAL, "launch.nnodes=2", "-m", "train.max_steps=1000000,20")
-    with launchers(tmp_path, *keys, port=port) as started:
-        wait_for(lambda: any(checkpoint_steps(run) for run in run_dirs(tmp_path / "outputs")))
-        following = [process for process, folder in started if "following" in _printed(folder)]
-        following[0].kill()
-        (leader,) = [one for one in started if one[0] is not following[0]]
-        wait_for(lambda: "waiting for 1 of 2 machines" in _printed(leader[1]))
-        with launchers(tmp_path, *keys, count=1, port=port) as again:
-            ends = [wait_for_end(process, folder) for process, folder in (leader, *again)]
-    assert [end.exit_code for end in ends] == [1, 1], ends[1].stderr
-    assert "job 2 of 2" in ends[1].stdout
-    assert "job 1 of 2" not in ends[1].stdout
-    assert sorted(record(run)["status"] for run in run_dirs(tmp_path / "outputs")) == [
-        *("completed", "failed")
-    ]
-
-
 def _printed(folder: Path) -> str:
     return (folder / "stdout").read_text()

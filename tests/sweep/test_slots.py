@@ -88,7 +88,7 @@ def test_cores_and_gpus_are_dealt_out_evenly(
         ("sweep.parallel_jobs=3", "(3) is more than the 2 GPUs that its jobs use; write 2 or"),
         ("sweep.parallel_jobs=3 backend.device=cpu", None),
         ("sweep.parallel_jobs=2", None),
-        ("sweep.parallel_jobs=2 launch.nnodes=2", "launch.nnodes (2) differs between the jobs"),
+        ("sweep.parallel_jobs=2 launch.nnodes=2", "launch.nnodes (2) must be 1 in a sweep, which"),
         ("sweep.parallel_jobs=2 launch.init_method=file:///x", "launch.init_method (file:///x)"),
         ("sweep.parallel_jobs=2 sweep.calibrate=true", "sweep.calibrate measures what the jobs"),
     ],
