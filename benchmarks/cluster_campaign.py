@@ -68,20 +68,8 @@ def draws(count: int, *, seed: int) -> list[Draw]:
         waiting = waiting or chance.sample(places, len(places))
         settings = settings or chance.sample(list(SETTINGS), len(SETTINGS))
         kind, phase = waiting.pop()
-        fits = [one for one in settings if is_possible(kind, phase, one)]
-        setting = (fits or [one for one in SETTINGS if is_possible(kind, phase, one)])[0]
-        if setting in settings:
-            settings.remove(setting)
-        found.append(Draw(kind, phase, setting, seed=f"{seed} {len(found)}"))
+        found.append(Draw(kind, phase, settings.pop(), seed=f"{seed} {len(found)}"))
     return found
-
-
-def is_possible(kind: str, phase: str, setting: str) -> bool:
-    """Return whether a fault can happen in a setting."""
-    is_elastic = SETTINGS[setting].launch.is_elastic
-    if kind == "host comes late" and phase == "training":
-        return is_elastic  # else nothing trains without it
-    return phase != "waiting" or SETTINGS[setting].launch.fewest_nodes > 1
 
 
 def campaign(

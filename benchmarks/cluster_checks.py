@@ -204,13 +204,7 @@ def finish(run: Training, fault: Injection, expected: Path, seen: Seen) -> None:
         seen.lost_steps += fault.saved - min(went_on)
         raise WrongError(f"the run went on from step {went_on}, though {fault.saved} was saved")
     assert_whole(after[0])
-    assert_equal(
-        after[0],
-        expected,
-        num_steps=NUM_STEPS,
-        same_saves=False,
-        rounds=run.setting.launch.is_elastic,
-    )
+    assert_equal(after[0], expected, num_steps=NUM_STEPS, same_saves=False)
 
 
 def _resume(run: Training, folder: Path, seen: Seen) -> None:
@@ -221,7 +215,7 @@ def _resume(run: Training, folder: Path, seen: Seen) -> None:
         return
     saved = run.saved()
     path = "/".join(folder.parts[folder.parts.index("outputs") :])
-    _run_all(run, (f"resume={path}", *MEETING, f"launch.nnodes={run.setting.nnodes}"))
+    _run_all(run, (f"resume={path}", *MEETING, f"launch.nnodes={run.setting.num_hosts}"))
     if saved and run.resumed_steps()[-1:] != [saved]:
         seen.lost_steps += saved - (run.resumed_steps() or [0])[-1]
         raise WrongError(f"{saved} was saved, and resumed were {run.resumed_steps()}")

@@ -34,7 +34,7 @@ KINDS = {  # the phases in which each kind of fault can happen
     "link cut for good": ("start-up", "waiting", "training", "saving", "ending"),
     "SIGTERM": ("start-up", "waiting", "training", "saving", "ending"),
     "SIGINT": ("start-up", "waiting", "training", "saving", "ending"),
-    "host comes late": ("waiting", "training"),
+    "host comes late": ("waiting",),
     "host comes back": ("start-up", "training", "saving"),
 }
 
@@ -78,17 +78,13 @@ class Injection:
         order = self._chance.sample(range(num_hosts), num_hosts)
         if self.phase == "waiting":
             return self._while_waiting(order)
-        if self.kind == "host comes late":
-            self.victim = num_hosts - 1  # without the first host, nothing trains
-        late = [self.victim] if self.kind == "host comes late" else []
-        own, where = self._place(late), self.run.base / "pause"
+        own, where = self._place(), self.run.base / "pause"
         where.mkdir()
         raises = self.kind == "rank raises"
         what = raise_error if raises else partial(pause, str(where))
         faults = [Fault(what, own)] if own else []
         for place in order:
-            if place not in late:
-                self.run.start(place, *self.keys, faults=faults)
+            self.run.start(place, *self.keys, faults=faults)
         if own is None:
             time.sleep(self._chance.uniform(0.0, EARLY_S))
         elif raises:
@@ -108,9 +104,9 @@ class Injection:
             self.run.net.hosts[self.victim].mend()
         return True
 
-    def _place(self, late: Sequence[int]) -> At | Call | None:
+    def _place(self) -> At | Call | None:
         """Return where a rank waits for the fault; None: at any instant of the start."""
-        chance, num_ranks = self._chance, self.run.setting.num_hosts - len(late)
+        chance, num_ranks = self._chance, self.run.setting.num_hosts
         is_own = self.kind == "rank raises" or self.phase == "ending"  # others end, and are gone
         rank = self.victim if is_own else chance.randrange(num_ranks)
         if self.phase == "start-up":
@@ -154,13 +150,9 @@ class Injection:
                 self.run.start(self.victim, *self.keys)
         elif self.kind.startswith("link cut"):
             host.cut()
-        elif self.kind in ("SIGTERM", "SIGINT"):
+        else:
             found[0].process.send_signal(signal.Signals[self.kind])
             time.sleep(0.1)
-        else:  # a host comes late
-            command = self.run.start(self.victim, *self.keys)
-            wait_for(lambda: command.text("stdout") or command.process.poll() is not None)
-            time.sleep(SHORT_CUT_S)
 
     def _signal_rank(self, command: Command) -> None:
         process = command.process

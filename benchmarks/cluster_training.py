@@ -17,10 +17,8 @@ from run_folders import checkpoint_steps, run_dirs
 from trainings import shared_outputs
 from undisturbed import WrongError
 
-from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.launch.machines import GOODBYE_S
 from ddp_runner.launch.rank_processes import END_S, GONE_S
-from ddp_runner.launch.ranks import SAVING_FACTOR
 from ddp_runner.launch.reports import REPORT_S, SILENT_S
 from ddp_runner.launch.supervisor import BARRIER_S, JOIN_GRACE_S
 
@@ -44,37 +42,29 @@ BUSY_S = 30.0  # for what takes an instant on a quiet machine
 class Setting:
     """How a training is started."""
 
-    nnodes: str
     num_hosts: int = 2
     max_restarts: int = 0
     is_shared: bool = True  # the disk
 
     @property
-    def launch(self) -> LaunchConfig:
-        """The config that the keys make."""
-        return LaunchConfig(nnodes=self.nnodes, max_restarts=self.max_restarts)
-
-    @property
     def keys(self) -> tuple[str, ...]:
         """The keys of each command."""
-        return (f"launch.nnodes={self.nnodes}", f"launch.max_restarts={self.max_restarts}")
+        return (f"launch.nnodes={self.num_hosts}", f"launch.max_restarts={self.max_restarts}")
 
     @property
     def limit_s(self) -> float:
         """Seconds from a fault to the end of all commands, as the keys and constants say."""
         ranks = 3 * TIMEOUT_S + END_S + GONE_S + SAVING_FACTOR * SHUTDOWN_S
         launchers = SILENT_S + REPORT_S + JOIN_S + JOIN_GRACE_S + GOODBYE_S + BARRIER_S
-        return (1 + self.max_restarts + self.launch.is_elastic) * (ranks + launchers)
+        return (1 + self.max_restarts) * (ranks + launchers)
 
 
 SETTINGS = {
-    "2 hosts": Setting("2"),
-    "2 hosts, restarts": Setting("2", max_restarts=2),
-    "2 hosts, own disks": Setting("2", is_shared=False),
-    "1:2 hosts": Setting("1:2"),
-    "1:2 hosts, restarts, own disks": Setting("1:2", max_restarts=1, is_shared=False),
-    "3 hosts, restarts": Setting("3", num_hosts=3, max_restarts=1),
-    "2:3 hosts": Setting("2:3", num_hosts=3),
+    "2 hosts": Setting(),
+    "2 hosts, restarts": Setting(max_restarts=2),
+    "2 hosts, own disks": Setting(is_shared=False),
+    "2 hosts, restarts, own disks": Setting(max_restarts=1, is_shared=False),
+    "3 hosts, restarts": Setting(num_hosts=3, max_restarts=1),
 }
 
 

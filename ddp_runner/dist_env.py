@@ -97,14 +97,14 @@ def continues(own: str, earlier: Collection[str]) -> bool:
     return bool(starts) and max(map(int, starts)) < int(start)
 
 
-def starts_our_launchers(env: DistEnv, *, nnodes: object) -> bool:
+def starts_our_launchers(env: DistEnv, *, nnodes: int) -> bool:
     """Return whether srun's tasks are launchers, one on each machine, that start the ranks there.
 
     Args:
         env: what srun's variables make of this process.
-        nnodes: launch.nnodes as the user writes it; srun's own ranks have no use for it.
+        nnodes: launch.nnodes; srun's own ranks have no use for it.
     """
-    return env.launcher == "srun" and env.local_world_size == 1 and str(nnodes) != "1"
+    return env.launcher == "srun" and env.local_world_size == 1 and nnodes > 1
 
 
 def prints_errors(environ: Mapping[str, str] | None = None) -> bool:

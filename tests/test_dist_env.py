@@ -86,10 +86,7 @@ def test_a_batch_scripts_own_launcher_knows_its_job() -> None:
 def test_one_task_a_machine_can_be_our_launcher() -> None:
     """If the command asks for several machines; srun's own ranks never do."""
     one = read({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"})
-    assert [starts_our_launchers(one, nnodes=number) for number in (1, "1", 2, "1:4")] == [
-        *(False, False),
-        *(True, True),
-    ]
+    assert [starts_our_launchers(one, nnodes=number) for number in (1, 2)] == [False, True]
     assert not starts_our_launchers(read(SLURM), nnodes=2)
 
 

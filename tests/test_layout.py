@@ -92,7 +92,6 @@ TORCH_FREE = {
     "tracking",
 }
 LATE = {  # imported once ranks start
-    "launch.elastic",
     "launch.machines",
     "launch.meeting",
     "launch.preload",

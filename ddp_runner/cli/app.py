@@ -100,12 +100,12 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(), invocation)
-    if (env.num_nodes if env else job.config.launch.most_nodes) > 1:
+    if (env.num_nodes if env else job.config.launch.nnodes) > 1:
         _quiet_connections()
     if env is None:
         start_fork_server()  # as early as can be: it imports torch while this process goes on
     asked, config = asked_folder(composed, job), job.config
-    if env is not None or config.launch.most_nodes > 1:
+    if env is not None or config.launch.nnodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
         job = replace(job, run_dir=asked)
         if env is None:

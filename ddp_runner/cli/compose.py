@@ -16,7 +16,6 @@ from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opene
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, said_again, with_resumed
 from ddp_runner.config.keys import help_text
-from ddp_runner.config.launching import LaunchConfig
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import LIST_GROUPS, Config
@@ -110,8 +109,7 @@ def plan_at(
             raw = with_resumed(given, overrides, is_launched=env is not None)
             notes = left_trackers(given, overrides)
         except NotARunError:
-            most_nodes = LaunchConfig(nnodes=given.launch.nnodes).most_nodes
-            lacks_run = (env.num_nodes if env else most_nodes) > 1
+            lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
             if not lacks_run:
                 raise
         secrets = find_secrets(raw)
@@ -123,7 +121,6 @@ def plan_at(
                 hardware=place.hardware,
                 chosen=chosen_keys(overrides),
                 env=place.env,
-                lacks_run=lacks_run,
             )
             validate_files(config, env=place.env)
         choices = _choices(node, config)

@@ -77,7 +77,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     if (name := dataset.get("tokenizer")) is not None:
         tokenizer_file(Path(str(name)))
     # Only rank 0 reads the weights, perhaps on another machine. A resumed run needs them no more.
-    num_nodes = env.num_nodes if env else config.launch.most_nodes
+    num_nodes = env.num_nodes if env else config.launch.nnodes
     if (name := model.get("weights")) is not None and config.resume is None and num_nodes == 1:
         weights = Path(str(name))
         is_checkpoint = (weights / MANIFEST).exists() or RunDir(weights).checkpoints.is_dir()

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from ddp_runner.errors import UserError
 
@@ -14,8 +13,7 @@ DEFAULT_PORT = 29400  # torchrun's
 class LaunchConfig:
     """How the ranks start. Under torchrun, which has its own flags, these keys are ignored."""
 
-    # number of machines; MIN:MAX lets machines join and leave during the run
-    nnodes: Any = 1
+    nnodes: int = 1  # number of machines
     nproc_per_node: int | None = None  # ranks per machine; null: world_size / nnodes
     # this machine's number, which orders the ranks; 0 hosts the rendezvous; null: HOST does
     node_rank: int | None = None
@@ -29,21 +27,6 @@ class LaunchConfig:
     # Seconds from the first Ctrl-C or SIGTERM to SIGKILL; ten times as long while a checkpoint is
     # written.
     shutdown_timeout_s: float = 30.0
-
-    @property
-    def fewest_nodes(self) -> int:
-        """The number of machines without which the run waits."""
-        return int(str(self.nnodes).partition(":")[0])
-
-    @property
-    def most_nodes(self) -> int:
-        """The number of machines that the run has at most."""
-        return int(str(self.nnodes).rpartition(":")[2])
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether machines may join and leave during the run."""
-        return self.fewest_nodes < self.most_nodes
 
 
 def meeting_place(launch: LaunchConfig) -> tuple[str, int]:

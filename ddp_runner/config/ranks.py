@@ -1,12 +1,10 @@
 """How many ranks a config starts, and how its global batch is split among them. Torch-free."""
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from ddp_runner.config.schema import Batch, Config, mode_needs, num_shares
-from ddp_runner.config.validate import validate_ranks
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError, counted
+from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 
 MOST_RANKS_A_CORE = 64  # a rank takes some 100 MiB, and a collective waits for the slowest rank
@@ -31,13 +29,13 @@ def num_ranks(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
     if asked != "auto":
         return int(asked)
     if launch.nproc_per_node is not None:
-        return launch.nproc_per_node * launch.most_nodes
+        return launch.nproc_per_node * launch.nnodes
     needs = mode_needs(config.parallelism)
     if needs.max_ranks is not None:
         return needs.max_ranks
     gpus = 0 if config.backend.device == "cpu" else hardware.num_gpus
     per_node = gpus // needs.devices_per_rank
-    return max(needs.min_ranks, (per_node or min(2, hardware.num_cores)) * launch.most_nodes)
+    return max(needs.min_ranks, (per_node or min(2, hardware.num_cores)) * launch.nnodes)
 
 
 def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
@@ -46,7 +44,7 @@ def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
     Raises:
         UserError: the machines cannot share the ranks equally, or would never meet.
     """
-    launch, num_nodes = config.launch, config.launch.most_nodes
+    launch, num_nodes = config.launch, config.launch.nnodes
     if num_nodes > 1 and launch.rdzv_endpoint is None:
         raise UserError(
             f"launch.nnodes ({launch.nnodes}) needs launch.rdzv_endpoint=HOST:PORT, "
@@ -65,32 +63,6 @@ def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
             f"world_size ({ranks}); leave world_size out, or make them agree"
         )
     return nproc
-
-
-def validate_elastic(config: Config, *, nproc: int, chosen: Collection[str]) -> None:
-    """Reject a run that would take other steps, or none, on fewer of its machines.
-
-    Raises:
-        UserError: the global batch follows from the number of ranks, or some number of machines
-            cannot take it.
-    """
-    launch, batch = config.launch, config.batch
-    if batch.global_size is None or "batch.per_rank" in chosen:
-        raise UserError(
-            f"launch.nnodes={launch.nnodes} changes the number of ranks, and the global batch with "
-            f"it, since batch.per_rank is {batch.per_rank}; give batch.global_size instead, which "
-            "all numbers of ranks keep"
-        )
-    for num_nodes in range(launch.fewest_nodes, launch.most_nodes + 1):
-        ranks = nproc * num_nodes
-        try:
-            resolve_batch(config, ranks, chosen)
-            validate_ranks(replace(config, world_size=ranks), None)
-        except UserError as error:
-            raise UserError(
-                f"launch.nnodes={launch.nnodes} may run on {counted(num_nodes, 'machine')}, "
-                f"{counted(ranks, 'rank')} in all, where {error}"
-            ) from None
 
 
 def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> Batch:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.profiling import validate_profile
-from ddp_runner.config.ranks import num_local_ranks, num_ranks, resolve_batch, validate_elastic
+from ddp_runner.config.ranks import num_local_ranks, num_ranks, resolve_batch
 from ddp_runner.config.schema import BackendConfig, Config, RunConfig, mode_needs
 from ddp_runner.config.validate import (
     known_steps,
@@ -26,7 +26,6 @@ def resolve(
     hardware: Hardware,
     chosen: Collection[str] = (),
     env: DistEnv | None = None,
-    lacks_run: bool = False,
 ) -> tuple[RunConfig, list[str]]:
     """Return the config with every derived value filled in, and warnings to print once.
 
@@ -36,7 +35,6 @@ def resolve(
         chosen: the keys given on the command line. If two keys exclude each other, they win over
             the choice of a group.
         env: this rank's facts where the ranks run already (torchrun, srun, mpirun).
-        lacks_run: the run to resume is on another machine, whose batch sizes replace these.
 
     Raises:
         UserError: a rule is broken.
@@ -54,8 +52,6 @@ def resolve(
     backend = _backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
     found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
-    if env is None and config.launch.is_elastic and not lacks_run:
-        validate_elastic(config, nproc=nproc, chosen=chosen)
     resolved = RunConfig(**(vars(config) | found))
     validate_scheduler(resolved)
     validate_profile(resolved, num_steps=known_steps(resolved), chosen=chosen)
@@ -125,7 +121,7 @@ def _idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: 
             "use them"
         )
     else:
-        fix = f"write world_size={gpus // per_rank * config.launch.most_nodes} to use them"
+        fix = f"write world_size={gpus // per_rank * config.launch.nnodes} to use them"
         if sees_its_own:
             fix = "write backend.device=cuda if each rank has its own"
         reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix}"
@@ -143,7 +139,7 @@ def _warnings(config: RunConfig, hardware: Hardware, env: DistEnv | None, nproc:
         warnings.append(
             f"{nproc} ranks on {hardware.num_cores} cores: they take turns, expect no speedup"
         )
-    if (env.num_nodes if env else config.launch.most_nodes) > 1:
+    if (env.num_nodes if env else config.launch.nnodes) > 1:
         warnings.append(
             "torch.distributed has no authentication: whoever reaches the ports of these machines "
             "can run code as you; keep them on a trusted network"

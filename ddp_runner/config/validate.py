@@ -169,18 +169,13 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
             f"launch.init_method ({asked}) must begin with tcp:// or file://; write "
             "tcp://HOST:PORT or file:///PATH"
         )
-    is_file, is_alone = asked.startswith("file://"), env is None and launch.most_nodes == 1
+    is_file, is_alone = asked.startswith("file://"), env is None and launch.nnodes == 1
     if is_file and not is_alone and not asked.startswith("file:///"):
         raise UserError(
             f"launch.init_method ({asked}) names a file of this machine's launcher; on several "
             "machines, or under another launcher, write file:///PATH, in a folder that all share"
         )
-    if launch.is_elastic:
-        raise UserError(
-            f"launch.init_method ({asked}) is one address and the machines of launch.nnodes="
-            f"{launch.nnodes} come and go; leave init_method out: launch.rdzv_endpoint is enough"
-        )
-    if is_file and launch.most_nodes > 1 and launch.max_restarts:
+    if is_file and launch.nnodes > 1 and launch.max_restarts:
         raise UserError(
             f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
             f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.config.inference import FORMATS, SPLITS
-from ddp_runner.config.launching import LaunchConfig, meeting_place
+from ddp_runner.config.launching import meeting_place
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.own_loop import TASKS, has_own_loop
 from ddp_runner.config.schema import (
@@ -34,9 +34,9 @@ YEAR_S = 365 * 86_400.0  # longer times overflow in the libraries
 POSITIVE = (
     "train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_steps",
     "train.grad_accum_steps", "train.clip_norm", "train.clip_value", "train.num_threads",
-    "early_stop.patience", "batch.global_size", "batch.per_rank", "batch.eval_per_rank",
-    "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
-    "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
+    "early_stop.patience", "batch.global_size", "batch.per_rank",
+    "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
+    "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
     "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
     "parallelism.needs.max_ranks", "parallelism.needs.model_ranks",
@@ -52,6 +52,7 @@ RANGES: Mapping[str, tuple[float, float]] = dict.fromkeys(NOT_NEGATIVE, (0, math
     "backend.timeout_s": (1, YEAR_S),  # less is too short for ranks that share a core
     "launch.shutdown_timeout_s": (0, YEAR_S),
     "launch.join_timeout_s": (1, YEAR_S),
+    "launch.nnodes": (1, 99_999),
     "train.num_threads": (1, 2**12),
     "train.grad_accum_steps": (1, 2**16),
     "batch.global_size": (1, 2**40),
@@ -104,7 +105,8 @@ def validate_values(config: Config) -> None:
     _validate_metrics(config.metrics)
     validate_tracking(config)
     values = dict(leaves(asdict(config)))
-    validate_launch(config.launch)
+    if config.launch.rdzv_endpoint is not None:
+        meeting_place(config.launch)
     _validate_numbers(values)
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
@@ -117,24 +119,6 @@ def validate_values(config: Config) -> None:
             raise UserError(f"{key} ({values[key]}) must be one of {named}")
     for name, known in LISTS.items():
         _validate_list(f"collectives.{name}", getattr(config.collectives, name), known)
-
-
-def validate_launch(launch: LaunchConfig) -> None:
-    """Reject what is no number of machines, or no place where they can meet.
-
-    Raises:
-        UserError: naming launch.nnodes or launch.rdzv_endpoint.
-    """
-    nnodes = launch.nnodes
-    parts = str(nnodes).split(":") if isinstance(nnodes, int | str) else []
-    counts = [int(part) for part in parts if re.fullmatch(r"\d{1,5}", part)]
-    if len(counts) != len(parts) or len(counts) not in (1, 2) or not 1 <= counts[0] <= counts[-1]:
-        raise UserError(
-            f"launch.nnodes ({nnodes}) must be a whole number of machines from 1 to 99999, or "
-            "MIN:MAX; write launch.nnodes=2, or launch.nnodes=1:4"
-        )
-    if launch.rdzv_endpoint is not None:
-        meeting_place(launch)
 
 
 def _validate_numbers(values: Mapping[str, Any]) -> None:

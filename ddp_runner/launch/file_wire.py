@@ -3,7 +3,6 @@
 Torch's agent ends the ranks of a failed group by SIGTERM, which they answer by their stacks.
 """
 
-import json
 import os
 import signal
 import threading
@@ -24,6 +23,7 @@ class FileWire:
     """A ``job.Wire`` of files."""
 
     def __init__(self, scratch: Scratch, *, rank: int, attempt: int) -> None:
+        self.lost = set[int]()  # only a run on one machine continues without a rank
         self._scratch, self._rank, self._attempt = scratch, rank, attempt
         ignore_stop_signals()
         self._watch_sigterm()
@@ -31,19 +31,13 @@ class FileWire:
     @property
     def stop(self) -> bool:
         """Whether to finish the step, save and end."""
-        return self._scratch.stop.exists() or self._scratch.regroup.exists()
-
-    @property
-    def lost(self) -> set[int]:
-        """The ranks that have ended, in a run that continues without them."""
-        return self._scratch.ended_ranks()
+        return self._scratch.stop.exists()
 
     @property
     def earlier(self) -> tuple[tuple[int | None, str], ...]:
         """The first step of each earlier attempt, and why it ended."""
-        path = self._scratch.path / f"attempts-{self._rank}.json"
-        steps = json.loads(path.read_text()) if path.exists() else []
-        steps = [None] * (self._attempt - len(steps)) + steps
+        known = self._scratch.first_steps(rank=self._rank)
+        steps = [None] * (self._attempt - len(known)) + known
         return tuple(
             (step, self._scratch.cause(attempt=attempt)) for attempt, step in enumerate(steps)
         )

@@ -49,7 +49,7 @@ def launch(job: Job) -> Outcome:
     On one machine the caller holds the lock of the run folder. On several machines rank 0 claims
     the folder and writes run.json, since the folder may be on another of them.
     """
-    if job.config.launch.most_nodes > 1:
+    if job.config.launch.nnodes > 1:
         from ddp_runner.launch.machines_launcher import run_worker_group
 
         outcome = run_worker_group(job)

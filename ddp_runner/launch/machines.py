@@ -4,8 +4,8 @@ Torch decides who takes part in a round. The machines then tell each other what 
 first of them has rank 0: the one with launch.node_rank=0, else one that has the run's folder, else
 the one of launch.rdzv_endpoint.
 
-Of torch's handler it uses five private names, which torch 2.11 and 2.15 have: the state of the
-rendezvous, this node in it, and what a node needs to leave.
+Of torch's handler it uses two private names, which torch 2.11 and 2.15 have: the state of the
+rendezvous, and this node in it.
 """
 
 import json
@@ -16,25 +16,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed.elastic.rendezvous as rdzv
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    _RendezvousExitOp,
-    create_handler,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from ddp_runner import __version__
 from ddp_runner.config.launching import LaunchConfig
-from ddp_runner.errors import UserError, counted
+from ddp_runner.errors import UserError
 from ddp_runner.host.patience import patiently
 from ddp_runner.launch.machine import Machine, rank_order, validate_equal
 from ddp_runner.launch.meeting import STORES, Meeting, open_meeting
 from ddp_runner.launch.reports import LOST, Reports, store_is_lost
 
-LAST_CALL_S = 10  # an elastic run that has enough machines waits so long for more
 INTRODUCTION_S = 20.0  # torch forgets after 15 s a machine that has left while it waited
 GOODBYE_S = 5.0
 
@@ -112,12 +107,9 @@ class Machines(rdzv.RendezvousHandler):
             return f"{endpoint}, where the {launch.nnodes} machines of the run meet{reason}"
         state = self._handler._state_holder.state
         num_here = max(1, len(state.participants))  # torch removes this machine at the end
-        fewest = launch.fewest_nodes
-        if state.complete and num_here >= launch.most_nodes:
+        if num_here >= launch.nnodes:
             return f"a place at {endpoint}, where a run has its {num_here} machines"
-        if num_here < fewest:
-            return f"{fewest - num_here} of {counted(fewest, 'machine')} at {endpoint}"
-        return f"more machines at {endpoint}, {num_here} of {launch.nnodes} are here"
+        return f"{launch.nnodes - num_here} of {launch.nnodes} machines at {endpoint}"
 
     def _open(self, deadline: float) -> None:
         launch = self._launch
@@ -126,12 +118,11 @@ class Machines(rdzv.RendezvousHandler):
             backend="c10d",
             endpoint=launch.rdzv_endpoint or "",
             run_id=launch.rdzv_id,
-            min_nodes=launch.fewest_nodes,
-            max_nodes=launch.most_nodes,
+            min_nodes=launch.nnodes,
+            max_nodes=launch.nnodes,
             # Torch knows a node by this, and containers may have one host name and process id 1.
             local_addr=f"{socket.gethostname()}/{uuid.uuid4().hex}",
             join_timeout=int(launch.join_timeout_s),
-            last_call_timeout=LAST_CALL_S,
         )
         store = self._meeting.store
         before = store.compare_set(f"nnodes/{launch.rdzv_id}", "", str(launch.nnodes)).decode()
@@ -182,7 +173,6 @@ class Machines(rdzv.RendezvousHandler):
             ordered,
             place,
             store=info.store,
-            num_waiting=self._handler.num_nodes_waiting,
             launch=self._launch,
         )
         meeting_point = rdzv.RendezvousStoreInfo.build(
@@ -196,7 +186,7 @@ class Machines(rdzv.RendezvousHandler):
         return False
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: torch's agent would kill the ranks for a new machine; ours lets them save."""
+        """Return 0: torch's agent would restart the ranks for a spare machine."""
         return 0
 
     def get_backend(self) -> str:
@@ -216,20 +206,8 @@ class Machines(rdzv.RendezvousHandler):
         if self._handler is not None:
             self._handler.set_closed()
 
-    def leave(self) -> None:
-        """Let the other machines go on without this one, at once rather than after 15 s."""
-        self._end_round()
-        handler, self._handler = self._handler, None
-        if handler is not None:
-            handler._stop_heartbeats()
-            go = partial(
-                handler._op_executor.run, _RendezvousExitOp(), time.monotonic() + GOODBYE_S
-            )
-            with suppress(*LOST):  # then the others find out by themselves
-                patiently(go, limit_s=GOODBYE_S)
-
     def shutdown(self) -> bool:
-        """End the rendezvous for all machines, unless this one has left it."""
+        """End the rendezvous for all machines."""
         self._end_round()
         if self._handler is not None:
             with suppress(*LOST):  # the store is gone: nothing is left to end

@@ -73,10 +73,8 @@ class RankProcesses:
         """Return the ranks that are suspended, as by SIGSTOP. Linux only: elsewhere none."""
         return [one.rank for one in self._ranks if is_suspended(one.process.pid)]
 
-    def results(self, *, wait_s: float = 0.0) -> Mapping[int, Any]:
-        """Return the results of the ranks whose work has returned, after waiting for all to end."""
-        if wait_s:
-            _wait_for([one.process for one in self._ranks], wait_s)
+    def results(self) -> Mapping[int, Any]:
+        """Return the results of the ranks whose work has returned."""
         for one in self._ranks:
             with suppress(EOFError):  # the rank ended without a result
                 if one.rank not in self._results and one.result.poll():

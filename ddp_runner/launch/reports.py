@@ -6,7 +6,7 @@ look at it is in a thread.
 
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from threading import Event, Thread
@@ -47,7 +47,6 @@ class Reports:
         machines: in the order of their ranks.
         own: the place of this machine among them.
         store: of this round.
-        num_waiting: returns how many machines wait to join; may block.
         launch: where the store is, for the user.
     """
 
@@ -57,18 +56,16 @@ class Reports:
         own: int,
         *,
         store: Any,
-        num_waiting: Callable[[], int],
         launch: LaunchConfig,
     ) -> None:
         self._machines, self._own, self._store = machines, own, store
-        self._num_waiting, self._launch = num_waiting, launch
+        self._launch = launch
         self._closed = Event()
         self._seen_at = time.monotonic()  # the last time that the store answered
         self._is_lost = False  # the last look at the store failed
         self._known: dict[int, Failure] = {}
         self._ended_at: float | None = None  # when the ranks of this machine had ended well
         self._ended = set[int]()  # the machines whose ranks have
-        self.is_wanted = False  # another machine waits to join
         Thread(target=self._watch, name="machines-watch", daemon=True).start()
 
     @property
@@ -178,8 +175,6 @@ class Reports:
 
     def _look(self) -> None:
         """Look once for what the other machines tell; may block."""
-        self.is_wanted = self._num_waiting() > 0
-        self._seen_at = time.monotonic()
         if self._reported() and not self._closed.is_set():
             self._store.add(f"alive/{self._own}", 1)
         if self._ended_at is not None:
@@ -192,7 +187,9 @@ class Reports:
         """Return the failures that machines have reported so far; may block."""
         others = [place for place in range(len(self._machines)) if place not in self._known]
         for place in others:
-            if self._store.check([f"failure/{place}"]):
+            is_told = self._store.check([f"failure/{place}"])
+            self._seen_at = time.monotonic()
+            if is_told:
                 fields = json.loads(self._store.get(f"failure/{place}"))
                 self._known[place] = Failure(**fields)
         return dict(self._known)  # the watch adds to it while another thread reads
@@ -202,7 +199,7 @@ class Reports:
         begun_at, alive_at, signs = time.monotonic(), None, dict[int, bytes]()
         self._store.set(f"failure/{self._own}", json.dumps(asdict(own)))
         while len(found := self._reported()) < len(self._machines):
-            self._seen_at = now = time.monotonic()
+            now = time.monotonic()
             before, signs = signs, self._signs(set(range(len(self._machines))) - found.keys())
             if signs.items() - before.items():
                 alive_at = now

@@ -17,8 +17,6 @@ from pathlib import Path
 from ddp_runner.files import FileIn, replace_file
 from ddp_runner.job import Failure
 
-READY = "ready"
-SAVING = "saving"
 SAVING_POLL_S = 0.05
 FRESH_S = 4.0  # a rank that has not renewed its saving mark for this long is suspended
 
@@ -30,23 +28,19 @@ class Scratch:
     path: Path
 
     stop = FileIn("stop")  # exists once the ranks should finish the step, save and end
-    regroup = FileIn("regroup")  # the same, for machines to join or leave: then the run goes on
-    ready = FileIn(READY)  # exists once the training loop has begun
-    saving = FileIn(SAVING)  # exists while a checkpoint is being written
+    ready = FileIn("ready")  # exists once the training loop has begun
+    saving = FileIn("saving")  # exists while a checkpoint is being written
     _run = FileIn("run")
 
     def make(self) -> None:
         """Create the folder; a program that cleans up temporary files may have removed it."""
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def begin_attempt(self, attempt: int) -> None:
-        """Remove what ranks left under this number, which stays when a machine joins or leaves."""
+    def begin_attempt(self) -> None:
+        """Remove the marks that the ranks of the last attempt left."""
         self.make()
-        patterns = [f"failure-{attempt}-*", f"stack-{attempt}-*", "ended-*", READY, SAVING]
-        # The files at which the ranks met hold the addresses of ranks that are gone.
-        for pattern in (*patterns, "regroup", f"*.{self.path.name}-{attempt}"):
-            for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
+        self.ready.unlink(missing_ok=True)
+        self.saving.unlink(missing_ok=True)
 
     def record_run(self, folder: Path) -> None:
         """Note the run folder that rank 0 has claimed, for this machine's launcher."""
@@ -88,12 +82,15 @@ class Scratch:
             self.make()
             replace_file(self.path / name, json.dumps(asdict(failure)))
 
-    def record_first_step(self, step: int, *, rank: int) -> list[int]:
-        """Note the step at which a restarted rank goes on; return those of all its restarts."""
+    def record_first_step(self, step: int, *, rank: int) -> None:
+        """Note the step from which a restarted rank continues."""
+        steps = [*self.first_steps(rank=rank), step]
+        (self.path / f"attempts-{rank}.json").write_text(json.dumps(steps))
+
+    def first_steps(self, *, rank: int) -> list[int]:
+        """Return the steps from which a rank has continued after restarts."""
         path = self.path / f"attempts-{rank}.json"
-        steps = [*(json.loads(path.read_text()) if path.exists() else []), step]
-        path.write_text(json.dumps(steps))
-        return steps
+        return list(json.loads(path.read_text())) if path.exists() else []
 
     def record_stack(self, *, rank: int, attempt: int) -> None:
         """Write down where this rank's main thread is, when its worker group has failed."""
@@ -107,14 +104,6 @@ class Scratch:
         """Return the files with the stacks of an attempt's ranks, by rank, the lowest first."""
         paths = self.path.glob(f"stack-{attempt}-*.txt")
         return dict(sorted((int(path.stem.rpartition("-")[2]), path) for path in paths))
-
-    def record_end(self, *, rank: int) -> None:
-        """Note that a rank's process has ended, for a worker group that goes on without it."""
-        (self.path / f"ended-{rank}").touch()
-
-    def ended_ranks(self) -> set[int]:
-        """Return the ranks whose end is recorded."""
-        return {int(path.name.removeprefix("ended-")) for path in self.path.glob("ended-*")}
 
     @contextmanager
     def marked_as_saving(self) -> Iterator[None]:
@@ -138,7 +127,3 @@ class Scratch:
         with suppress(FileNotFoundError):
             return time.time() - self.saving.stat().st_mtime < FRESH_S
         return False
-
-    def has(self, name: str) -> bool:
-        """Return whether a file of this name exists, here or below in a parallel job's folder."""
-        return any(name in files for _, _, files in os.walk(self.path))

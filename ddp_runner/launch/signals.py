@@ -16,7 +16,7 @@ from types import FrameType
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import handled_signals, kill_descendants
 from ddp_runner.launch.ranks import SAVING_FACTOR
-from ddp_runner.launch.scratch import READY, SAVING, Scratch
+from ddp_runner.launch.scratch import Scratch
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S, RECORD_S, mark_ended
 
 POLL_S = 0.5  # between two checks for a save
@@ -77,7 +77,7 @@ class StopSignals:
                     break
             except Empty:
                 now = time.monotonic()
-                if self._scratch.has(SAVING):
+                if self._scratch.saving.exists():
                     saving_at = now
                 if now >= min(last_deadline, saving_at + self._timeout_s):
                     break
@@ -87,7 +87,7 @@ class StopSignals:
     def _request_stop(self, signum: int) -> None:
         self._scratch.make()
         self._scratch.stop.touch()
-        is_training = self._scratch.has(READY)
+        is_training = self._scratch.ready.exists()
         what = "finishing the step and saving a checkpoint" if is_training else "stopping"
         print(f"\n{signal.Signals(signum).name}: {what}; again to end at once", flush=True)
 

@@ -91,7 +91,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             beating = heartbeat.beating(run_dir.heartbeat, started_at=job.started_at)
             stack.enter_context(beating)
             stack.enter_context(_failure_recorded(run_dir))
-        job = replace(job, config=with_global_size(config, claim.global_size, env.world_size))
+        job = replace(job, config=with_global_size(config, claim.global_size))
         log = stack.enter_context(rank_log(run_dir, env, hide=job.secrets.hide))
         if env.num_nodes > 1:
             _say_where(run_dir, log=log)

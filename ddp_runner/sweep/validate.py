@@ -19,7 +19,7 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
     """
     sweep, launch = config.sweep, config.launch
     _validate_objective(config, searches=searches)
-    if launch.most_nodes > 1:
+    if launch.nnodes > 1:
         raise UserError(
             f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep, which runs on this machine; "
             "write hydra/launcher=slurm, or start each job by a command of its own, without -m"

@@ -48,7 +48,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
         UserError: another process holds the folder, it holds another run, or this launch's last
             attempt failed for a reason that a restart cannot fix.
     """
-    if job.wire is not None and job.config.launch.most_nodes == 1:
+    if job.wire is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
         return Claim(RunDir(job.run_dir), None)
     begun = job.begun_in
@@ -163,20 +163,19 @@ def freeze(job: Job, run_dir: RunDir) -> None:
     run_dir.freeze(written, overrides=job.overrides, choices=job.choices)
 
 
-def with_global_size(config: RunConfig, global_size: int | None, ranks: int) -> RunConfig:
-    """Return the config with the global batch that its run began with, split among these ranks.
+def with_global_size(config: RunConfig, global_size: int | None) -> RunConfig:
+    """Return the config with the global batch that its run began with, split among its ranks.
 
-    Their number may differ from the config's where machines join and leave.
+    torchrun may restart a run on fewer machines, or on more.
 
     Raises:
         UserError: the ranks do not divide it.
     """
-    size = global_size or config.batch.global_size
-    if config.world_size == ranks and config.batch.global_size == size:
+    if global_size in (None, config.batch.global_size):
         return config
-    batch = replace(config.batch, global_size=size)
-    config = replace(config, world_size=ranks, batch=batch)
-    return replace(config, batch=resolve_batch(config, ranks))
+    batch = replace(config.batch, global_size=global_size)
+    config = replace(config, batch=batch)
+    return replace(config, batch=resolve_batch(config, config.world_size))
 
 
 def own_marks(env: DistEnv, *, has_agent: bool) -> list[str]:

@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 def starting_lines(job: Job) -> str:
     """Return what is printed before torch is imported, which takes seconds."""
     config = job.config
-    launch = config.launch
-    num_nodes = str(launch.nnodes).replace(":", " to ")
-    nodes = f" on {num_nodes} nodes" if launch.most_nodes > 1 else ""
+    nodes = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     device = "GPU" if config.backend.device == "cuda" else "CPU"
     run = ""
     if job.run_dir and not job.title:  # a sweep has named the folder of all its jobs
         run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n"
-    most = "up to " if launch.is_elastic else ""
     # Where the run's config is on another machine, nobody knows the number of ranks yet.
-    known = "ranks" if job.lacks_run else f"{most}{counted(config.world_size, 'rank')}"
-    ranks = f"{known}{nodes}"
-    return f"{run}starting {ranks}, {config.backend.name} on {device}; importing torch …"
+    ranks = "ranks" if job.lacks_run else counted(config.world_size, "rank")
+    return f"{run}starting {ranks}{nodes}, {config.backend.name} on {device}; importing torch …"
 
 
 def start_block(

@@ -275,19 +275,3 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     resumed = run_command(f"resume={run}", "train.max_steps=12", folder=tmp_path)
     assert (resumed.exit_code, record(run)["step"]) == (0, 12)
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["max_steps"] == 12
-
-
-def test_a_machine_without_the_run_leaves_the_batch_to_the_run() -> None:
-    """Machines may come and go if the run's own config allows it; this one does not know it."""
-    register()
-    keys = (
-        "launch.nnodes=1:2",
-        "launch.nproc_per_node=1",
-        "launch.rdzv_endpoint=a:1",
-        "resume=run",
-    )
-    config = to_config(compose_raw(*keys))
-    with pytest.raises(UserError, match=r"give batch\.global_size instead"):
-        resolve(config, hardware=LAPTOP)
-    found, _ = resolve(config, hardware=LAPTOP, lacks_run=True)
-    assert found.world_size == 2

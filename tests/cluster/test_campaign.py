@@ -8,10 +8,10 @@ import pytest
 from clusters import needs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from undisturbed import WrongError, assert_equal
+from undisturbed import assert_equal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from cluster_campaign import campaign, draws, is_possible
+from cluster_campaign import campaign, draws
 from cluster_checks import disturbed
 from cluster_faults import KINDS, Draw
 from cluster_training import NUM_STEPS, SETTINGS, undisturbed
@@ -19,14 +19,14 @@ from cluster_training import NUM_STEPS, SETTINGS, undisturbed
 pytestmark = needs()
 
 
-def changed(run: Path, other: Path, *, by: float) -> Path:
+def altered_copy(run: Path, other: Path) -> Path:
     """Copy a run, and change an exported weight of the copy."""
     shutil.copytree(run, other)
     path = other / "model.safetensors"
     with safe_open(path, framework="pt") as file:
         facts = file.metadata()
     tensors = load_file(path)
-    next(iter(tensors.values())).view(-1)[0] += by
+    next(iter(tensors.values())).view(-1)[0] += 1e-6
     save_file(tensors, path, facts)
     return other
 
@@ -44,19 +44,14 @@ def test_disturbed_runs_end_as_undisturbed_runs(short_temp: Path) -> None:
 
 
 def test_the_campaign_notices_an_altered_weight(short_temp: Path) -> None:
-    """By a fault that leads to other weights than expected, bit for bit or beyond rounding."""
+    """By a fault that leads to other weights than expected, bit for bit."""
     run, calls = undisturbed(short_temp / "run", SETTINGS["2 hosts"])
     assert_equal(run, run, num_steps=NUM_STEPS)
-    altered = changed(run, short_temp / "altered", by=1e-6)
+    altered = altered_copy(run, short_temp / "altered")
     fault = Draw("rank raises", "training", "2 hosts", seed="d")
     seen = disturbed(short_temp / "fault", fault, altered, num_calls=calls)
     assert len(seen.wrong) == 1
     assert "the run differs in model.safetensors.tensors." in seen.wrong[0]
-    assert_equal(altered, run, num_steps=NUM_STEPS, rounds=True)
-    with pytest.raises(WrongError, match=r"differs in model\.safetensors"):
-        assert_equal(
-            changed(run, short_temp / "far", by=0.01), run, num_steps=NUM_STEPS, rounds=True
-        )
 
 
 def test_a_seed_draws_every_kind_of_fault_in_every_phase_and_setting() -> None:
@@ -66,4 +61,3 @@ def test_a_seed_draws_every_kind_of_fault_in_every_phase_and_setting() -> None:
     places = {(kind, phase) for kind, phases in KINDS.items() for phase in phases}
     assert {(one.kind, one.phase) for one in faults} == places
     assert {one.setting for one in faults} == set(SETTINGS)
-    assert all(is_possible(one.kind, one.phase, one.setting) for one in faults)

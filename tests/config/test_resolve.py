@@ -58,38 +58,10 @@ def test_the_port_may_be_left_out(place: str, expected: tuple[str, int]) -> None
     assert meeting_place(resolved(f"launch.rdzv_endpoint='{place}'")[0].launch) == expected
 
 
-@pytest.mark.parametrize("nnodes", ["0", "2:1", "1:2:3", "a:b", "1.5", "0:2", "-1", "true", "null"])
-def test_a_number_or_a_range_of_machines_is_needed(nnodes: str) -> None:
-    """A range begins with the smaller number; both are machines."""
-    rule = "must be a whole number of machines from 1 to 99999, or MIN:MAX; write launch.nnodes=2"
-    assert rule in config_error(f"launch.nnodes={nnodes}")
-
-
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
-    [
-        pytest.param("", "changes the number of ranks, and the global batch with it", id="batch"),
-        pytest.param(
-            "batch.global_size=160",
-            "may run on 3 machines, 6 ranks in all, where batch.global_size (160) is not",
-            id="a number of machines that does not divide it",
-        ),
-        pytest.param(
-            "batch.global_size=120 launch.init_method=tcp://h:1",
-            "is one address and the machines of launch.nnodes=1:4 come and go",
-            id="one address",
-        ),
-    ],
-)
-def test_an_elastic_run_takes_the_same_steps_on_any_number_of_machines(
-    keys: str, sentence: str
-) -> None:
-    """Or it is rejected, before any machine starts."""
-    elastic = ("launch.nnodes=1:4", "launch.nproc_per_node=2", "launch.rdzv_endpoint=h:1")
-    assert sentence in config_error(*elastic, *keys.split())
-    config, _ = resolved(*elastic, "batch.global_size=120")
-    assert (config.world_size, config.batch.per_rank) == (8, 15)
-    assert (config.launch.fewest_nodes, config.launch.most_nodes) == (1, 4)
+@pytest.mark.parametrize("nnodes", ["1:4", "1.5", "true", "two"])
+def test_the_number_of_machines_is_a_whole_number(nnodes: str) -> None:
+    """As of any other key."""
+    assert config_error(f"launch.nnodes={nnodes}").startswith(f"launch.nnodes ({nnodes}) must be a")
 
 
 @pytest.mark.parametrize("key", POSITIVE)

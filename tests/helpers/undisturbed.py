@@ -15,8 +15,6 @@ from ddp_runner.checkpoint.manifest import verify
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
 from ddp_runner.errors import UserError
 
-ROUNDING = {"rtol": 1e-3, "atol": 1e-5}  # of float32, over some dozens of steps
-
 
 class WrongError(Exception):
     """A run broke a guarantee."""
@@ -37,7 +35,6 @@ def assert_equal(
     *,
     num_steps: int,
     same_saves: bool = True,
-    rounds: bool = False,
 ) -> None:
     """Assert that a training ended as the undisturbed run: metrics, weights and checkpoints.
 
@@ -47,7 +44,6 @@ def assert_equal(
         num_steps: of the whole training.
         same_saves: whether both keep checkpoints of the same steps; a stop saves another step. If
             not, only the last ones are compared.
-        rounds: whether numbers are equal up to rounding only, because the world size changed.
     """
     if (status := record(run_dir)["status"]) != "completed" or last_step(run_dir) != num_steps:
         raise WrongError(f"the run is {status} at step {last_step(run_dir)}")
@@ -55,21 +51,17 @@ def assert_equal(
     steps, wanted_steps = ([line["step"] for line in one] for one in (logged, wanted_lines))
     if steps != wanted_steps:
         raise WrongError(f"metrics.jsonl has the steps {steps}, not {wanted_steps}")
-    if difference := _difference(logged, wanted_lines, "line", rounds=rounds):
+    if difference := _difference(logged, wanted_lines, "line"):
         raise WrongError(f"metrics.jsonl differs in {difference}")
     saved, wanted = checkpoint_steps(run_dir), checkpoint_steps(expected)
     if (saved if same_saves else saved[-1:]) != (wanted if same_saves else wanted[-1:]):
         raise WrongError(f"the run has the checkpoints {saved}, not {wanted}")
     for step in saved if same_saves else saved[-1:]:
         states = [load_checkpoint(checkpoint_dir(run, step)) for run in (run_dir, expected)]
-        if rounds:  # the rest holds the config, whose world size differs
-            states = [{key: state[key] for key in ("model", "position")} for state in states]
-        if difference := _difference(*states, rounds=rounds):
+        if difference := _difference(*states):
             raise WrongError(f"the checkpoint of step {step} differs in {difference}")
     exported = [_exported(run / "model.safetensors") for run in (run_dir, expected)]
-    if rounds:
-        exported = [{"tensors": one["tensors"]} for one in exported]
-    if difference := _difference(*exported, "model.safetensors", rounds=rounds):
+    if difference := _difference(*exported, "model.safetensors"):
         raise WrongError(f"the run differs in {difference}")
 
 
@@ -93,7 +85,7 @@ def _without_clock(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if not key.startswith(("perf/", "ps/"))}
 
 
-def _difference(actual: Any, expected: Any, name: str = "state", *, rounds: bool = False) -> str:
+def _difference(actual: Any, expected: Any, name: str = "state") -> str:
     """Return the name of the first difference between two trees; empty if they are equal."""
     if type(actual) is not type(expected):
         return name
@@ -107,15 +99,9 @@ def _difference(actual: Any, expected: Any, name: str = "state", *, rounds: bool
         pairs = [
             (f"{name}[{i}]", *both) for i, both in enumerate(zip(actual, expected, strict=True))
         ]
-    elif rounds and isinstance(expected, float | torch.Tensor):
-        tensors = [torch.as_tensor(one, dtype=torch.float64) for one in (actual, expected)]
-        is_close = tensors[0].shape == tensors[1].shape and tensors[0].allclose(
-            tensors[1], **ROUNDING
-        )
-        return "" if is_close else name
     elif isinstance(expected, torch.Tensor):
         return "" if actual.dtype == expected.dtype and actual.equal(expected) else name
     else:
         return "" if actual == expected else name
-    found = (_difference(*values, key, rounds=rounds) for key, *values in pairs)
+    found = (_difference(*values, key) for key, *values in pairs)
     return next(filter(None, found), "")

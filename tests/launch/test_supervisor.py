@@ -1,13 +1,13 @@
-"""What the supervisor decides while ranks run, with no rank and no other machine."""
+"""What the supervisor needs of torch's agent, and what an end at once marks."""
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from configs import resolved
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from ddp_runner.job import Job
 from ddp_runner.launch import machines_launcher as launcher
@@ -16,20 +16,17 @@ from ddp_runner.launch.scratch import Scratch
 from ddp_runner.launch.supervisor import Supervisor
 
 
-@pytest.mark.parametrize(("nnodes", "regroups"), [("2", False), ("1:2", True)])
-def test_only_an_elastic_run_makes_place_for_a_machine_that_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nnodes: str, regroups: bool
+def test_the_agent_of_this_torch_has_the_hooks_and_attributes_that_the_supervisor_uses(
+    tmp_path: Path,
 ) -> None:
-    """A spare machine of a fixed number waits, and the ranks know nothing of it."""
-    keys = ("model=toy", "launch.rdzv_endpoint=h:1", "launch.nproc_per_node=1")
-    config, _ = resolved(*keys, f"launch.nnodes={nnodes}", "batch.global_size=8")
+    """They are private by name: a torch that renames one fails here, not in a run."""
+    hooks = {"_start_workers", "_monitor_workers", "_stop_workers", "_shutdown"}
+    assert SimpleElasticAgent.__abstractmethods__ == hooks
+    config, _ = resolved("model=toy", "launch.max_restarts=3")
     agent = Supervisor(Job(config, started_at=0.0, code={}), Scratch(tmp_path))
-    seen = SimpleNamespace(have_come=False, is_wanted=True, ranks_have_ended=False)
-    monkeypatch.setattr(Supervisor, "_reports", seen)
-    ranks = SimpleNamespace(exit_codes=lambda: {0: None}, results=dict)
-    monkeypatch.setattr(agent, "_ranks", ranks)
-    agent._monitor_workers(agent.get_worker_group())
-    assert agent._scratch.regroup.exists() == regroups
+    assert agent._attempt == 0
+    agent._remaining_restarts -= 1
+    assert agent._attempt == 1
 
 
 def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(

@@ -50,7 +50,7 @@ def attempt(
     """Claim and freeze a run as one attempt of a launch does, which then ends with a status."""
     with ExitStack() as held:
         claim = claim_run(planned, marks=marks, stack=held)
-        config = with_global_size(planned.config, claim.global_size, planned.config.world_size)
+        config = with_global_size(planned.config, claim.global_size)
         claim.run_dir.freeze(config, overrides=(), choices={})
         if status is not None:
             write_run_record(claim.run_dir.path, status=status, error=error)
@@ -78,10 +78,10 @@ def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitSt
     alone = job(ranks=1)
     again = claim_run(alone, marks=OURS, stack=stack)
     assert again.run_dir.path == own.run_dir.path
-    batch = with_global_size(alone.config, again.global_size, 1).batch
+    batch = with_global_size(alone.config, again.global_size).batch
     assert (batch.global_size, batch.per_rank) == (40, 40)
     with pytest.raises(UserError, match=r"batch.global_size \(40\) is not divisible"):
-        with_global_size(job(ranks=3).config, again.global_size, 3)
+        with_global_size(job(ranks=3).config, again.global_size)
 
 
 def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -> None:
@@ -256,5 +256,5 @@ def test_work_is_the_same_on_any_number_of_ranks() -> None:
 def test_the_config_type_is_kept() -> None:
     """A claim without a global batch of its own leaves the config as it is."""
     config: Config = job().config
-    assert with_global_size(config, None, 2) is config
-    assert with_global_size(config, 40, 2) is config
+    assert with_global_size(config, None) is config
+    assert with_global_size(config, 40) is config

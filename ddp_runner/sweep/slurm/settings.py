@@ -118,18 +118,13 @@ def job_shape(config: Config, node: Hardware, settings: SlurmSettings) -> Shape:
         UserError: the nodes would not run equally many ranks, or a node has too few cores.
     """
     launch, most = config.launch, ranks_of_a_node(config, node, settings)
-    if launch.is_elastic:
-        raise UserError(
-            f"launch.nnodes={launch.nnodes} lets machines join later and Slurm gives a job all of "
-            f"them at once; write launch.nnodes={launch.most_nodes}"
-        )
     num_ranks = config.world_size
     if num_ranks == AUTO:
         needs = mode_needs(config.parallelism)
-        num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.most_nodes)
+        num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.nnodes)
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         return Shape(1, 1)  # ``resolve`` reports it
-    num_nodes = launch.most_nodes if launch.most_nodes > 1 else -(-num_ranks // most)
+    num_nodes = launch.nnodes if launch.nnodes > 1 else -(-num_ranks // most)
     if num_ranks % num_nodes:
         below = num_ranks // num_nodes * num_nodes
         raise UserError(
