@@ -11,14 +11,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from clusters import Host, Network, network
 from commands import Started, background
-from ddp_runner.scratch import SAVING_FACTOR
 from injection import Call, Fault, append_byte, call_all, inject
 from run_folders import checkpoint_steps, run_dirs
 from trainings import shared_outputs
 from undisturbed import WrongError
 
+from ddp_runner.host.processes import LIMIT_S
 from ddp_runner.launch.machines import GOODBYE_S
-from ddp_runner.launch.rank_processes import END_S, GONE_S
+from ddp_runner.launch.ranks import ANSWER_S, SAVING_FACTOR
 from ddp_runner.launch.reports import REPORT_S, SILENT_S
 from ddp_runner.launch.supervisor import BARRIER_S, JOIN_GRACE_S
 
@@ -54,7 +54,7 @@ class Setting:
     @property
     def limit_s(self) -> float:
         """Seconds from a fault to the end of all commands, as the keys and constants say."""
-        ranks = 3 * TIMEOUT_S + END_S + GONE_S + SAVING_FACTOR * SHUTDOWN_S
+        ranks = 3 * TIMEOUT_S + ANSWER_S + LIMIT_S + SAVING_FACTOR * SHUTDOWN_S
         launchers = SILENT_S + REPORT_S + JOIN_S + JOIN_GRACE_S + GOODBYE_S + BARRIER_S
         return (1 + self.max_restarts) * (ranks + launchers)
 

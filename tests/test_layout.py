@@ -95,7 +95,6 @@ LATE = {  # imported once ranks start
     "launch.machines",
     "launch.meeting",
     "launch.preload",
-    "launch.rank_processes",
     "launch.reports",
     "launch.supervisor",
 }

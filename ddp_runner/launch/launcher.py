@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -30,6 +31,7 @@ from ddp_runner.job import (
 )
 from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
+from ddp_runner.launch.wire import rank_environ
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
@@ -87,8 +89,15 @@ def run_ranks(job: Job, stop: StopRequests) -> Outcome:
     ) as temp:
         job = replace(job, temp=Path(temp))
         for attempt in count():
-            ranks = Ranks(job, stop, attempt=attempt)
-            failure = ranks.run()
+            ranks, size, run_id = Ranks(job, stop), job.config.world_size, uuid.uuid4().hex
+            failure = ranks.run(
+                [
+                    rank_environ(
+                        rank, job.config, attempt=attempt, run_id=run_id, local_world_size=size
+                    )
+                    for rank in range(size)
+                ]
+            )
             if failure is None:
                 break
             if failure.kind == "user" or attempt >= job.config.launch.max_restarts:

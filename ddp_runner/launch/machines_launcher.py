@@ -8,15 +8,14 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Failure, Job, Outcome, Status
-from ddp_runner.launch.scratch import Scratch
-from ddp_runner.launch.signals import StopSignals
-from ddp_runner.launch.stop_requests import mark_ended
+from ddp_runner.launch.stop_requests import StopRequests, mark_ended
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import starting_lines
 
@@ -31,24 +30,21 @@ def run_worker_group(job: Job) -> Outcome:
     with tempfile.TemporaryDirectory(
         prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
     ) as folder:
-        scratch = Scratch(Path(folder))
-        stop_signals = StopSignals(
-            scratch,
-            timeout_s=job.config.launch.shutdown_timeout_s,
-            # On several machines rank 0 claims the folder.
-            running=lambda: list(filter(None, [job.run_dir or scratch.run_folder()])),
-        )
-        with stop_signals:
+        claimed = [job.run_dir] if job.run_dir else []  # else rank 0 names it
+        stop = StopRequests(running=lambda: claimed)
+        stop.has_ranks = True  # the first signal is a request, also while the machines meet
+        with stop.handled():
             # Inside the block: a signal during these seconds of imports is handled like any other.
             from ddp_runner.launch.supervisor import supervise
 
             _quiet_agent()
-            result = supervise(job, scratch)
-            run_dir = job.run_dir or scratch.run_folder()
+            result = supervise(replace(job, temp=Path(folder)), stop, claimed.append)
+            run_dir = claimed[-1] if claimed else None
             if isinstance(result, Failure):
                 return Outcome(Status.FAILED, EXIT_FAILED, run_dir, result)
-    received = stop_signals.received or signal.SIGTERM
+    received = stop.received or signal.SIGTERM
     if result is None:
+        stop.say(is_training=False)
         if run_dir is not None and RunDir(run_dir).record.exists():
             mark_ended(run_dir)
         return Outcome(Status.PREEMPTED, 128 + received, run_dir)

@@ -1,15 +1,14 @@
-"""The ranks of a run on one machine, for one attempt: how they start, are watched, and end.
+"""This machine's ranks, for one attempt: how they start, are watched, and end.
 
 Each has a pipe; see ``wire``. Torch-free.
 """
 
-import os
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 from ddp_runner.config.schema import is_asynchronous
@@ -22,135 +21,145 @@ from ddp_runner.host.processes import (
     start_fork_server,
 )
 from ddp_runner.job import Failure, Job
-from ddp_runner.launch.blame import Ends, Stack, first_failure, server_was_killed
+from ddp_runner.launch.blame import Ends, Stack, first_failure, server_was_killed, stayed_suspended
 from ddp_runner.launch.stop_requests import StopRequests
 from ddp_runner.launch.wire import run_rank
 
 POLL_S = 0.05
-# multiprocessing's exit code of a rank whose server is gone, or os._exit's own.
-UNKNOWN = 255
+UNKNOWN = 255  # multiprocessing's exit code of a rank whose server is gone, or os._exit's own
 ANSWER_S = 3.0  # from the first failure to the end of ranks that do not fail themselves
 SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
 SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdown_timeout_s
-ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Ranks:
-    """One attempt of a job; ``run`` is its whole life.
+    """The ranks of one attempt, from ``start`` to ``end``; on one machine, ``run`` is all of it.
 
     Args:
         job: with its temporary folder, and what is known of the attempts before.
         stop: asks for the end of the run.
-        attempt: from 0.
     """
 
     # By name: importing what a rank needs takes seconds, and the launcher needs none of it.
     work = "ddp_runner.worker:work"
 
-    def __init__(self, job: Job, stop: StopRequests, *, attempt: int) -> None:
+    def __init__(self, job: Job, stop: StopRequests) -> None:
         self.first_step: int | None = None  # where the loop began; None: it never got there
+        self.claimed: Path | None = None  # the run folder, where a rank has claimed it
         self.results: dict[int, Any] = {}
-        self._job, self._stop, self._attempt = job, stop, attempt
+        self._job, self._stop = job, stop
+        self._own = children()  # such as the fork server, also if no rank ever starts
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
         self._failures: dict[int, Failure] = {}
         self._stacks: dict[int, Stack] = {}
+        self._not_started: dict[int, int] = {}  # a rank, and the exit code of one that is lost
+        self._seen: dict[int, int | None] = {}  # the exit codes before the last messages
         self._saving: int | None = None  # the rank that writes a checkpoint
         self._saved_at = 0.0
         self._is_training = False
         self._is_asked = False  # to stop
         self._told = set[int]()  # the lost ranks that rank 0 knows of
         # Whether the run goes on when a rank that serves the loop is lost.
-        self._outlives_trainers = is_asynchronous(job.config.parallelism)
+        is_alone = job.config.launch.nnodes == 1
+        self._outlives_trainers = is_alone and is_asynchronous(job.config.parallelism)
 
-    def run(self) -> Failure | None:
+    def run(self, environs: Sequence[Mapping[str, str]]) -> Failure | None:
         """Start the ranks and wait for the end of all; return the failure that came first."""
-        start_fork_server()  # if it was killed
-        own = children()
         try:
-            self._start()
-            return self._watch()
-        except (EOFError, ConnectionError):  # of ``process.start``
-            return server_was_killed(0)
+            self.start(environs)
+            late_at = None
+            while True:
+                lost = self.poll(POLL_S)
+                if lost:
+                    return self.failed(lost)
+                if self.all_ended():
+                    return None
+                if self.results and late_at is None:
+                    late_at = time.monotonic() + self._job.config.backend.timeout_s
+                # Nobody waits for such a rank in a collective, where it would be noticed.
+                if late_at and time.monotonic() > late_at and (suspended := self.suspended()):
+                    return self.failed({}, suspended=suspended[0])
         finally:
-            for pipe in self._pipes.values():
-                pipe.close()
-            end_descendants(own)
+            self.end()
 
-    def _start(self) -> None:
+    def start(self, environs: Sequence[Mapping[str, str]]) -> None:
+        """Start a rank with each set of torchrun's variables; ``poll`` tells if that fails."""
         assert self._job.temp is not None
         self._job.temp.mkdir(parents=True, exist_ok=True)  # it may have been cleaned away
-        self._oom_kills, run_id = oom_kills(), uuid.uuid4().hex
-        for rank in range(self._job.config.world_size):
-            try:
-                self._fork(rank, run_id)
-            except (EOFError, ConnectionError):
-                if self._processes:
-                    raise
-                fork_server_is_gone(within_s=1.0)  # it was killed while it imported
+        start_fork_server()  # if it was killed
+        self._own, self._oom_kills = children(), oom_kills()
+        for environ in environs:
+            if self._fork(environ):
+                continue
+            if not self._processes:  # the server was killed while it imported: nothing is lost
+                fork_server_is_gone(within_s=1.0)
                 start_fork_server()
-                self._fork(rank, run_id)
+                if self._fork(environ):
+                    continue
+            rank = int(environ["RANK"])
+            self._failures[rank], self._not_started[rank] = server_was_killed(rank), UNKNOWN
+            return
 
-    def _fork(self, rank: int, run_id: str) -> None:
+    def _fork(self, environ: Mapping[str, str]) -> bool:
+        """Start a rank; return whether the server lived to do so."""
         pipe, theirs = Pipe()
-        arguments = (self._job, self.work, self._environ(rank, run_id), theirs)
-        process = ForkServerProcess(target=run_rank, args=arguments)
-        with theirs:
+        process = ForkServerProcess(target=run_rank, args=(self._job, self.work, environ, theirs))
+        try:
             process.start()  # waits until the server has imported torch
+        except (EOFError, ConnectionError):
+            pipe.close()
+            return False
+        finally:
+            theirs.close()
+        rank = int(environ["RANK"])
         self._processes[rank], self._pipes[rank] = process, pipe
         self._stop.has_ranks = True
+        return True
 
-    def _environ(self, rank: int, run_id: str) -> dict[str, str]:
-        """Return the variables that torchrun sets for a rank."""
-        config = self._job.config
-        variables = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": config.world_size,
-            "LOCAL_WORLD_SIZE": config.world_size,
-            "GROUP_RANK": 0,
-            "GROUP_WORLD_SIZE": 1,
-            "MASTER_ADDR": "localhost",  # ranks meet at a file, and never use it
-            "MASTER_PORT": 0,
-            "TORCHELASTIC_RESTART_COUNT": self._attempt,
-            "TORCHELASTIC_MAX_RESTARTS": config.launch.max_restarts,
-            "TORCHELASTIC_RUN_ID": run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": False,
-            # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
-            ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
+    def all_ended(self) -> bool:
+        """Return whether all ranks that the run needs had ended at the last ``poll``.
+
+        Then wait for the others, which only serve it.
+        """
+        needed = [0] if self._outlives_trainers else list(self._seen)
+        if any(self._seen[rank] is None for rank in needed):
+            return False
+        self._wait_for_all(SERVING_GRACE_S)
+        return True
+
+    def suspended(self) -> list[int]:
+        """Return the ranks that are suspended, as by SIGSTOP. Linux only: elsewhere none."""
+        return [rank for rank, one in self._processes.items() if is_suspended(one.pid)]
+
+    def poll(self, timeout_s: float = 0.0) -> dict[int, int]:
+        """Take what ranks tell, ask them to stop if that is due; return the lost ones' exit codes.
+
+        Args:
+            timeout_s: how long to wait for a message, or for the end of a rank.
+        """
+        # Before the messages: a rank sends its result, and then ends.
+        self._seen = self._exit_codes()
+        self._receive(timeout_s)
+        self._stop_if_asked()
+        lost = {
+            rank: code
+            for rank, code in self._seen.items()
+            if code is not None and rank not in self.results
         }
-        return {name: str(value) for name, value in variables.items()}
+        if self._outlives_trainers and self._is_training:
+            for rank in lost.keys() - self._told:
+                self._told.add(rank)
+                self._send(0, "lost", rank)
+            lost = {rank: code for rank, code in lost.items() if rank == 0}
+        return lost | self._not_started
 
-    def _watch(self) -> Failure | None:
-        late_at = None
-        while True:
-            # Before the messages: a rank's result comes before its end, and is looked for after it.
-            exit_codes = self._exit_codes()
-            self._receive(POLL_S)
-            self._stop_if_asked()
-            lost = {
-                rank: code
-                for rank, code in exit_codes.items()
-                if code is not None and rank not in self.results
-            }
-            if self._outlives_trainers and self._is_training:
-                for rank in lost.keys() - self._told:
-                    self._told.add(rank)
-                    self._send(0, "lost", rank)
-                lost = {rank: code for rank, code in lost.items() if rank == 0}
-            if lost:
-                return self._failed(lost)
-            needed = [0] if self._outlives_trainers else list(exit_codes)
-            if all(exit_codes[rank] is not None for rank in needed):
-                self._wait_for_all(SERVING_GRACE_S)
-                return None
-            # Nobody waits for such a rank in a collective, where it would be noticed.
-            if self.results and late_at is None:
-                late_at = time.monotonic() + self._job.config.backend.timeout_s
-            if late_at and time.monotonic() > late_at:
-                suspended = [rank for rank, one in self._processes.items() if is_suspended(one.pid)]
-                if suspended:
-                    return self._failed(lost, suspended=suspended[0])
+    def end(self) -> None:
+        """End the ranks, and all that they have started."""
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes = {}
+        end_descendants(self._own)
 
     def _exit_codes(self) -> dict[int, int | None]:
         return {rank: process.exitcode for rank, process in self._processes.items()}
@@ -172,6 +181,8 @@ class Ranks:
 
     def _take(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:
+            case "claimed", folder:
+                self.claimed = folder
             case "began", step:
                 self.first_step = step
             case ["ready"]:
@@ -205,26 +216,30 @@ class Ranks:
         if now > min(self._stop.asked_at + SAVING_FACTOR * limit_s, begun + limit_s):
             self._stop.end_at_once()
 
-    def _failed(self, lost: Mapping[int, int], *, suspended: int | None = None) -> Failure:
-        """End all ranks; return the failure that came first."""
+    def failed(
+        self,
+        lost: Mapping[int, int],
+        *,
+        suspended: int | None = None,
+        peers_waited_in_vain: bool = False,
+    ) -> Failure:
+        """Let all ranks say where they are; return the failure that came first.
+
+        It is one of the `lost` ranks, or one that is still `suspended` after the others have ended.
+        """
         ends = Ends(
             ranks=list(self._processes),
             exit_codes=lost,
             out_of_memory=oom_kills() > self._oom_kills,
             server_is_gone=fork_server_is_gone(within_s=1.0 if UNKNOWN in lost.values() else 0.0),
+            peers_waited_in_vain=peers_waited_in_vain,
         )
         for rank in self._processes:
             self._send(rank, "stack")
         self._wait_for_all(ANSWER_S, or_failures=True)
-        config = self._job.config
         if suspended is not None:
-            limit_s = config.backend.timeout_s
-            sentence = (
-                f"rank {suspended} is suspended, and has not ended within backend.timeout_s "
-                f"({limit_s:g} s) of the others"
-            )
-            return Failure(rank=suspended, kind="late", sentence=sentence)
-        return first_failure(ends, self._failures, self._stacks, config)
+            return stayed_suspended(suspended, self._job.config)
+        return first_failure(ends, self._failures, self._stacks, self._job.config)
 
     def _wait_for_all(self, limit_s: float, *, or_failures: bool = False) -> None:
         """Wait until each rank has ended or failed, and longer for a save: a restart needs it."""

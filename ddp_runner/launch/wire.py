@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, is_lost_peer
 from ddp_runner.host.processes import (
     SERVER_GRACE_S,
@@ -33,6 +34,9 @@ PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is n
 # The longest text in a message. A message of up to 16 kB leaves in one write. Between two writes, a
 # rank may be stopped or killed, and the launcher would wait for the rest.
 MOST_BYTES = 12_000
+
+
+ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class PipeWire:
@@ -50,7 +54,8 @@ class PipeWire:
             self._pipe.send(message)
 
     def claimed(self, folder: Path) -> None:
-        """Tell nothing: the launcher of one machine has claimed the folder itself."""
+        """Tell the run folder; a launcher of one machine has claimed it itself."""
+        self.send("claimed", folder)
 
     def began(self, step: int) -> None:
         """Tell the step from which this attempt continues."""
@@ -106,6 +111,40 @@ def cut(text: str) -> str:
     if len(data) <= MOST_BYTES:
         return text
     return f"(the beginning is in logs/)\n{data[-MOST_BYTES:].decode(errors='ignore')}"
+
+
+def rank_environ(
+    rank: int,
+    config: RunConfig,
+    *,
+    attempt: int,
+    run_id: str,
+    local_world_size: int,
+    node_rank: int = 0,
+    address: tuple[str, int] = ("localhost", 0),
+) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank.
+
+    Without `address` the ranks meet at a file.
+    """
+    num_nodes = config.launch.nnodes
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank - node_rank * local_world_size,
+        "WORLD_SIZE": num_nodes * local_world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": node_rank,
+        "GROUP_WORLD_SIZE": num_nodes,
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": address[1],
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": config.launch.max_restarts,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+        # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
+        ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def run_rank(job: Job, work: str, environ: dict[str, str], pipe: Connection) -> NoReturn:

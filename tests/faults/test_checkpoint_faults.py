@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import background, error_line, run_command, wait_for, wait_for_end, wait_until_gone
+from ddp_runner.launch.signals import ONE_REQUEST_S
 from injection import (
     INPUT_OUTPUT,
     NO_SPACE,
@@ -41,8 +42,7 @@ from trainings import (
     run_training,
 )
 
-from ddp_runner.launch.rank_processes import END_S
-from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.launch.ranks import ANSWER_S
 
 KILL = partial(send_signal, signal.SIGKILL)
 # Faults hit the save of step 6, the third one; two checkpoints exist before it.
@@ -241,7 +241,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_run_continues(
 # A file that exists once the save has begun.
 MARK = "saving"
 MARK_SAVE = Fault(partial(append_byte, MARK), SAVE(4))
-LONG_S = END_S + 2.0  # longer than a rank of a failed group may live if it saves nothing
+LONG_S = ANSWER_S + 3.0  # longer than a rank of a failed group may live if it saves nothing
 
 
 def test_a_restart_continues_from_the_save_during_which_a_rank_failed(

@@ -36,10 +36,11 @@ write_run_record(run, status="running")
 runs, timeout_s = [run], float(sys.argv[1])
 stop = StopRequests(running=lambda: runs)
 stop.has_ranks = True
-config = SimpleNamespace(launch=SimpleNamespace(shutdown_timeout_s=timeout_s), parallelism={})
+LAUNCH = {"shutdown_timeout_s": timeout_s, "nnodes": 1}
+config = SimpleNamespace(launch=SimpleNamespace(**LAUNCH), parallelism={})
 module_ranks = sys.modules["ddp_runner.launch.ranks"]
 module_ranks.is_asynchronous = lambda _: False
-ranks = Ranks(SimpleNamespace(config=config), stop, attempt=0)
+ranks = Ranks(SimpleNamespace(config=config), stop)
 
 def watch(seconds):  # as Ranks does between two looks at its ranks
     end = time.monotonic() + seconds

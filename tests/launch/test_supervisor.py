@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from configs import resolved
@@ -12,18 +11,16 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from ddp_runner.job import Job
 from ddp_runner.launch import machines_launcher as launcher
 from ddp_runner.launch import supervisor
-from ddp_runner.launch.scratch import Scratch
+from ddp_runner.launch.stop_requests import StopRequests
 from ddp_runner.launch.supervisor import Supervisor
 
 
-def test_the_agent_of_this_torch_has_the_hooks_and_attributes_that_the_supervisor_uses(
-    tmp_path: Path,
-) -> None:
+def test_the_agent_of_this_torch_has_the_hooks_and_attributes_that_the_supervisor_uses() -> None:
     """They are private by name: a torch that renames one fails here, not in a run."""
     hooks = {"_start_workers", "_monitor_workers", "_stop_workers", "_shutdown"}
     assert SimpleElasticAgent.__abstractmethods__ == hooks
     config, _ = resolved("model=toy", "launch.max_restarts=3")
-    agent = Supervisor(Job(config, started_at=0.0, code={}), Scratch(tmp_path))
+    agent = Supervisor(Job(config, 0.0, {}), StopRequests(running=list), lambda _: None)
     assert agent._attempt == 0
     agent._remaining_restarts -= 1
     assert agent._attempt == 1
@@ -35,17 +32,17 @@ def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(
     """On several machines the launcher learns its folder from the ranks only."""
     claimed, asked = tmp_path / "run", list[Callable[[], list[Path]]]()
 
-    def signals(*_: object, running: Callable[[], list[Path]], **__: object) -> Any:
+    def requests(*, running: Callable[[], list[Path]]) -> StopRequests:
         asked.append(running)
-        return MagicMock(received=None)
+        return StopRequests(running=running)
 
-    def supervise(_: Job, scratch: Scratch) -> dict[str, Any]:
+    def supervise(_: Job, __: StopRequests, note_run: Callable[[Path], None]) -> dict[str, Any]:
         assert asked[0]() == []
-        scratch.record_run(claimed)
+        note_run(claimed)
         assert asked[0]() == [claimed]
         return {"status": "completed", "run_dir": str(claimed)}
 
-    monkeypatch.setattr(launcher, "StopSignals", signals)
+    monkeypatch.setattr(launcher, "StopRequests", requests)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # it sets it, too
     monkeypatch.setattr(launcher, "start_fork_server", lambda: None)
     monkeypatch.setattr(supervisor, "supervise", supervise)
