@@ -118,10 +118,7 @@ class Ranks:
         return True
 
     def all_ended(self) -> bool:
-        """Return whether all ranks that the run needs had ended at the last ``poll``.
-
-        Then wait for the others, which only serve it.
-        """
+        """Return whether the ranks that the run needs had ended at the last ``poll``."""
         needed = [0] if self._outlives_trainers else list(self._seen)
         if any(self._seen[rank] is None for rank in needed):
             return False
