@@ -1,6 +1,7 @@
 """What launchers leave in the temp folder: cleared by the next one, never under a living one."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,14 +60,17 @@ def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:
 
 
 def test_what_is_not_surely_abandoned_stays(short_temp: Path) -> None:
-    """Not locked yet, another user's, a file, a link, another program's."""
-    for name in ("new-ddp_runner-young", "precious"):
+    """Not locked yet, another user's, somebody's work, a file, a link, another program's."""
+    for name in ("new-ddp_runner-young", "precious", "ddp_runner-others", "ddp_runner-results"):
         (short_temp / name).mkdir()
+        (short_temp / name / "launcher").touch()
+    (short_temp / "ddp_runner-results" / "launcher").unlink()
     (short_temp / "ddp_runner-file").touch()
     (short_temp / "ddp_runner-link").symlink_to(short_temp / "precious")
-    others = short_temp / "ddp_runner-others"
-    others.mkdir()
-    os.chown(others, 4242, -1) if os.getuid() == 0 else others.rmdir()
+    if os.getuid() == 0:
+        os.chown(short_temp / "ddp_runner-others", 4242, -1)
+    else:
+        shutil.rmtree(short_temp / "ddp_runner-others")
     before = set(short_temp.iterdir())
     with launcher(short_temp) as (process, held):
         assert set(short_temp.iterdir()) == before | {held}

@@ -36,7 +36,7 @@ from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
-from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 from ddp_runner.sweep.slots import Output, events
 from ddp_runner.sweep.validate import validate_sweep
 
