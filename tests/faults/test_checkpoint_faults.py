@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from commands import background, error_line, run_command, wait_for, wait_for_end, wait_until_gone
-from ddp_runner.launch.signals import ONE_REQUEST_S
 from injection import (
     INPUT_OUTPUT,
     NO_SPACE,
@@ -43,6 +42,7 @@ from trainings import (
 )
 
 from ddp_runner.launch.ranks import ANSWER_S
+from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
 KILL = partial(send_signal, signal.SIGKILL)
 # Faults hit the save of step 6, the third one; two checkpoints exist before it.

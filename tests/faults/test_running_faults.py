@@ -58,7 +58,7 @@ from trainings import (
 )
 
 from ddp_runner.host.hardware import own_groups
-from ddp_runner.launch.signals import ONE_REQUEST_S
+from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
 MIDDLE = 11  # a step in the middle of the training, and of an epoch
 KILL = partial(send_signal, signal.SIGKILL)
