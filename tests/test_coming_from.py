@@ -19,6 +19,8 @@ import ddp_runner
 from ddp_runner.config.keys import all_keys
 from ddp_runner.config.schema import CONFIG_DIR
 
+pytestmark = pytest.mark.full
+
 PAGE = "docs/coming_from.md"
 EXAMPLES = ROOT / "examples" / "coming_from"
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")

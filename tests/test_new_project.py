@@ -12,6 +12,8 @@ from run_folders import record, run_dirs
 
 from ddp_runner.new import TEMPLATE, main
 
+pytestmark = pytest.mark.full
+
 # pages.blocks reads pages by their path below the repository.
 COMMANDS = [
     [line for line in block.text.splitlines() if line]

@@ -3,9 +3,12 @@
 import csv
 from pathlib import Path
 
+import pytest
 from commands import run_command
 from pages import blocks, commands, write_files
 from run_folders import metrics, record
+
+pytestmark = pytest.mark.full
 
 PAGE = "docs/trackers.md"
 SHORT = ("train.max_steps=20", "train.num_threads=1", "world_size=2", "tags=[baseline]")

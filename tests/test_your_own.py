@@ -8,6 +8,8 @@ from commands import run_command
 from pages import commands, write_files
 from run_folders import metrics, record
 
+pytestmark = pytest.mark.full
+
 PAGES = (
     "docs/your_own_model.md",
     "docs/your_own_data.md",

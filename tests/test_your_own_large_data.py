@@ -10,6 +10,8 @@ from pages import commands, write_files
 from pictures import write_folders
 from run_folders import metrics, record
 
+pytestmark = pytest.mark.full
+
 PAGE = "docs/your_own_large_data.md"
 
 

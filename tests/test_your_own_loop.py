@@ -11,6 +11,8 @@ from run_folders import metrics, record
 
 from ddp_runner.own_loop import Run
 
+pytestmark = pytest.mark.full
+
 PAGE = "docs/your_own_loop.md"
 COMMANDS = commands(PAGE)
 

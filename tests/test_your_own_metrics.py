@@ -10,6 +10,8 @@ from run_folders import metrics, record, tensorboard_scalars
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
 
+pytestmark = pytest.mark.full
+
 PAGE = "docs/your_own_metrics.md"
 SHORT = ("train.epochs=2", "batch.global_size=100", "train.num_threads=1", "world_size=2")
 

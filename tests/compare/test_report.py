@@ -430,6 +430,7 @@ def test_a_curve_keeps_spikes_and_gaps(tmp_path: Path) -> None:
     assert thinned(points[:50], 60) == points[:50]
 
 
+@pytest.mark.full
 @pytest.mark.browser
 def test_a_browser_sorts_filters_and_asks_for_nothing(written: Path) -> None:
     """From the disk, in the light and in the dark, wide and narrow, with the keyboard as well."""
@@ -488,6 +489,7 @@ def test_a_browser_sorts_filters_and_asks_for_nothing(written: Path) -> None:
         assert requests == [address]
 
 
+@pytest.mark.full
 @pytest.mark.browser
 def test_filters_find_what_is_shown(tmp_path: Path) -> None:
     """Not in hidden columns, not across cells, and a choice whatever spaces it has."""

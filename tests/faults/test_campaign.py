@@ -17,6 +17,8 @@ from ddp_runner.config.training import CheckpointConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from kill_campaign import NUM_STEPS, campaign, uninterrupted
 
+pytestmark = pytest.mark.full
+
 FEW = ("ps", "fsdp")
 
 

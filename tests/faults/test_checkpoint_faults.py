@@ -44,6 +44,8 @@ from trainings import (
 from ddp_runner.launch.ranks import ANSWER_S
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
+pytestmark = pytest.mark.full
+
 KILL = partial(send_signal, signal.SIGKILL)
 # Faults hit the save of step 6, the third one; two checkpoints exist before it.
 SAVED, SAVING = 4, 6

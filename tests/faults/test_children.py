@@ -28,6 +28,8 @@ from ddp_runner.host.processes import (
     release_fork_server,
 )
 
+pytestmark = pytest.mark.full
+
 
 def starting_children(
     folder: Path, *keys: str, prepare: Callable[[], None] | None = None

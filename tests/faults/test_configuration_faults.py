@@ -22,6 +22,8 @@ from commands import (
 )
 from run_folders import rank_log, record, run_dirs
 
+pytestmark = pytest.mark.full
+
 FEW = ("model=toy", "train.num_threads=1", "train.log_every_steps=1", "train.max_steps=2")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that every machine gives the same answer
 OWN_GROUP = "name: rmsprop\n_target_: torch.optim.RMSprop\nlr: 0.01\n"

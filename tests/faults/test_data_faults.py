@@ -20,6 +20,8 @@ from texts import HEADER, TINY_BERT, write_reviews, write_rows
 from ddp_runner.data.cache import FORMAT_VERSION
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, PUBLISHED
 
+pytestmark = pytest.mark.full
+
 IMAGES = ("model=mnist_net", "train.num_threads=1", "train.max_steps=1", "batch.global_size=2")
 IDX = (*IMAGES, "dataset=mnist", "dataset.name=tiny", "data_root=data", "world_size=2")
 FAKE = (*IMAGES, "dataset=fake_images", "dataset.num_samples=32", "world_size=1")

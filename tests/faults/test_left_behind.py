@@ -8,6 +8,8 @@ import pytest
 from injection import At, Fault, kill_tree, send_launcher
 from trainings import run_training
 
+pytestmark = pytest.mark.full
+
 SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -60,6 +60,8 @@ from trainings import (
 from ddp_runner.host.hardware import own_groups
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
+pytestmark = pytest.mark.full
+
 MIDDLE = 11  # a step in the middle of the training, and of an epoch
 KILL = partial(send_signal, signal.SIGKILL)
 STOP = partial(send_signal, signal.SIGSTOP)

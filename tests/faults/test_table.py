@@ -1,9 +1,8 @@
 """The tests that docs/reliability.md names exist."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
@@ -14,14 +13,21 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip()[:50])
-def test_each_fault_has_tests_that_exist(row: str) -> None:
+def test_each_fault_has_tests_that_exist() -> None:
     """By file and name; a name without a file belongs to the file before it."""
-    *_, tests = row.strip(" |").split("|")
+    assert ROWS
+    assert not [missing for row in ROWS for missing in _missing(row)]
+
+
+def _missing(row: str) -> Iterator[str]:
+    fault, *_, tests = row.strip(" |").split("|")
     names = [pair for pair in re.findall(r"`(\S*\.py)?(?:::(\w+))?`", tests) if any(pair)]
-    assert names or tests.strip().startswith("the same"), "the row names no test"
+    if not names and not tests.strip().startswith("the same"):
+        yield f"{fault.strip()}: names no test"
     file = ""
     for path, name in names:
         file = path or file
-        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        assert not name or f"def {name}(" in text, f"{file} has no {name}"
+        source = ROOT / "tests" / file
+        text = source.read_text(encoding="utf-8") if source.is_file() else ""
+        if not text or (name and f"def {name}(" not in text):
+            yield f"{fault.strip()}: {file} has no {name}"

@@ -183,7 +183,8 @@ def needs(*programs: str) -> list[pytest.MarkDecorator]:
         programs: what else they start, for example mpirun.
     """
     reason = _missing(*programs)
-    return [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=reason or "")]
+    is_missing = pytest.mark.skipif(reason is not None, reason=reason or "")
+    return [pytest.mark.full, pytest.mark.cluster, is_missing]
 
 
 @cache

@@ -7,6 +7,8 @@ from commands import run_command
 from pages import blocks, commands
 from run_folders import record
 
+pytestmark = pytest.mark.full
+
 PAGE = "docs/after_training.md"
 SHORT = ("train.max_steps=2", "train.num_threads=1")
 

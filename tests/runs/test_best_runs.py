@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.metric_names import MONITORS
 
+pytestmark = pytest.mark.full
+
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Few samples for the model's 165 parameters: it overfits after two epochs.
 OVERFIT = (

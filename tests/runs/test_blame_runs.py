@@ -8,6 +8,8 @@ from commands import TIME_LIMIT_S, background, fork_server, rank_processes, wait
 from configs import write_experiment
 from run_folders import last_step, record
 
+pytestmark = pytest.mark.full
+
 # Rank 1 fails while rank 0 waits for it in a collective.
 FAULTY = '''
 import os, signal, subprocess, time

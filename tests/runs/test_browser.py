@@ -15,7 +15,7 @@ from commands import run_command, wait_for
 from run_folders import metrics, record, run_dirs
 from tensorboard_server import get_json, serve_tensorboard
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.full, pytest.mark.browser, pytest.mark.slow]
 TIME_LIMIT_MS = 240_000
 # The text of each cell of the HParams tab; it is outside of the table's own tree.
 ROWS = """grid => [...grid.shadowRoot.querySelectorAll("#header tr, #items tr")].map(

@@ -13,6 +13,8 @@ from run_folders import last_step, metrics, rank_log, record, scalars, tensorboa
 from ddp_runner.collectives.operations import OPERATIONS
 from ddp_runner.config.measuring import OPS
 
+pytestmark = pytest.mark.full
+
 TINY = (
     "task=collectives",
     "collectives.min_bytes=1001",

@@ -10,6 +10,8 @@ from run_folders import metrics, rank_log, record
 
 from ddp_runner.config.schema import CONFIG_DIR
 
+pytestmark = pytest.mark.full
+
 EXPERIMENTS = sorted((CONFIG_DIR / "experiment").glob("*.yaml"))
 # Experiments that need no files and no other machine, with the mode that their runs must have.
 OFFLINE = {

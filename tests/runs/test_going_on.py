@@ -5,9 +5,12 @@ import signal
 from pathlib import Path
 
 import own_trackers
+import pytest
 from commands import background, wait_for, wait_for_end
 from own_trackers import calls
 from run_folders import last_step
+
+pytestmark = pytest.mark.full
 
 HERE = {"PYTHONPATH": str(Path(own_trackers.__file__).parent)}
 

@@ -9,6 +9,8 @@ from commands import background, free_port, run_command, wait_for, wait_for_end
 from mlflow_server import MlflowServer, fields
 from run_folders import metrics, record, scalars, tensorboard_scalars
 
+pytestmark = pytest.mark.full
+
 TOY = (
     "model=toy",
     "dataset.num_samples=64",

@@ -14,6 +14,8 @@ from run_folders import checkpoint_steps, metrics, record
 from train_states import TOLERANCES, compose_config, take_steps
 from trainings import RUN, assert_resumes
 
+pytestmark = pytest.mark.full
+
 RUN_KEYS = (
     *PICTURES,
     "world_size=2",

@@ -24,6 +24,8 @@ from run_folders import (
 )
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"PYTHONPATH": str(ROOT)}  # where examples.gan is found
 SMALL = ("loop.width=16", "loop.latent=16", "loop.epochs=2", "train.num_threads=1")

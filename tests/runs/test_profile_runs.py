@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from commands import error_line, run_command
 from run_folders import metrics, record, reproducible_metrics
 from trainings import RUN, TOY
+
+pytestmark = pytest.mark.full
 
 
 def test_a_profiled_run_keeps_its_profile(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 from commands import (
     TORCHRUN,
     CommandResult,
@@ -21,6 +22,8 @@ from commands import (
 from injection import At, Fault, inject, wait_until
 from run_folders import checkpoint_steps, rank_log, record, run_dirs
 from trainings import EQUAL, assert_continued, shared_outputs
+
+pytestmark = pytest.mark.full
 
 
 def test_torchrun_restarts_a_run_in_its_own_folder_beside_an_equal_one(tmp_path: Path) -> None:

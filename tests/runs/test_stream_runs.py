@@ -5,6 +5,7 @@ from pathlib import Path
 from random import randrange
 
 import own_streams
+import pytest
 from commands import background, run_command, wait_for_end
 from injection import At, Fault, inject, kill_tree
 from run_folders import (
@@ -14,6 +15,8 @@ from run_folders import (
     reproducible_metrics,
     run_dirs,
 )
+
+pytestmark = pytest.mark.full
 
 # Of the stream's files. The four readers (two ranks, two workers) get 8, 40, 11 and 26 samples.
 SIZES = [3, 40, 11, 26, 5]

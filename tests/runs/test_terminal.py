@@ -10,6 +10,8 @@ import pytest
 from commands import RUNNER, TIME_LIMIT_S, run_command
 from terminals import terminal, without_waiting
 
+pytestmark = pytest.mark.full
+
 SWEEP = ("-m", "model=toy", "world_size=1,2", "seed=1,2", "train.epochs=2")
 
 

@@ -27,6 +27,8 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.build_model import model_factory
 
+pytestmark = pytest.mark.full
+
 SMALL = (
     *TINY_BERT,
     "dataset.eval_fraction=0.25",

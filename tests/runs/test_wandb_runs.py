@@ -11,6 +11,8 @@ from commands import CommandResult, run_command
 from own_loops import run_function
 from run_folders import record, scalars
 
+pytestmark = pytest.mark.full
+
 TOY = (
     "model=toy",
     "dataset.num_samples=64",
