@@ -212,7 +212,6 @@ def test_a_name_outside_the_parts_is_rejected_as_text(key: str) -> None:
     for name in FOREIGN:
         with pytest.raises(UserError, match=r"name|not a part of ddp_runner") as rejected:
             validate_targets(Config(model={key: name}))
-            pytest.fail(f"{name} is accepted")
         assert "\n" not in str(rejected.value)
 
 

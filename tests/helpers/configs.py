@@ -1,14 +1,21 @@
 """Compose, resolve and write configs, in the test's own process."""
 
+import pickle
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+import ddp_runner.cli.compose as compose_module
 from ddp_runner.cli.command_line import default_experiment
-from ddp_runner.cli.compose import register, validate_files
+from ddp_runner.cli.compose import validate_files
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
@@ -20,13 +27,48 @@ from ddp_runner.host.hardware import Hardware
 LAPTOP = Hardware(num_gpus=0, num_cores=4)  # so that tests resolve alike on every machine
 
 
+register = cache(compose_module.register)  # the schema never changes
+
+
 def compose_raw(*overrides: str, folders: Sequence[Path] = ()) -> Any:
-    """Return what Hydra composes from a command line, with `folders` as its --config-dir."""
+    """Return what Hydra composes from a command line, with `folders` as its --config-dir.
+
+    Hydra composes each choice of options once; plain ``key=value`` are set in a copy, which is ten
+    times as fast. A command line with anything else is Hydra's alone.
+    """
+    if not folders:
+        with suppress(OmegaConfBaseException):  # Hydra raises it with the override's name
+            return _compose_in_copy(OverridesParser.create().parse_overrides([*overrides]))
+    return compose_by_hydra(*overrides, folders=folders)
+
+
+def compose_by_hydra(*overrides: str, folders: Sequence[Path] = ()) -> Any:
+    """Return what Hydra composes, without the cache."""
     search = (
         [f"hydra.searchpath=[{','.join(path.as_uri() for path in folders)}]"] if folders else []
     )
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return compose("config", [*overrides, *search])
+
+
+def _compose_in_copy(overrides: Sequence[Override]) -> Any:
+    options = tuple(str(one.input_line) for one in overrides if not _is_plain(one))
+    composed = pickle.loads(_composed(options))
+    for override in filter(_is_plain, overrides):
+        OmegaConf.update(composed, override.key_or_group, override.value(), merge=True)
+    return composed
+
+
+def _is_plain(override: Override) -> bool:
+    key = override.key_or_group
+    is_change = not (override.is_add() or override.is_delete() or override.is_sweep_override())
+    is_key = not (override.is_hydra_override() or override.package or (CONFIG_DIR / key).is_dir())
+    return is_change and is_key
+
+
+@cache
+def _composed(options: tuple[str, ...]) -> bytes:
+    return pickle.dumps(compose_by_hydra(*options))
 
 
 def resolved(
