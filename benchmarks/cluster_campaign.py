@@ -84,7 +84,7 @@ def campaign(
         log: takes a line for each fault.
     """
     with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # as a command on several hosts does
-        start_server("injection", "commands", "clusters")
+        start_server()
     kinds = {SETTINGS[one.setting].num_hosts: SETTINGS[one.setting] for one in faults}
     expected = {
         number: undisturbed(base / f"hosts-{number}", SETTINGS[f"{number} hosts, restarts"])

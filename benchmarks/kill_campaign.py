@@ -138,7 +138,7 @@ def campaign(
         modes: names from MODES; the chains take turns.
         log: takes a line now and then.
     """
-    start_server("injection", "commands")
+    start_server()
     shared_before = set(_shared_memory())
     expected = {mode: uninterrupted(mode, base / mode) for mode in modes}
     result, number = Result(), 0

@@ -11,45 +11,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hydra.core.global_hydra import GlobalHydra
-from hypothesis import HealthCheck, settings
-from hypothesis.configuration import set_hypothesis_home_dir
-from warm import start_server
 
+# Here and in the helpers, imports that take long come late: a single test starts at once.
 # Variables that libraries set when they are imported, and multiprocessing's own processes.
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
 
-# The profile `quick` tries the same examples in every run, `thorough` new ones and fifty times as
-# many. Two health checks are off: a busy machine is no failure, and no fixture has to be new for
-# each example.
-for profile, factor in {"quick": 1, "thorough": 50}.items():
-    settings.register_profile(
-        profile,
-        max_examples=100 * factor,
-        derandomize=profile == "quick",
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-
-
-def pytest_configure() -> None:
-    """Keep hypothesis's caches out of the checkout."""
-    set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")
-
 
 def pytest_sessionstart() -> None:
-    """Start the server of ranks and commands; it imports torch while pytest collects tests."""
+    """Handle signals as a command does."""
     # A shell ignores these for a pytest in the background or under nohup, and the commands that the
     # tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for ignored in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_DFL)
-    start_server("pytest")  # the main module of every rank
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -103,7 +79,8 @@ def nothing_left_over() -> Iterator[None]:
     if Path.cwd() != folder:
         leaks.append(f"the current folder {Path.cwd()}")
         os.chdir(folder)
-    GlobalHydra.instance().clear()
+    if hydra := sys.modules.get("hydra.core.global_hydra"):
+        hydra.GlobalHydra.instance().clear()
     if (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
         leaks.append("a process group")
         dist.destroy_process_group()
@@ -123,11 +100,16 @@ def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> lis
 
 
 def _processes() -> set[psutil.Process]:
-    """Return the descendants of this process without multiprocessing's own processes."""
+    """Return the descendants of this process that a test has started for itself."""
+    shared = set[int]()
+    if warm := sys.modules.get("warm"):
+        shared |= {*warm.server_pids()}
+    if ranks := sys.modules.get("ranks"):
+        shared |= {*ranks.rank_pids()}
     return {
         process
         for process in psutil.Process().children(recursive=True)
-        if not _belongs_to_multiprocessing(process)
+        if process.pid not in shared and not _belongs_to_multiprocessing(process)
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import own_trackers
 import psutil
 import pytest
-from commands import Started, background, wait_for, wait_for_end, wait_until_gone
+from commands import Started, background, fork_server, wait_for, wait_for_end, wait_until_gone
 from injection import At, Fault, call_all, raise_error, send_launcher, wait_until
 from ranks import run_ranks
 from run_folders import record, scalars
@@ -79,8 +79,7 @@ def test_ranks_leave_their_children_to_a_server_that_is_late(tmp_path: Path) -> 
     with starting_children(tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         pids = children_of_ranks(tmp_path)
-        below = psutil.Process(process.pid).children()
-        (server,) = (one for one in below if "forkserver" in " ".join(one.cmdline()))
+        server = fork_server(process.pid)
         server.suspend()
         process.send_signal(signal.SIGKILL)
         time.sleep(1.0)

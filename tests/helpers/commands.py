@@ -182,7 +182,8 @@ def command_line(process: psutil.Process) -> str:
 def fork_server(launcher_pid: int) -> psutil.Process:
     """Return the process that a launcher's ranks are forked from."""
     children = psutil.Process(launcher_pid).children()
-    (server,) = [child for child in children if "multiprocessing.forkserver" in command_line(child)]
+    words = ("multiprocessing.forkserver", "warm_server.py")  # a new interpreter, or a warm one
+    (server,) = [one for one in children if any(word in command_line(one) for word in words)]
     return server
 
 

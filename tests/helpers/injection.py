@@ -8,6 +8,7 @@ import builtins
 import errno
 import io
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -16,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 CALLS = (
@@ -36,18 +36,7 @@ CALLS = (
     "utime",
 )
 FOR_EVER_S = 10_000.0
-COUNTED = {  # functions whose calls `At` counts
-    # What a rank of the loop calls in each step, and a trainer of a parameter server.
-    "step": ("ddp_runner.train.loop.train_step", "ddp_runner.train.gradients.backward_by_number"),
-    "own step": ("ddp_runner.own_loop.run.Run.should_stop",),
-    "evaluation": ("ddp_runner.train.loop.evaluate",),
-    "log": ("ddp_runner.tracking.metric_files.MetricFiles._add",),
-    "end": ("ddp_runner.train.task.export_best",),  # once, on each rank, after the last step
-}
-DURING = {  # functions in which `Call` counts the file system calls
-    "save": ("ddp_runner.checkpoint.writer.save_checkpoint",),
-    "freeze": ("ddp_runner.tracking.run_dir.RunDir.freeze",),
-}
+Target = tuple[Any, Callable[..., Any]]  # a module or class, and its function
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class At:
         rank: of the process.
         step: the n-th step that this process takes, from 1.
         attempt: of the worker group, from 0; None for every attempt.
-        of: a key of COUNTED, to count something else than steps.
+        of: a key of `counted`, to count something else than steps.
     """
 
     rank: int
@@ -78,7 +67,7 @@ class Call:
         attempt: of the worker group, from 0; None for every attempt.
         half: write half of the bytes before the fault, if the call is a write.
         within: count only the calls of this save, from 1; None counts over all saves.
-        during: a key of DURING, to count calls during something else than a save.
+        during: a key of `watched`, to count calls during something else than a save.
     """
 
     number: int | None
@@ -153,7 +142,7 @@ def lose_stdout(to: str | None) -> None:
             os.close(descriptor)
 
     # Not before the program's first line is next, because `warm` opens files until then.
-    _replace("runpy.run_module", partial(_after, lose))
+    _replace((runpy, runpy.run_module), partial(_after, lose))
 
 
 def call_all(*functions: Callable[[], object]) -> None:
@@ -189,31 +178,55 @@ def truncate(path: Path, size: int) -> None:
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
 
 
+def counted() -> dict[str, list[Target]]:
+    """Return the functions whose calls `At` counts."""
+    from ddp_runner.own_loop import run
+    from ddp_runner.tracking import metric_files
+    from ddp_runner.train import gradients, loop, task
+
+    files = metric_files.MetricFiles
+    return {
+        # What a rank of the loop calls in each step, and a trainer of a parameter server.
+        "step": [(loop, loop.train_step), (gradients, gradients.backward_by_number)],
+        "own step": [(run.Run, run.Run.should_stop)],
+        "evaluation": [(loop, loop.evaluate)],
+        "log": [(files, files._add)],
+        "end": [(task, task.export_best)],  # once, on each rank, after the last step
+    }
+
+
+def watched() -> dict[str, list[Target]]:
+    """Return the functions in which `Call` counts the file system calls."""
+    from ddp_runner.checkpoint import writer
+    from ddp_runner.tracking.run_dir import RunDir
+
+    return {"save": [(writer, writer.save_checkpoint)], "freeze": [(RunDir, RunDir.freeze)]}
+
+
 def _install(faults: Sequence[Fault]) -> None:
-    for of, paths in COUNTED.items():
+    for of, targets in counted().items():
         if here := [
             fault for fault in faults if isinstance(fault.where, At) and fault.where.of == of
         ]:
             count = _step_counter(here)
-            for path in paths:
-                _replace(path, partial(_after, count))
-    for during, paths in DURING.items():
+            for target in targets:
+                _replace(target, partial(_after, count))
+    for during, targets in watched().items():
         if here := [
             fault
             for fault in faults
             if isinstance(fault.where, Call) and fault.where.during == during
         ]:
             calls = _Calls(here)
-            for path in paths:
-                _replace(path, calls.watched)
+            for target in targets:
+                _replace(target, calls.watched)
             calls.patch()
 
 
-def _replace(path: str, changed: Callable[[Any], Any]) -> None:
-    """Replace a function, named by its dotted path, with what `changed` makes of it."""
-    holder, _, name = path.rpartition(".")
-    owner = resolve_name(holder)
-    setattr(owner, name, changed(getattr(owner, name)))
+def _replace(target: Target, changed: Callable[[Any], Any]) -> None:
+    """Replace a function, where its callers look it up, with what `changed` makes of it."""
+    owner, function = target
+    setattr(owner, function.__name__, changed(getattr(owner, function.__name__)))
 
 
 def _is_here(where: At | Call) -> bool:

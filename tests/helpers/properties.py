@@ -1,16 +1,36 @@
 """What property tests share: the number of examples, damaged files, and readable error lines."""
 
 import json
+import os
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.configuration import set_hypothesis_home_dir
 
 # What no error line may contain: the name of an exception, or a place in the code.
 INTERNALS = re.compile(
     r"Traceback|\b[A-Z][a-z]\w*(?:Error|Exception)\b|Override\(type=|\.py\", line \d|<class '"
 )
+
+# The profile `quick` tries the same examples in every run, `thorough` new ones and fifty times as
+# many. Two health checks are off: a busy machine is no failure, and no fixture has to be new for
+# each example.
+for profile, factor in {"quick": 1, "thorough": 50}.items():
+    settings.register_profile(
+        profile,
+        max_examples=100 * factor,
+        derandomize=profile == "quick",
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+set_hypothesis_home_dir(Path(tempfile.gettempdir()) / f"hypothesis-{os.getuid()}")  # its caches
 
 
 def examples(number: int) -> settings:

@@ -1,34 +1,32 @@
-"""Start real commands in a tenth of a second: fork them from a server that has imported torch.
+"""Start processes that have imported everything: real commands in a tenth of a second, and ranks.
 
-benchmarks/kill_campaign.py uses it, too. A command spends seconds on imports: its launcher imports
-the program, and its fork server imports torch. Here both are forked from a process that has
-imported everything. All else is real: the command's own process, session, arguments, environment,
-folder, standard streams, signals and exit code.
+A command spends seconds on imports: its launcher imports the program, and its fork server imports
+torch. Here both are forked from ``warm_server``. All else is real: the command's own process,
+session, arguments, environment, folder, standard streams, signals and exit code.
 
 When the launcher asks multiprocessing for a new interpreter (its fork server, or a slot of a
 sweep), it gets a spare: a process that was forked before the program's first line, and so is as
 fresh as a new interpreter. If no spare is left, a new interpreter starts as usual.
 """
 
-import array
-import atexit
 import ctypes
+import fcntl
 import io
 import json
-import multiprocessing
 import os
+import pickle
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, process, resource_tracker, util
+from contextlib import suppress
+from functools import partial
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 # What can start warm, as `python -m MODULE`.
 MODULES = ("ddp_runner", "ddp_runner.compare", "ddp_runner.status")
@@ -36,30 +34,120 @@ PRELOAD = (
     "ddp_runner.launch.preload",
     "ddp_runner.cli.app",
     *(f"{name}.__main__" for name in MODULES[1:]),
-    "warm",
 )
-TESTS = str(Path(__file__).parent)
+HELPERS = Path(__file__).parent
 FIRST_FREE = 200  # no descriptor from here on is in use
-MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = 1 << 16  # of a spare's request
+LENGTH_BYTES = 8
+MOST_PASSED = 16  # descriptors
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-MAIN = process.current_process()  # in the server: a process that multiprocessing did not start
+
+_servers = list[tuple[subprocess.Popen[bytes], socket.socket]]()  # at most one
 
 
-def start_server(*others: str) -> None:
-    """Start the server that commands and ranks are forked from; return at once.
+def start_server() -> None:
+    """Start the server unless it runs, and return at once. Call it on the main thread."""
+    if _servers and _servers[0][0].poll() is None:
+        return
+    _servers.clear()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = [sys.executable, str(HELPERS / "warm_server.py"), str(theirs.fileno()), *PRELOAD]
+    environ = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the server must not start threads
+    environ.pop("PYTHONPATH", None)  # each command has its own
+    server = subprocess.Popen(
+        program, env=environ, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    _servers.append((server, ours))
+
+
+def server_pids() -> list[int]:
+    """Return the server's number, if it runs."""
+    return [server.pid for server, _ in _servers]
+
+
+def send(link: socket.socket, message: object) -> None:
+    """Send a message that can be pickled; do nothing if the other process has ended."""
+    content = pickle.dumps(message)
+    with suppress(ConnectionError):
+        link.sendall(len(content).to_bytes(LENGTH_BYTES) + content)
+
+
+def receive(link: socket.socket) -> Any:
+    """Return the next message.
+
+    Raises:
+        EOFError: the other process has ended.
+    """
+    try:
+        size = int.from_bytes(link.recv(LENGTH_BYTES, socket.MSG_WAITALL))
+        content = link.recv(size, socket.MSG_WAITALL) if size else b""
+    except ConnectionError:
+        content = b""
+    return pickle.loads(content)  # EOFError for nothing
+
+
+class WarmProcess:
+    """A process that runs a function, with the interface of ``subprocess.Popen``.
 
     Args:
-        others: modules to import in addition to what a command needs.
+        work: runs in the process with this process's ``link``; a function that can be pickled.
     """
-    multiprocessing.set_forkserver_preload([*PRELOAD, *others])
-    path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
-    # A fork server must not start threads.
-    with patch.dict(os.environ, PYTHONPATH=path, OPENBLAS_NUM_THREADS="1"):
-        forkserver.ensure_running()
+
+    def __init__(self, work: Callable[[socket.socket], object]) -> None:
+        self.args: list[str] = []
+        self._exit_code: int | None = None
+        start_server()
+        self.link, theirs = socket.socketpair()
+        status, pipe = os.pipe()
+        with theirs, os.fdopen(pipe, "wb"):
+            socket.send_fds(_servers[0][1], [b"."], [theirs.fileno(), pipe])
+        self._status = os.fdopen(status, "rb")
+        self.pid = int(self._status.readline())
+        send(self.link, (sys.path, pickle.dumps(work)))
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or minus the signal number; None while it runs."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self._exit_code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
+        if self._exit_code is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self._exit_code = int(self._status.readline())
+            self._status.close()
+            self.link.close()
+        return self._exit_code
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
-class WarmCommand:
-    """A running command, with the interface of ``subprocess.Popen``.
+class WarmCommand(WarmProcess):
+    """A running command.
 
     Args:
         module: one of MODULES.
@@ -81,47 +169,10 @@ class WarmCommand:
         spares: int = 1,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        call = (module, list(args), str(folder), dict(environ), spares, prepare)
-        self._process = context.Process(target=_run, args=call)
-        self._process.start()
-        assert self._process.pid is not None
-        self.args, self.pid = [module, *args], self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code, or minus the signal number; None while it runs."""
-        return self.poll()
-
-    def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
-        """
-        self._process.join(timeout)
-        code = self.poll()
-        if code is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired(self.args, timeout)
-        return code
-
-    def send_signal(self, signum: int) -> None:
-        """Send a signal if it still runs."""
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
+        super().__init__(
+            partial(_run, module, list(args), str(folder), dict(environ), spares, prepare)
+        )
+        self.args = [module, *args]
 
 
 def _run(
@@ -131,8 +182,9 @@ def _run(
     environ: dict[str, str],
     spares: int,
     prepare: Callable[[], None] | None,
+    link: socket.socket,
 ) -> None:
-    """Turn a child of the server into a command, and run it."""
+    """Run a command in this process, as its whole program."""
     os.setsid()
     os.chdir(folder)
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
@@ -140,13 +192,18 @@ def _run(
         descriptor = os.open(name, flags, 0o644)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    link.detach()
     os.closerange(3, FIRST_FREE)
     _open_streams()
     os.environ.clear()
     os.environ.update(environ)
-    _forget_the_server()
     if prepare is not None:
         prepare()
+    of_tests = [name for name in sys.modules if name.partition(".")[0] in ("pytest", "_pytest")]
+    for name in of_tests:
+        del sys.modules[name]
+    python_path = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [folder, *python_path, *sys.path[1:]]  # instead of the folder of warm_server
     _add_spares(spares)
     # runpy warns about a module that is imported already, and the command must see the changes of
     # `prepare`.
@@ -154,28 +211,7 @@ def _run(
         if "." in name:
             sys.modules.pop(name, None)
     sys.argv = ["-m", *args]  # runpy replaces the first word by the module's path
-    _run_program(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
-
-
-def _forget_the_server() -> None:
-    """Remove the traces of multiprocessing, pytest and the server's signal handlers."""
-    for signum in signal.valid_signals():
-        if callable(signal.getsignal(signum)) and signum not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    own: Any = process
-    own._current_process, own._parent_process, own._children = MAIN, None, set()
-    forkserver._forkserver.__init__()
-    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
-    tempfile.tempdir = None  # so that TMPDIR is read again
-    sys.modules.pop("ddp_runner.launch.preload", None)  # importing it has effects
-    for name in ("__mp_main__", "pytest", "_pytest"):
-        sys.modules.pop(name, None)
-    sys.path[:] = [
-        str(Path.cwd()),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-        *(path for path in sys.path if path not in ("", TESTS)),
-    ]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _open_streams() -> None:
@@ -187,28 +223,12 @@ def _open_streams() -> None:
     )
 
 
-def _run_program(work: Callable[[], object]) -> None:
-    """Run `work` as a whole program, and end the process as an interpreter does."""
-    code = 1
-    try:
-        work()
-        code = 0
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            code = end.code or 0
-        else:
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
-
-
 def _add_spares(number: int) -> None:
-    """Fork interpreters that wait for their code, and let multiprocessing start these."""
+    """Fork interpreters that wait for their code, and let multiprocessing start these.
+
+    ``spawnv_passfds`` is not documented: multiprocessing has no public way to start its fork server
+    from a process that exists, and importing torch takes two seconds.
+    """
     spares = [_fork_spare() for _ in range(number)]
     start_new = util.spawnv_passfds
 
@@ -219,25 +239,18 @@ def _add_spares(number: int) -> None:
         if not spares or not code.startswith(starts):
             return start_new(path, args, passed)
         pid, link = spares.pop()
-        ignored = [
-            signum
-            for signum in signal.valid_signals()
-            if signal.getsignal(signum) == signal.SIG_IGN
-        ]
+        signums = signal.valid_signals()
         request = {
             "code": code,
             "argv": ["-c", *words[words.index("-c") + 2 :]],
             "folder": str(Path.cwd()),
             "environ": dict(os.environ),
-            "ignored": sorted(map(int, ignored)),
+            "ignored": [int(one) for one in signums if signal.getsignal(one) == signal.SIG_IGN],
             "cores": sorted(os.sched_getaffinity(0)),
             "passed": list(passed),
         }
-        descriptors = array.array("i", [0, 1, 2, *passed])
-        link.sendmsg(
-            [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-        )
-        link.close()
+        with link:
+            socket.send_fds(link, [json.dumps(request).encode()], [0, 1, 2, *passed])
         return pid
 
     util.spawnv_passfds = spawnv_passfds
@@ -252,7 +265,7 @@ def _fork_spare() -> tuple[int, socket.socket]:
     _die_with_parent(signal.SIGKILL)  # a later spare holds the other end of the link, too
     ours.close()
     _wait_for_code(theirs)
-    os._exit(0)
+    raise SystemExit
 
 
 def _die_with_parent(signum: int) -> None:
@@ -261,18 +274,14 @@ def _die_with_parent(signum: int) -> None:
 
 def _wait_for_code(link: socket.socket) -> None:
     """Run the code that the launcher sends; end if the launcher ends."""
-    size = socket.CMSG_SPACE(16 * array.array("i").itemsize)
-    data, ancillary, _, _ = link.recvmsg(MESSAGE_BYTES, size)
+    data, received, _, _ = socket.recv_fds(link, MESSAGE_BYTES, MOST_PASSED)
     if not data:
         return
-    received = array.array("i")
-    for _, _, content in ancillary:
-        received.frombytes(content)
     request = json.loads(data)
     link.close()
     _die_with_parent(0)
     # Move them out of the way first: the number that a descriptor must get may be in use now.
-    aside = [os.dup2(number, FIRST_FREE + place) for place, number in enumerate(received)]
+    aside = [fcntl.fcntl(number, fcntl.F_DUPFD, FIRST_FREE) for number in received]
     os.closerange(3, FIRST_FREE)
     for number, descriptor in zip([0, 1, 2, *request["passed"]], aside, strict=True):
         os.dup2(descriptor, number)
@@ -287,4 +296,4 @@ def _wait_for_code(link: socket.socket) -> None:
     sys.argv = request["argv"]
     if request["code"].startswith("from multiprocessing.spawn"):
         _add_spares(1)  # a slot has its own fork server
-    _run_program(lambda: exec(request["code"], {"__name__": "__main__"}))
+    exec(request["code"], {"__name__": "__main__"})

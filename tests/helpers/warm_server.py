@@ -1,0 +1,101 @@
+"""The server of warm processes: it has imported everything, and forks a process for each request.
+
+``warm`` starts it as a script, so a forked process is an ordinary main program: what it was asked
+to run is the last thing that the script does, and the interpreter ends it as it ends any other.
+"""
+
+import atexit
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from warm import receive
+
+exit_code = 0
+
+
+def end() -> None:
+    """End as the interpreter would, but do not free all that was imported: that takes a while."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+def serve(control: socket.socket) -> socket.socket:
+    """Fork on each request until the client ends; return, in a fork only, its link to the client.
+
+    A request is a byte with two descriptors: the link, and a pipe that gets the process's number
+    and its exit code.
+    """
+    running = dict[int, tuple[int, int]]()  # by pidfd: the process, and its pipe
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in running:
+                pid, pipe = running.pop(descriptor)
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                _tell(pipe, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                os.close(pipe)
+                continue
+            request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not request:
+                raise SystemExit
+            link, pipe = descriptors
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                for number, (_, other) in running.items():
+                    os.close(number)
+                    os.close(other)
+                os.close(pipe)
+                return socket.socket(fileno=link)
+            os.close(link)
+            _tell(pipe, pid)
+            number = os.pidfd_open(pid)
+            running[number] = pid, pipe
+            poll.register(number, select.POLLIN)
+
+
+def _tell(pipe: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # nobody waits for this process any more
+        os.write(pipe, b"%d\n" % number)
+
+
+def run(link: socket.socket) -> None:
+    """Run what the client asks for: a pickled function of its path that takes the link."""
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules.pop("ddp_runner.launch.preload", None)  # importing it has effects
+    path = sys.path[:]
+    sys.path[:], pickled = receive(link)
+    work = pickle.loads(pickled)
+    sys.path[:] = path
+    work(link)
+
+
+if __name__ == "__main__":
+    atexit.register(end)  # the first to be registered is the last to run
+    own_link = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    try:
+        run(serve(own_link))
+    except SystemExit as stop:
+        if isinstance(stop.code, int):
+            exit_code = stop.code
+        elif stop.code is not None:
+            print(stop.code, file=sys.stderr)
+            exit_code = 1
+    except BaseException:
+        exit_code = 1
+        sys.excepthook(*sys.exc_info())
