@@ -205,6 +205,8 @@ def by_hand(config: Config, num_steps: int) -> tuple[list[float], Tensor]:
         loss = F.cross_entropy(model(words), classes)  # torch's mean over the words
         optimizer.zero_grad()
         loss.backward()
+        if (clip_norm := config.train.clip_norm) is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         found.append(loss.item())
     return found, torch.cat([one.detach().flatten() for one in model.parameters()])
@@ -216,14 +218,18 @@ def traced(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
     return trace.losses, trace.weights
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize(
     ("world_size", "grad_accum_steps", "workers", "step"),
     [(1, 1, 0, "own"), (1, 3, 0, "own"), (3, 1, 0, "own"), (3, 1, 1, "own"), (3, 1, 0, "ordinary")],
 )
 def test_every_token_weighs_the_same(
-    world_size: int, grad_accum_steps: int, workers: int, step: str
+    world_size: int, grad_accum_steps: int, workers: int, step: str, clip_norm: float | None
 ) -> None:
-    """However sentences of 1 to 7 words are split over ranks and micro-batches."""
+    """However sentences of 1 to 7 words are split over ranks and micro-batches.
+
+    A clipped gradient is that of the mean over the words, not over the sentences.
+    """
     ordinary = (
         "train.step=ddp_runner.train.step.supervised",
         "model.loss=ddp_runner.train.losses.cross_entropy",
@@ -234,6 +240,7 @@ def test_every_token_weighs_the_same(
         "batch.global_size=9",
         f"train.grad_accum_steps={grad_accum_steps}",
         f"dataset.num_workers={workers}",
+        f"train.clip_norm={'null' if clip_norm is None else clip_norm}",
         world_size=world_size,
     )
     expected, weights = by_hand(config, 6)
