@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -49,6 +50,14 @@ def data_root() -> Path:
     if "DDP_RUNNER_DATA_ROOT" not in os.environ:
         pytest.skip("needs real MNIST, not shipped: set DDP_RUNNER_DATA_ROOT to its folder")
     return Path(os.environ["DDP_RUNNER_DATA_ROOT"])
+
+
+@pytest.fixture
+def chance() -> Random:
+    """Random numbers of a new seed, which is printed and can be given again."""
+    seed = int(os.environ.get("DDP_RUNNER_TEST_SEED", time.time_ns()))
+    print(f"to repeat: DDP_RUNNER_TEST_SEED={seed}")  # pytest shows it on a failure
+    return Random(seed)
 
 
 @pytest.fixture

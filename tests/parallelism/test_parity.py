@@ -6,6 +6,7 @@ Float64 shows that only rounding differs; float32 shows how much that is in a re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,12 @@ def reference(model: str) -> dict[torch.dtype, Trace]:
     return traces
 
 
-def ways() -> list[tuple[str, int, str, int]]:
-    """Return mode, ranks, model and micro-steps: of what meshes have in common one way each."""
+def ways() -> list[Any]:
+    """Return mode, ranks, model and micro-steps: of what meshes have in common one way each.
+
+    By default each mode trains the toy model once, on as few ranks as make it what it is, and DDP
+    a real network.
+    """
     found = list[tuple[str, int, str, int]]()
     for mode, world_size in GROUPS:
         if mode not in MESHES:
@@ -90,7 +95,12 @@ def ways() -> list[tuple[str, int, str, int]]:
             found += [(mode, world_size, "toy", 1 + world_size // 2 % 2)]
             if mode not in TENSOR_PARALLEL:
                 found += [(mode, world_size, "mnist_net", 2 - world_size // 2 % 2)]
-    return found
+    quick = {("ddp", 2, "mnist_net", 2)}
+    for mode in MODES:
+        several = [way for way in found if way[0] == mode and way[2] == "toy" and way[1] > 1]
+        quick.add(next(iter(several or (way for way in found if way[0] == mode))))
+    marks = {way: [] if way in quick else [pytest.mark.full] for way in found}
+    return [pytest.param(*way, marks=marks[way]) for way in found]
 
 
 @pytest.mark.parametrize(("mode", "world_size", "model", "grad_accum_steps"), ways())
@@ -167,7 +177,12 @@ def of_one_process(
     return keys, steps[torch.float64]
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = ("ddp", "tp", "ps")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in QUICK else pytest.mark.full) for way in WAYS]
+)
 def test_a_language_model_takes_the_steps_of_one_process(
     way: str, of_one_process: tuple[tuple[str, ...], Trace]
 ) -> None:

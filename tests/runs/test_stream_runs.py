@@ -2,7 +2,7 @@
 
 import signal
 from pathlib import Path
-from random import randrange
+from random import Random
 
 import own_streams
 import pytest
@@ -46,7 +46,7 @@ STREAM = (
 HELPERS = {"PYTHONPATH": own_streams.__file__.rpartition("/")[0]}  # as a user's package
 
 
-def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path, chance: Random) -> None:
     """Each sample is used once an epoch, and no bit of the weights differs."""
     folder = tmp_path / "killed"
     whole = run_command(*STREAM, folder=tmp_path / "whole", environ=HELPERS)
@@ -57,7 +57,7 @@ def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path) -> None:
     assert "a stream of training and a stream of evaluation samples" in whole.stdout
     assert "3 epochs, an epoch ends with the stream" in whole.stdout
 
-    prepare = inject(Fault(kill_tree, At(1, randrange(4, fields["step"]))))
+    prepare = inject(Fault(kill_tree, At(1, chance.randrange(4, fields["step"]))))
     with background(*STREAM, folder=folder, environ=HELPERS, prepare=prepare) as process:
         assert wait_for_end(process, folder).exit_code == -signal.SIGKILL
     (run_dir,) = run_dirs(folder)

@@ -5,15 +5,14 @@ an epoch, and losses that differ by rounding alone.
 """
 
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from random import randrange
+from random import Random
 from typing import Any
 
 import pytest
@@ -263,7 +262,7 @@ def move(env: DistEnv, step: int, source: Path, target: Path) -> None:
     dist.barrier()
 
 
-def chain(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool) -> list[Life]:
+def chain(env: DistEnv, config: Config, folder: Path, with_scaler: bool) -> list[Life]:
     """Return an undisturbed life, then one from each step's checkpoint of the life before."""
     lives = []
     for step in range(NUM_STEPS):
@@ -271,14 +270,6 @@ def chain(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool) -> l
             move(env, step, folder / str(step - 1), folder / str(step))
         lives.append(live(env, config, folder / str(step), with_scaler=with_scaler))
     return lives
-
-
-def chains(env: DistEnv, configs: dict[str, Config], folder: Path) -> dict[str, list[Life]]:
-    """Return the lives of each case. Collective."""
-    return {
-        case: chain(env, config, folder / case, with_scaler=case == "scaled loss")
-        for case, config in configs.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -300,18 +291,11 @@ def cases_of(group: str) -> list[str]:
     return [case for case in CASES if "num_servers" not in NEEDS[group] or case != "scaled loss"]
 
 
-@cache
-def found_in(group: str) -> dict[str, Found]:
-    """Return what a group's lives have left, by case; one group lives all of them."""
-    configs = {case: config_of(group, *CASES[case]) for case in cases_of(group)}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        ranks = run_ranks(chains, GROUPS[group][1], configs, folder)
-        states = {
-            case: [last_state(folder / case / str(step)) for step in range(NUM_STEPS)]
-            for case in configs
-        }
-    return {case: Found([rank[case] for rank in ranks], states[case]) for case in configs}
+def found_in(group: str, case: str, folder: Path) -> Found:
+    """Return what a group's lives have left."""
+    config = config_of(group, *CASES[case])
+    ranks = run_ranks(chain, GROUPS[group][1], config, folder, case == "scaled loss")
+    return Found(ranks, [last_state(folder / str(step)) for step in range(NUM_STEPS)])
 
 
 def last_state(folder: Path) -> dict[str, Any]:
@@ -328,10 +312,21 @@ def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.parametrize(("group", "case"), [(g, c) for g in GROUPS for c in cases_of(g)])
-def test_from_any_step_a_resumed_run_is_the_undisturbed_one(group: str, case: str) -> None:
+def ways() -> Iterator[Any]:
+    """Yield each group with each of its cases; by default all that a step depends on at once."""
+    for group in GROUPS:
+        for case in cases_of(group):
+            is_quick = case == "all" and group in MODES
+            marks = [] if is_quick else [pytest.mark.full]
+            yield pytest.param(group, case, marks=marks)
+
+
+@pytest.mark.parametrize(("group", "case"), list(ways()))
+def test_from_any_step_a_resumed_run_is_the_undisturbed_one(
+    group: str, case: str, tmp_path: Path
+) -> None:
     """Figures, samples and their order, parameters and all that a checkpoint holds: bit for bit."""
-    found = found_in(group)[case]
+    found = found_in(group, case, tmp_path)
     for lives in found.ranks:
         whole = lives[0]
         assert whole.trace.status == "completed"
@@ -439,6 +434,7 @@ def sources_of(target: str) -> list[str]:
     return [group for group in SYNCHRONOUS if group not in MESHES or GROUPS[group][1] == 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", SYNCHRONOUS)
 def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
     target: str, left: tuple[Path, dict[str, list[Life]]]
@@ -466,6 +462,7 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
             assert used == Counter(range(32)), where
 
 
+@pytest.mark.full
 def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> None:
     """With a rate near zero, each loss identifies its batch, in any order."""
     still = ("optimizer.lr=1e-30", "dataset.augmentation=null")
@@ -515,10 +512,12 @@ KILLED = (
 NUM_KILLED_STEPS = 48
 
 
-def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_twice_equals_one_that_was_not(
+    tmp_path: Path, chance: Random
+) -> None:
     """First a rank, and the launcher starts anew; then the launcher: at steps left to chance."""
     undisturbed = run_command(*KILLED, folder=tmp_path / "undisturbed").run_dir
-    folder, first, second = tmp_path / "killed", randrange(4, 14), randrange(14, 30)
+    folder, first, second = tmp_path / "killed", chance.randrange(4, 14), chance.randrange(14, 30)
     with background(*KILLED, "launch.max_restarts=1", folder=folder) as process:
         wait_for(lambda: last_step(folder))
         ranks = rank_processes(process.pid)  # looked up beforehand: the run does not wait
