@@ -31,6 +31,7 @@ from injection import (
     wait_until,
 )
 from run_folders import checkpoint_dir, checkpoint_steps, rank_log, record
+from tiers import first_of
 from trainings import (
     NUM_STEPS,
     RUN,
@@ -44,8 +45,6 @@ from trainings import (
 from ddp_runner.launch.ranks import ANSWER_S
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
-pytestmark = pytest.mark.full
-
 KILL = partial(send_signal, signal.SIGKILL)
 # Faults hit the save of step 6, the third one; two checkpoints exist before it.
 SAVED, SAVING = 4, 6
@@ -55,8 +54,8 @@ SAVE = partial(Call, within=3)
 # The folder is created, the files are written, by halves, and the folder is renamed.
 @pytest.mark.parametrize(
     ("number", "what"),
-    [(3, KILL), (12, KILL), (4, kill_tree), (9, kill_tree), (13, kill_tree)],
-    ids=["rank-3", "rank-12", "tree-4", "tree-9", "tree-13"],
+    first_of([(9, kill_tree), (3, KILL), (12, KILL), (4, kill_tree), (13, kill_tree)]),
+    ids=["tree-9", "rank-3", "rank-12", "tree-4", "tree-13"],
 )
 def test_a_run_killed_during_a_save_resumes_from_a_whole_checkpoint(
     tmp_path: Path, uninterrupted: Path, number: int, what: Callable[[], None]
@@ -81,11 +80,13 @@ def test_a_run_killed_during_a_save_resumes_from_a_whole_checkpoint(
 
 @pytest.mark.parametrize(
     ("number", "what", "words"),
-    [
-        (2, READ_ONLY, "Read-only file system"),
-        (4, NO_SPACE, "No space left on device"),
-        (7, INPUT_OUTPUT, "Input/output error"),
-    ],
+    first_of(
+        [
+            (4, NO_SPACE, "No space left on device"),
+            (2, READ_ONLY, "Read-only file system"),
+            (7, INPUT_OUTPUT, "Input/output error"),
+        ]
+    ),
 )
 def test_a_failed_save_ends_the_run_with_one_line_and_it_resumes(
     tmp_path: Path, uninterrupted: Path, number: int, what: Callable[[], None], words: str
@@ -108,6 +109,7 @@ def test_a_failed_save_ends_the_run_with_one_line_and_it_resumes(
     assert_resumes(tmp_path, uninterrupted)
 
 
+@pytest.mark.full
 def test_a_full_disk_for_metrics_ends_the_run_and_it_resumes(
     tmp_path: Path, uninterrupted: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_full_disk_for_metrics_ends_the_run_and_it_resumes(
     assert_resumes(tmp_path, uninterrupted)
 
 
+@pytest.mark.full
 def test_a_resume_that_cannot_read_the_checkpoints_changes_nothing(
     tmp_path: Path, uninterrupted: Path
 ) -> None:
@@ -194,7 +197,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", first_of(DAMAGES))
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     tmp_path: Path, killed: Path, kept: Path, name: str
 ) -> None:
@@ -225,6 +228,7 @@ def calls_of_the_sixth_save(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 # A save ends with these calls: rename the oldest checkpoint, delete its two files and its folder.
+@pytest.mark.full
 @pytest.mark.parametrize("last", [1, 4], ids=["rmdir", "rename"])
 def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_run_continues(
     tmp_path: Path, uninterrupted: Path, calls_of_the_sixth_save: int, last: int
@@ -294,6 +298,7 @@ def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, uninterrupted: Pat
     assert_resumes(tmp_path, uninterrupted, same_steps=False)
 
 
+@pytest.mark.full
 def test_a_second_sigterm_during_a_save_loses_only_that_checkpoint(
     tmp_path: Path, uninterrupted: Path
 ) -> None:

@@ -18,6 +18,7 @@ from commands import Started, background, fork_server, wait_for, wait_for_end, w
 from injection import At, Fault, call_all, raise_error, send_launcher, wait_until
 from ranks import run_ranks
 from run_folders import record, scalars
+from tiers import first_of
 from trainings import CHILD_STARTER, LONG, RUN, is_training, run_training
 
 from ddp_runner.dist_env import DistEnv
@@ -27,8 +28,6 @@ from ddp_runner.host.processes import (
     end_descendants,
     release_fork_server,
 )
-
-pytestmark = pytest.mark.full
 
 
 def starting_children(
@@ -52,6 +51,7 @@ def children_of_ranks(folder: Path) -> list[int]:
     return [int((folder / f"child-{rank}").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.full
 def test_children_of_ranks_end_with_a_completed_run(tmp_path: Path) -> None:
     """Each rank has a child in a session of its own; none outlives the launcher for long."""
     with starting_children(tmp_path, "train.max_steps=4") as process:
@@ -74,6 +74,7 @@ def test_children_of_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
         wait_until_gone(process)
 
 
+@pytest.mark.full
 def test_ranks_leave_their_children_to_a_server_that_is_late(tmp_path: Path) -> None:
     """Ranks that ended by themselves would leave them behind, where nobody finds them."""
     with starting_children(tmp_path) as process:
@@ -106,6 +107,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.full
 def test_children_of_ranks_end_when_the_servers_pipe_closes(tmp_path: Path) -> None:
     """A dying launcher's pipe may close long before the kernel signals its death."""
     with starting_children(tmp_path, prepare=close_pipe_on_signal) as process:
@@ -131,6 +133,7 @@ def end_adopted_orphans(env: DistEnv, program: str) -> dict[str, bool]:
     return seen
 
 
+@pytest.mark.full
 def test_adopted_orphans_end_whatever_their_name(tmp_path: Path) -> None:
     """A child of this process lives on, and no zombie is left, which a sweep would collect."""
     program = tmp_path / "a) S 1 (b"  # /proc shows it in the line where the parent's number follows
@@ -169,11 +172,13 @@ def end_adopted_tracker(env: DistEnv) -> list[list[bool]]:
     return [*seen, [psutil.pid_exists(pid) for pid in pids]]
 
 
+@pytest.mark.full
 def test_a_tracker_lives_on_and_leaves_no_zombie_and_no_copy() -> None:
     """It ends by itself; a launcher with further jobs collects it then, and ends what it forked."""
     assert run_ranks(end_adopted_tracker, 1, backend=None) == [[[True, True], [False, False]]]
 
 
+@pytest.mark.full
 def test_what_a_tracker_forks_ends_with_its_run(tmp_path: Path) -> None:
     """Even a copy of it in a session of its own."""
     path = tmp_path / "calls"
@@ -191,7 +196,7 @@ def test_what_a_tracker_forks_ends_with_its_run(tmp_path: Path) -> None:
     assert is_gone(own_trackers.calls(path)[-1]["pid"])
 
 
-@pytest.mark.parametrize("how", ["the launcher is killed", "rank 0 raises"])
+@pytest.mark.parametrize("how", first_of(["the launcher is killed", "rank 0 raises"]))
 def test_a_tracker_sends_what_is_left_after_its_run(tmp_path: Path, how: str) -> None:
     """All lines, and that the run has failed; run.json, whose error is not written yet, stays."""
     path = tmp_path / "calls"

@@ -16,11 +16,10 @@ from injection import flip_bits, truncate
 from real_data import require, write_tiny_mnist
 from run_folders import rank_log, record
 from texts import HEADER, TINY_BERT, write_reviews, write_rows
+from tiers import first_of
 
 from ddp_runner.data.cache import FORMAT_VERSION
 from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, PUBLISHED
-
-pytestmark = pytest.mark.full
 
 IMAGES = ("model=mnist_net", "train.num_threads=1", "train.max_steps=1", "batch.global_size=2")
 IDX = (*IMAGES, "dataset=mnist", "dataset.name=tiny", "data_root=data", "world_size=2")
@@ -89,7 +88,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("row", DAMAGED)
+@pytest.mark.parametrize("row", first_of(DAMAGED))
 def test_a_damaged_file_is_named_with_its_expected_content(row: str, tmp_path: Path) -> None:
     """The path, both sizes, numbers or labels, and the fix."""
     raw = write_tiny_mnist(tmp_path / "data")
@@ -172,7 +171,7 @@ FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("row", FAULTY_CSV)
+@pytest.mark.parametrize("row", first_of(FAULTY_CSV))
 def test_a_faulty_csv_is_reported_by_row_and_column(row: str, tmp_path: Path) -> None:
     """The file, the line and the column, and the fix."""
     write, part = FAULTY_CSV[row]
@@ -254,7 +253,7 @@ def slow_build() -> None:
     FakeImages.build = wait_and_build
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["whole", "killed"])
+@pytest.mark.parametrize("is_killed", first_of([True, False]), ids=["killed", "whole"])
 def test_one_of_several_sweeps_prepares_the_data_and_the_others_wait(
     is_killed: bool, tmp_path: Path
 ) -> None:

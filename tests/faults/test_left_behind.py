@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from injection import At, Fault, kill_tree, send_launcher
+from tiers import first_of
 from trainings import run_training
-
-pytestmark = pytest.mark.full
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -22,7 +21,9 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "what", [kill_tree, partial(send_launcher, signal.SIGKILL)], ids=["tree", "launcher"]
+    "what",
+    first_of([kill_tree, partial(send_launcher, signal.SIGKILL)]),
+    ids=["tree", "launcher"],
 )
 def test_the_next_start_removes_what_a_kill_left(
     tmp_path: Path, short_temp: Path, what: object

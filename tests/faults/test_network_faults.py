@@ -6,13 +6,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
-import pytest
 from commands import background, error_line, free_port, run_command, session_pids, wait_for
 from run_folders import last_step
 
 import ddp_runner
-
-pytestmark = pytest.mark.full
 
 PACKAGE = Path(ddp_runner.__file__).parent
 QUICK = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")

@@ -44,6 +44,7 @@ from run_folders import (
     reproducible_metrics,
     run_dirs,
 )
+from tiers import first_of
 from trainings import (
     EQUAL,
     NUM_STEPS,
@@ -59,8 +60,6 @@ from trainings import (
 
 from ddp_runner.host.hardware import own_groups
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-
-pytestmark = pytest.mark.full
 
 MIDDLE = 11  # a step in the middle of the training, and of an epoch
 KILL = partial(send_signal, signal.SIGKILL)
@@ -232,7 +231,7 @@ KILLS: dict[str, tuple[tuple[Fault, ...], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize("name", first_of(KILLS))
 def test_a_run_resumes_after_sigkill(tmp_path: Path, uninterrupted: Path, name: str) -> None:
     """No process survives, each checkpoint is whole, and the end equals the uninterrupted run."""
     faults, exit_code, status = KILLS[name]
@@ -276,6 +275,7 @@ def remove_group(group: Path) -> None:
     group.rmdir()
 
 
+@pytest.mark.full
 def test_a_rank_killed_for_memory_is_named(tmp_path: Path, memory_group: Path) -> None:
     """The kernel's counter distinguishes it from any other SIGKILL."""
     fault = Fault(fill_memory, At(1, MIDDLE))
@@ -296,6 +296,7 @@ def request_stop(signum: int, where: At | Call) -> tuple[Fault, ...]:
     return Fault(partial(send_launcher, signum), where), Fault(requested, where)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["SIGQUIT", "SIGUSR2"])
 def test_a_run_stopped_by_a_signal_resumes(tmp_path: Path, uninterrupted: Path, name: str) -> None:
     """It saves its last step and exits with 128 + the signal; no step is lost or taken twice."""
@@ -308,6 +309,7 @@ def test_a_run_stopped_by_a_signal_resumes(tmp_path: Path, uninterrupted: Path, 
     assert_resumes(tmp_path, uninterrupted, same_steps=False)
 
 
+@pytest.mark.full
 def test_a_second_sigterm_ends_the_run_at_once(tmp_path: Path, uninterrupted: Path) -> None:
     """The first waits for a step that a suspended rank never ends; the second does not wait."""
     faults = (Fault(STOP, At(1, MIDDLE)), *request_stop(signal.SIGTERM, At(0, MIDDLE)))
@@ -330,6 +332,7 @@ def test_a_second_sigterm_ends_the_run_at_once(tmp_path: Path, uninterrupted: Pa
     assert_resumes(tmp_path, uninterrupted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [NUM_STEPS, NUM_STEPS - 1])
 def test_a_stop_in_the_last_step_loses_no_evaluation(
     tmp_path: Path, uninterrupted: Path, step: int
@@ -349,6 +352,7 @@ def test_a_stop_in_the_last_step_loses_no_evaluation(
 FREEZE = partial(Call, rank=None, half=True, during="freeze")
 
 
+@pytest.mark.full
 def test_a_kill_while_a_resume_freezes_its_config_leaves_a_run_that_resumes(
     tmp_path: Path, uninterrupted: Path
 ) -> None:
@@ -364,6 +368,7 @@ def test_a_kill_while_a_resume_freezes_its_config_leaves_a_run_that_resumes(
     assert_resumes(tmp_path, uninterrupted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [7, 11])
 def test_a_kill_while_a_new_run_freezes_its_config_leaves_no_run(
     tmp_path: Path, uninterrupted: Path, number: int
@@ -412,6 +417,7 @@ def test_a_restart_keeps_its_folder_beside_an_equal_run(tmp_path: Path) -> None:
     assert reproducible_metrics(runs[0]) == reproducible_metrics(runs[1])
 
 
+@pytest.mark.full
 def test_a_run_in_use_cannot_be_resumed_or_overwritten(tmp_path: Path, uninterrupted: Path) -> None:
     """The error names the process that holds it, and the run goes on undisturbed."""
     run_dir, go = tmp_path / "first" / RUN, tmp_path / "go"
@@ -430,6 +436,7 @@ def test_a_run_in_use_cannot_be_resumed_or_overwritten(tmp_path: Path, uninterru
     assert_same_run(run_dir, uninterrupted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("to", "words"),
     [

@@ -1,7 +1,8 @@
-"""The tests that docs/reliability.md names exist."""
+"""The tests that docs/reliability.md names exist, and the default tier runs one of each row."""
 
+import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -11,23 +12,56 @@ ROWS = [
     for line in TABLE.partition("## Faults and their tests")[2].splitlines()
     if line.startswith("| ") and not line.startswith(("| ---", "| fault |"))
 ]
+NOT_DEFAULT = re.compile(r"^pytest\.mark\.(full|slow)$")
+NOT_DEFAULT_FILE = re.compile(r"^pytestmark = (.*\.(full|slow)\b|needs\()")  # `needs`: hosts
+
+
+def named_tests(row: str) -> list[tuple[str, str]]:
+    """Return file and name of a row's tests; no name stands for the whole file.
+
+    A name without a file belongs to the file before it.
+    """
+    *_, tests = row.strip(" |").split("|")
+    found, file = list[tuple[str, str]](), ""
+    for path, name in re.findall(r"`(\S*\.py)?(?:::(\w+))?`", tests):
+        if path or name:
+            file = path or file
+            found.append((file, name))
+    return found
+
+
+@cache
+def tiers_of(file: str) -> dict[str, bool]:
+    """Return whether the default tier runs each test of a file; "" stands for the whole file."""
+    path = ROOT / "tests" / file
+    if not path.is_file():
+        return {}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    marks = [ast.unparse(one) for one in tree.body if isinstance(one, ast.Assign)]
+    is_default = not any(map(NOT_DEFAULT_FILE.search, marks))
+    found = {"": is_default}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            own = map(ast.unparse, node.decorator_list)
+            found[node.name] = is_default and not any(map(NOT_DEFAULT.search, own))
+    return found
 
 
 def test_each_fault_has_tests_that_exist() -> None:
-    """By file and name; a name without a file belongs to the file before it."""
+    """By file and name."""
     assert ROWS
-    assert not [missing for row in ROWS for missing in _missing(row)]
+    for row in ROWS:
+        assert named_tests(row) or row.strip(" |").split("|")[-1].strip().startswith("the same")
+    named = [test for row in ROWS for test in named_tests(row)]
+    assert not [f"{file} has no {name}" for file, name in named if name not in tiers_of(file)]
 
 
-def _missing(row: str) -> Iterator[str]:
-    fault, *_, tests = row.strip(" |").split("|")
-    names = [pair for pair in re.findall(r"`(\S*\.py)?(?:::(\w+))?`", tests) if any(pair)]
-    if not names and not tests.strip().startswith("the same"):
-        yield f"{fault.strip()}: names no test"
-    file = ""
-    for path, name in names:
-        file = path or file
-        source = ROOT / "tests" / file
-        text = source.read_text(encoding="utf-8") if source.is_file() else ""
-        if not text or (name and f"def {name}(" not in text):
-            yield f"{fault.strip()}: {file} has no {name}"
+def test_each_fault_has_a_test_that_runs_by_default() -> None:
+    """Unless it takes several hosts."""
+    rows = {row: named_tests(row) for row in ROWS}
+    lacking = [
+        row
+        for row, tests in rows.items()
+        if tests and not any(tiers_of(file)[name] for file, name in tests)
+    ]
+    assert not [row for row in lacking if not any("cluster/" in file for file, _ in rows[row])]

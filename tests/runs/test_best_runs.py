@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.metric_names import MONITORS
 
-pytestmark = pytest.mark.full
-
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Few samples for the model's 165 parameters: it overfits after two epochs.
 OVERFIT = (
@@ -122,6 +120,7 @@ def evaluations(folder: Path) -> dict[int, float]:
     return {line["step"]: line["eval/loss"] for line in metrics(folder) if "eval/loss" in line}
 
 
+@pytest.mark.full
 def test_checkpoints_by_steps_keep_the_newest(sweep: CommandResult) -> None:
     """Every second step and the last are saved, the newest two are kept, the last is exported."""
     folder = run_dir(sweep, "steps")
@@ -147,6 +146,7 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(sweep: CommandResult)
     assert (metadata["step"], float(metadata["eval/loss"])) == (str(best), losses[best])
 
 
+@pytest.mark.full
 def test_a_checkpoint_has_the_metrics_of_its_own_step(sweep: CommandResult) -> None:
     """So a checkpoint between two evaluations cannot count as the best."""
     folder = run_dir(sweep, "all")
@@ -164,6 +164,7 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step(sweep: CommandResult) -> N
     assert same(weights(folder), saved_weights(folder, best))
 
 
+@pytest.mark.full
 def test_a_run_starts_from_what_another_left(starts: CommandResult) -> None:
     """A run gives its best checkpoint; a split model takes the weights of a whole model."""
     assert (starts.exit_code, starts.stderr) == (0, "")
@@ -174,11 +175,13 @@ def test_a_run_starts_from_what_another_left(starts: CommandResult) -> None:
     assert not same(saved_weights(best, 12), weights(best))
 
 
+@pytest.mark.full
 def test_the_demo_saves_every_fourth_step(sweep: CommandResult) -> None:
     """It keeps three checkpoints, as its YAML says."""
     assert checkpoint_steps(run_dir(sweep, "checkpoint_demo")) == [12, 16, 20]
 
 
+@pytest.mark.full
 def test_a_resumed_run_does_not_read_its_weights_again(starts: CommandResult) -> None:
     """It continues although they are gone."""
     (run_dir(starts, "best") / "model.safetensors").rename(starts.folder / "elsewhere")
@@ -205,6 +208,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(sweep: CommandR
     assert checkpoint_steps(folder) == [8, 9]
 
 
+@pytest.mark.full
 def test_monitoring_a_metric_without_classes_is_an_error_at_once(
     sweep: CommandResult,
 ) -> None:
@@ -217,6 +221,7 @@ def test_monitoring_a_metric_without_classes_is_an_error_at_once(
     assert [line.split()[1] for line in sweep.stdout.splitlines() if line.startswith("experiment=")]
 
 
+@pytest.mark.full
 def test_the_experiment_by_f1_keeps_three_and_loads_the_best(sweep: CommandResult) -> None:
     """Its metrics say which is the best; a checkpoint has every metric that can be monitored."""
     folder = run_dir(sweep, "best_by_f1")

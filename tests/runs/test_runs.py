@@ -227,6 +227,7 @@ def test_the_default_run_learns_the_digits_in_a_folder_of_any_name(tmp_path: Pat
     assert record(run_dir)["status"] == "completed"
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_named_at_the_end(tmp_path: Path) -> None:
     """In the summary, in run.json and in each line of metrics."""
     (tmp_path / "napping.py").write_text(NAPPING)
@@ -254,6 +255,7 @@ def test_torchrun_starts_one_run(tmp_path: Path) -> None:
     assert end.run_dir.parent == tmp_path / "outputs" / "toy-random-ddp-ws2"
 
 
+@pytest.mark.full
 def test_ranks_with_different_configs_do_not_start(tmp_path: Path) -> None:
     """The key, its values and their ranks are named, and no folder is left."""
     script = tmp_path / "own_seed.py"
