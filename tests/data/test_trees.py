@@ -117,7 +117,7 @@ class Recording(Tensor):
 
     waits: list[bool]
 
-    def to(self, *_: Any, non_blocking: bool) -> Any:  # type: ignore[override]
+    def to(self, *_: Any, non_blocking: bool) -> Any:
         """Note whether the caller would wait."""
         self.waits.append(not non_blocking)
         return self

@@ -11,6 +11,7 @@ import itertools
 import os
 import pickle
 import random
+import resource
 import select
 import signal
 import socket
@@ -36,6 +37,8 @@ MOST_CALLS = 50  # of a process: torch keeps threads of each process group
 TESTS = str(Path(__file__).parents[1])
 # Modules whose names may not change between two calls, besides our own.
 WATCHED = ("os", "time", "socket", "torch", "torch.cuda", "torch.distributed", "torch.optim")
+
+LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 
 _waiting = list[WarmProcess]()  # by rank
 
@@ -213,6 +216,9 @@ def _state(torch: Any) -> dict[object, object]:
         "determinism": torch.are_deterministic_algorithms_enabled(),
         "precision": torch.get_float32_matmul_precision(),
         "umask": _umask(),
+        "limits": [resource.getrlimit(one) for one in LIMITS],
+        # DTensor remembers how it computed, with the groups of meshes that are gone.
+        "meshes": any(isinstance(one, torch.distributed.DeviceMesh) for one in gc.get_objects()),
     }
     for module_name, module in [*sys.modules.items()]:
         is_ours = module_name.partition(".")[0] == "ddp_runner"

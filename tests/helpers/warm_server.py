@@ -16,6 +16,8 @@ from contextlib import suppress
 
 from warm import receive
 
+REAP_MS = 100
+
 exit_code = 0
 
 
@@ -37,7 +39,9 @@ def serve(control: socket.socket) -> socket.socket:
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
-        for descriptor, _ in poll.poll():
+        ready = poll.poll(REAP_MS)
+        _reap({pid for pid, _ in running.values()})
+        for descriptor, _ in ready:
             if descriptor in running:
                 pid, pipe = running.pop(descriptor)
                 poll.unregister(descriptor)
@@ -62,6 +66,21 @@ def serve(control: socket.socket) -> socket.socket:
             number = os.pidfd_open(pid)
             running[number] = pid, pipe
             poll.register(number, select.POLLIN)
+
+
+def _reap(own: set[int]) -> None:
+    """Take note of the end of orphans: preload lets this process adopt those of killed commands."""
+    while ended := _ended_child():
+        if ended in own:
+            return  # its pidfd is ready, too
+        os.waitpid(ended, 0)
+
+
+def _ended_child() -> int | None:
+    with suppress(ChildProcessError):  # there is no child
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return ended.si_pid if ended else None
+    return None
 
 
 def _tell(pipe: int, number: int) -> None:
