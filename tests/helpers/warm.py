@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -197,6 +198,7 @@ def _run(
     _open_streams()
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # so that TMPDIR is read again
     if prepare is not None:
         prepare()
     of_tests = [name for name in sys.modules if name.partition(".")[0] in ("pytest", "_pytest")]
@@ -290,6 +292,7 @@ def _wait_for_code(link: socket.socket) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    tempfile.tempdir = None
     os.sched_setaffinity(0, request["cores"])
     for signum in request["ignored"]:
         signal.signal(signum, signal.SIG_IGN)
