@@ -14,8 +14,6 @@ import socket
 import sys
 from contextlib import suppress
 
-from warm import receive
-
 REAP_MS = 100
 
 exit_code = 0
@@ -90,6 +88,10 @@ def _tell(pipe: int, number: int) -> None:
 
 def run(link: socket.socket) -> None:
     """Run what the client asks for: a pickled function of its path that takes the link."""
+    from warm import (
+        receive,  # only now: what multiprocessing does at the end must come before ``end``
+    )
+
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             signal.signal(signum, signal.SIG_DFL)
