@@ -69,6 +69,7 @@ def planned(*arguments: str, env: DistEnv | None = None) -> Job:
     return plan(compose(command), LAPTOP, Invocation(command, env, 0.0, {}))
 
 
+@pytest.mark.full
 def test_a_command_that_goes_on_finds_the_users_own_trackers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

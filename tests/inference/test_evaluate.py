@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commands import TORCHRUN, error_line, run_command
 from run_folders import metrics, record
+from tiers import only
 
 SHORT = (
     "train.epochs=2",
@@ -68,7 +69,7 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("args", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("args", only("2 ranks, averaged weights", MODES))
 def test_an_evaluation_equals_the_last_one_of_the_run(
     args: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_an_evaluation_equals_the_last_one_of_the_run(
     assert ("confusion_matrix" in left) == ("confusion_matrix" in record(run_dir))
 
 
+@pytest.mark.full
 def test_best_weights_are_evaluated_unless_others_are_asked_for(tmp_path: Path) -> None:
     """best, last and a step each give the run's own evaluation at that step."""
     run_dir = train(
@@ -106,6 +108,7 @@ def test_an_unfinished_run_is_evaluated_at_its_newest_checkpoint(tmp_path: Path)
     assert of_evaluation(evaluated(tmp_path)) == own_evaluations(run_dir)[-1]
 
 
+@pytest.mark.full
 def test_the_train_split_and_both_splits_are_evaluated_by_any_number_of_ranks(
     tmp_path: Path,
 ) -> None:
@@ -129,6 +132,7 @@ def test_the_train_split_and_both_splits_are_evaluated_by_any_number_of_ranks(
     assert losses["train", 1] != pytest.approx(losses["eval", 1], rel=1e-3)
 
 
+@pytest.mark.full
 def test_another_dataset_is_evaluated_with_its_own_keys(tmp_path: Path) -> None:
     """Other keys of the dataset count, and data that do not fit are named."""
     train(tmp_path, "model=toy", "world_size=2")
@@ -138,6 +142,7 @@ def test_another_dataset_is_evaluated_with_its_own_keys(tmp_path: Path) -> None:
     assert error_line(end).startswith(f"the model of {tmp_path / RUN} cannot take dataset=digits")
 
 
+@pytest.mark.full
 def test_the_last_run_is_never_an_evaluation(tmp_path: Path) -> None:
     """resume=last still means the run that was trained."""
     assert run_command(*SHORT, "model=toy", folder=tmp_path).exit_code == 0
@@ -147,6 +152,7 @@ def test_the_last_run_is_never_an_evaluation(tmp_path: Path) -> None:
         assert "to the last digit" in end.stdout
 
 
+@pytest.mark.full
 def test_an_evaluation_that_is_resumed_is_done_again_in_its_folder(tmp_path: Path) -> None:
     """A requeued evaluation takes its own folder and leaves one line."""
     train(tmp_path, "model=toy", "world_size=2")
@@ -157,6 +163,7 @@ def test_an_evaluation_that_is_resumed_is_done_again_in_its_folder(tmp_path: Pat
     assert of_evaluation(again) == of_evaluation(first)
 
 
+@pytest.mark.full
 def test_ranks_of_torchrun_evaluate(tmp_path: Path) -> None:
     """The same under another launcher."""
     run_dir = train(tmp_path, "model=toy", "world_size=2")
@@ -169,6 +176,7 @@ def test_ranks_of_torchrun_evaluate(tmp_path: Path) -> None:
     assert of_evaluation(metrics(tmp_path / EVALUATION)[0]) == own_evaluations(run_dir)[-1]
 
 
+@pytest.mark.full
 def test_a_sweep_evaluates_several_runs(tmp_path: Path) -> None:
     """-m with several runs evaluates each of them."""
     sweep = ("-m", "model=toy", *SHORT, "seed=1,2", "hydra.sweep.dir=sweep")

@@ -10,6 +10,7 @@ from commands import error_line, run_command
 from run_folders import record
 from safetensors.torch import load_file
 from texts import write_reviews
+from tiers import first_of
 
 import ddp_runner
 
@@ -35,7 +36,7 @@ MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("args", "samples"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("args", "samples"), first_of(MODELS.values()), ids=MODELS)
 def test_programs_give_what_the_model_gives(
     args: tuple[str, ...], samples: Any, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_run_names_nothing_that_the_notebook_does_not_allow(sweep: Path, tmp_p
         ddp_runner.load(tmp_path)
 
 
+@pytest.mark.full
 def test_what_is_no_run_of_a_training_is_named(sweep: Path, tmp_path: Path) -> None:
     """One sentence for a folder without a run, and for an evaluation."""
     with pytest.raises(UserError, match="is not a run folder"):
@@ -115,6 +116,7 @@ def test_read_runs_has_a_row_for_each_run_with_its_config_and_metrics(sweep: Pat
         assert pd.isna(row["reason"])
 
 
+@pytest.mark.full
 def test_read_runs_keeps_a_failed_run_with_its_reason(sweep: Path, tmp_path: Path) -> None:
     """A run that cannot be compared is a row as well."""
     args = ("model=toy", *SHORT, "optimizer.lr=1e30", "hydra.run.dir=failed")

@@ -12,6 +12,7 @@ from commands import background, error_line, run_command, wait_for, wait_for_end
 from pictures import write_folders
 from run_folders import metrics, record
 from texts import write_reviews
+from tiers import only
 
 import ddp_runner
 from ddp_runner.data.sources.offline import RandomRegression
@@ -51,7 +52,7 @@ def predict(folder: Path, *args: str, name: str = "predicted") -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("args", only("classes", MODELS))
 def test_the_file_is_the_same_whatever_the_world_size(
     args: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_parquet_has_the_same_table(tmp_path: Path) -> None:
         assert by_csv[name].astype(by_parquet[name].dtype).equals(by_parquet[name]), name
 
 
+@pytest.mark.full
 def test_predictions_name_pictures_by_their_files(tmp_path: Path) -> None:
     """The column sample is the path below the dataset's folder."""
     write_folders(tmp_path / "data" / "own", num_train=6, num_eval=4)
@@ -125,6 +127,7 @@ def test_predictions_name_pictures_by_their_files(tmp_path: Path) -> None:
     assert len({row["sample"] for row in rows}) == len(rows)
 
 
+@pytest.mark.full
 def test_predictions_of_texts_name_the_lines_and_keep_the_tokens_of_the_run(tmp_path: Path) -> None:
     """Other texts get the run's own tokens, and rows name the lines."""
     (tmp_path / "data").mkdir()
@@ -158,6 +161,7 @@ def test_predictions_of_texts_name_the_lines_and_keep_the_tokens_of_the_run(tmp_
         assert float(row["output_0"]) == pytest.approx(float(by_line[row["sample"]]), abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_stopped_prediction_leaves_no_file(tmp_path: Path) -> None:
     """Half a file of predictions would pass for a whole one."""
     train(tmp_path, "model=toy", "dataset.num_samples=64", "world_size=2")
@@ -171,6 +175,7 @@ def test_a_stopped_prediction_leaves_no_file(tmp_path: Path) -> None:
     assert not list((tmp_path / "long").glob("*predictions*"))
 
 
+@pytest.mark.full
 def test_a_prediction_whose_run_has_moved_says_how_to_name_it(tmp_path: Path) -> None:
     """Before torch is imported: the folder that resume names is the right one."""
     run = train(tmp_path, *MODELS["classes"])
@@ -183,6 +188,7 @@ def test_a_prediction_whose_run_has_moved_says_how_to_name_it(tmp_path: Path) ->
     )
 
 
+@pytest.mark.full
 def test_too_many_numbers_for_a_csv_go_into_parquet(tmp_path: Path) -> None:
     """A CSV of a thousand columns is refused; Parquet has a list."""
     wide = ("dataset=fake_images", "dataset.num_classes=1001", "dataset.num_samples=64")
@@ -193,6 +199,7 @@ def test_too_many_numbers_for_a_csv_go_into_parquet(tmp_path: Path) -> None:
     assert {len(row) for row in table["output"]} == {1001}
 
 
+@pytest.mark.full
 def test_a_notebook_gets_the_predictions_of_the_command(tmp_path: Path) -> None:
     """Load returns the model that the command used."""
     run_dir = train(tmp_path, "model=toy", "dataset.num_samples=64", "world_size=2")

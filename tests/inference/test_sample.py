@@ -90,6 +90,7 @@ def test_the_text_is_what_the_loaded_model_gives_with_the_seed(folder: Path) -> 
     assert written(1, temperature=0).startswith("abcdefghijklmnopqrstuvwxyz\nabc")
 
 
+@pytest.mark.full
 def test_other_texts_are_evaluated_with_the_tokens_of_the_run(folder: Path) -> None:
     """A vocabulary of their own would give each token another meaning."""
     (folder / "other.txt").write_text("xyz\nabcdefghijklmnopqrstuvw\n" * 20)
@@ -100,6 +101,7 @@ def test_other_texts_are_evaluated_with_the_tokens_of_the_run(folder: Path) -> N
     assert line["eval/perplexity"] < 10
 
 
+@pytest.mark.full
 def test_an_exported_program_takes_texts_of_any_length(folder: Path) -> None:
     """And any number of them, as the model does."""
     (folder / "long.txt").write_text("abc\n" * 100)
@@ -114,6 +116,7 @@ def test_an_exported_program_takes_texts_of_any_length(folder: Path) -> None:
             torch.testing.assert_close(program(tokens), model(tokens))
 
 
+@pytest.mark.full
 def test_a_run_without_a_language_model_is_refused(folder: Path) -> None:
     """By its tokenizer, which it lacks; or by what its model returns."""
     short = ("model=toy", "train.max_steps=1", "world_size=1", "hydra.run.dir=toy")

@@ -266,6 +266,7 @@ def leave_behind(job: Job) -> dict[str, Any]:
     return {"status": "completed", "run_dir": str(Path.cwd())}
 
 
+@pytest.mark.full
 def test_a_restart_knows_nothing_of_the_ranks_before_but_why_they_ended(tmp_path: Path) -> None:
     """Neither marks nor results, which would hide the loss of rank 0; its server goes on."""
     end = supervised(tmp_path, leave_behind)
@@ -320,6 +321,7 @@ def return_once_looked_for(job: Job) -> dict[str, Any]:
     return {"status": "completed", "run_dir": str(Path.cwd())}
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> None:
     """Its result comes before its end, and is looked for after that; so does what it prints."""
     end = supervised(tmp_path, return_once_looked_for, collect_slowly)
@@ -348,6 +350,7 @@ def damage_and_raise(job: Job) -> NoReturn:
     raise ZeroDivisionError("cursed")
 
 
+@pytest.mark.full
 def test_why_a_run_failed_comes_before_why_that_is_not_recorded(tmp_path: Path) -> None:
     """A full disk is often both; the user needs the first."""
     end = supervised(tmp_path, damage_and_raise)
@@ -371,6 +374,7 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
     assert record(tmp_path)["status"] == "preempted"
 
 
+@pytest.mark.full
 def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
     """Before the first step: an exit code, no traceback, no run that seems to run."""
     with background(*LONG, folder=tmp_path, fresh=True) as process:

@@ -135,6 +135,7 @@ def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Pa
     assert process.returncode == 143
 
 
+@pytest.mark.full
 def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: Path) -> None:
     """A save longer than shutdown_timeout_s ends in peace, as does what follows; no hang does."""
     save = "ranks._saving = 0; watch(5); ranks._saving = None; watch(1)"
@@ -227,6 +228,7 @@ def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
     assert (end.exit_code, end.stdout, end.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.full
 def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, short_temp: Path) -> None:
     """As after `nohup … | head -1 &`, with a cleaner of temporary files, until Slurm's notice.
 

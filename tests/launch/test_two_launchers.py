@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 from commands import Started, background, free_port, wait_for, wait_for_end
 from run_folders import checkpoint_steps, record, run_dirs
 from trainings import EQUAL, assert_continued, shared_outputs
@@ -37,6 +38,7 @@ def test_two_of_three_wait_until_they_are_stopped(tmp_path: Path) -> None:
     assert run_dirs(tmp_path / "outputs") == []
 
 
+@pytest.mark.full
 def test_a_run_of_two_launchers_resumes_after_one_was_killed(tmp_path: Path) -> None:
     """The other one names what it has lost; the resume is the same command for both."""
     port, keys = free_port(), (*EQUAL, "launch.nnodes=2")

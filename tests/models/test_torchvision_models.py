@@ -3,6 +3,7 @@
 import pytest
 import torch
 from configs import config_error, resolved
+from tiers import first_of
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.errors import UserError
@@ -27,7 +28,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("in_channels", [1, 3])
+@pytest.mark.parametrize("in_channels", first_of([1, 3]))
 @pytest.mark.parametrize(("architecture", "keys", "side"), FAMILIES)
 def test_each_family_takes_any_channels_and_classes(
     architecture: str, keys: dict[str, bool], side: int, in_channels: int
@@ -110,7 +111,7 @@ def test_a_model_follows_the_dataset(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["convnet", "mnist_net"])
-@pytest.mark.parametrize("side", [28, 32, 17])
+@pytest.mark.parametrize("side", first_of([17, 28, 32]))
 def test_the_tutorials_networks_take_images_of_other_sizes(model: str, side: int) -> None:
     """Features of other sizes are averaged to those of 28x28."""
     keys = resolved(f"model={model}", "dataset=cifar10")[0].model

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 PAGE = "docs/parallelism.md"
 
 
+@pytest.mark.full
 def test_a_mode_from_outside_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
     """Two ranks stop after four steps and go on: losses and export equal one process's."""
     write_files(PAGE, tmp_path)

@@ -58,6 +58,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
     """Each leaves staleness, waiting and pushes; only asynchronous pushes can be stale."""
     end = run_command(
@@ -114,6 +115,7 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert_same_state(resumed.run_dir, undisturbed)
 
 
+@pytest.mark.full
 def test_an_asynchronous_run_outlives_its_trainers(tmp_path: Path) -> None:
     """Two of three are killed: it says so, goes on with the third, and completes."""
     with background(*LONG, folder=tmp_path) as process:
@@ -129,6 +131,7 @@ def test_an_asynchronous_run_outlives_its_trainers(tmp_path: Path) -> None:
     assert fields["metrics"]["eval/accuracy"] > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "ranks", "sentence"),
     [
@@ -316,6 +319,7 @@ def patient_steps(env: DistEnv, how: str) -> list[int]:
     return []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_trainers_outlast_a_server_that_is_busy(how: str) -> None:
     """However long it evaluates or saves: the timeout is for one that says nothing at all."""

@@ -56,6 +56,7 @@ def counts(env: DistEnv, config: Config) -> tuple[bool, int | None]:
     return before, state.counter.flops
 
 
+@pytest.mark.full
 def test_the_backward_of_shards_is_counted() -> None:
     """FSDP puts other parameters into the graph than those that the model has afterwards."""
     ((_, expected),) = run_ranks(counts, 1, compose_config(*GPT, "parallelism=single"))
@@ -155,6 +156,7 @@ def losses(env: DistEnv, config: Config) -> list[float]:
     return take_steps(env, config, 3).losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blocks", ["[blocks.*,blocks.0]", "[blocks.*,blocks.*.mlp]"])
 def test_blocks_may_meet(blocks: str) -> None:
     """A block that two patterns name is one; of nested ones the inner is sharded first."""

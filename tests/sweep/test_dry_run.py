@@ -62,6 +62,7 @@ def test_jobs_of_slurm_are_listed_with_their_nodes(tmp_path: Path) -> None:
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.full
 def test_the_commands_of_the_page_are_valid(tmp_path: Path) -> None:
     """Those of its sections about dry runs and Slurm, each as a dry run."""
     text = PAGE.read_text(encoding="utf-8")
@@ -88,6 +89,7 @@ def test_a_job_that_is_done_is_named(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").rglob("*")} == before
 
 
+@pytest.mark.full
 def test_of_a_search_the_first_batch_is_listed(tmp_path: Path) -> None:
     """The study in a database gets no trial."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")

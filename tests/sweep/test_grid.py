@@ -75,6 +75,7 @@ def test_rejected_alone_is_an_error_still(tmp_path: Path) -> None:
     assert "no report: no run of this sweep was completed" in end.stdout
 
 
+@pytest.mark.full
 def test_an_experiment_brings_its_own_grid(tmp_path: Path) -> None:
     """It needs no -m; a key that the command line gives replaces the experiment's.
 

@@ -57,6 +57,7 @@ class TestLauncher(LauncherTestSuite):
     """Sweeps over one job and several, over groups, with overrides and resolvers."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task_launcher_cfg", "extra_flags"),
     [({}, ["-m", f"hydra.launcher._target_={NAME}"])],

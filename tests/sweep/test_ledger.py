@@ -344,6 +344,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert [row.setting["seed"] for row in rows] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
     """Started again, a failed job is reported; with sweep.retry=failed it runs again."""
     rows = ("-m", "optimizer.lr=0.1,1e30", *TOY, "train.max_steps=9", "hydra.sweep.dir=sweep")
@@ -376,6 +377,7 @@ def test_fail_fast_and_max_failures_stop_a_sweep(tmp_path: Path) -> None:
         assert found == ["failed"] * number + ["queued"] * (3 - number)
 
 
+@pytest.mark.full
 def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
     """Every job is composed and frozen before the first one starts."""
     write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=300")

@@ -42,6 +42,7 @@ def test_a_search_without_a_metric_or_without_the_plugin_is_rejected() -> None:
     assert "pip install 'ddp-runner[optuna]'" in str(user_error(lacking))
 
 
+@pytest.mark.full
 def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     """Three trials; a seed that is tried again takes its result; so does the same command."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")

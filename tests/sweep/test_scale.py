@@ -82,6 +82,7 @@ def search(folder: Path, num_jobs: int) -> Callable[[], object]:
     return run
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not COUNTERS.exists(), reason="only Linux counts the bytes of a process")
 @pytest.mark.parametrize("prepare", [start, start_again, search])
 def test_twice_the_jobs_cost_twice_the_bytes(

@@ -214,6 +214,7 @@ def check_lines(end: CommandResult) -> None:
     }
 
 
+@pytest.mark.full
 @needs_two_cores
 def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL leaves no process; Ctrl-C saves every job that runs; alone the rest comes to an end.
@@ -263,6 +264,7 @@ def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
         assert (run_dir / "logs" / "rank-0.log").read_text().count("resumed from") == 2
 
 
+@pytest.mark.full
 @needs_two_cores
 def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
     """The first waits for a step, here while torch is imported still; the second for nothing."""

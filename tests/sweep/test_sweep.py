@@ -6,6 +6,7 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 from commands import TIME_LIMIT_S, background, run_command, session_pids, wait_for, wait_for_end
 from configs import write_experiment
 from run_folders import checkpoint_steps, last_step, record, run_dirs
@@ -80,6 +81,7 @@ def test_two_sweeps_in_one_folder_do_not_meet(tmp_path: Path) -> None:
         assert len({record(path)["config_hash"] for path in run_dirs(sweep)}) == 2
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_the_jobs_that_wait_as_well(tmp_path: Path) -> None:
     """The job that runs is saved; those after it never start; the table has the first."""
     with background(

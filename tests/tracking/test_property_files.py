@@ -115,6 +115,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return state, manifest
 
 
+@pytest.mark.full
 @given(checkpoints())
 @examples(300)
 def test_a_checkpoint_is_loaded_as_it_was_or_rejected(files: tuple[bytes, bytes]) -> None:
@@ -325,6 +326,7 @@ def frozen() -> tuple[bytes, Any]:
         return (here / ".hydra" / "config.yaml").read_bytes(), compose_raw("model=toy")
 
 
+@pytest.mark.full
 @given(st.data())
 @examples(150)
 def test_a_frozen_config_resolves_or_is_rejected(data: st.DataObject) -> None:

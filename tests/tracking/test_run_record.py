@@ -95,6 +95,7 @@ def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> d
     return work(job, replace(env, launcher="environment"))  # it meets the others at init_method
 
 
+@pytest.mark.full
 def test_a_real_run_that_goes_on_keeps_its_times_load_and_devices(tmp_path: Path) -> None:
     """In run.json, and as its totals in the comparison; the load is that of its last session."""
     run_dir = tmp_path / "run"

@@ -280,6 +280,7 @@ def test_the_card_of_a_run_has_its_command_and_its_versions(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.full
 def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
     """Of collective training, of a parameter server, and of a best model."""
     end = run_command(

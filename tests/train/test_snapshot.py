@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import first_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -80,7 +81,7 @@ def told_by_checkpoints(*traces: Trace) -> dict[int, dict[str, float]]:
     return {step: message for trace in traces for step, message in trace.saved.items()}
 
 
-@pytest.mark.parametrize("stop_at", [MID_EPOCH, EPOCH_END])
+@pytest.mark.parametrize("stop_at", first_of([MID_EPOCH, EPOCH_END]))
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, stop_at: int) -> None:
     """With dropout, momentum and a schedule, all figures and weights are the same, bit by bit."""
     first = run_ranks(loop, 2, config_of(*MNIST_NET), tmp_path, stop_at)
@@ -135,6 +136,7 @@ def test_an_evaluation_that_is_missing_is_made_by_the_resume(tmp_path: Path) -> 
         assert "eval/loss" in trace.saved[EPOCH_END]
 
 
+@pytest.mark.full
 def test_killed_run_resumes_from_any_periodic_checkpoint(tmp_path: Path) -> None:
     """A checkpoint of any step leads to the same end, and saving them costs no bit."""
     keys = ("checkpoint.every_steps=1", f"checkpoint.keep={NUM_STEPS}")
@@ -161,7 +163,7 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("mode", "world_size", "grad_accum_steps"),
-    [("single", 1, 1), ("ddp", 1, 2), ("ddp", 4, 1), ("ddp", 4, 2)],
+    first_of([("ddp", 4, 1), ("single", 1, 1), ("ddp", 1, 2), ("ddp", 4, 2)]),
 )
 def test_run_resumes_at_another_world_size_and_mode(
     tmp_path: Path, stopped_run: Path, mode: str, world_size: int, grad_accum_steps: int
@@ -232,6 +234,7 @@ def by_epochs(env: DistEnv, config: Config, folder: Path) -> Trace:
     return run_loop(env, config, max_steps=None, folder=folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8)])
 @pytest.mark.parametrize("scheduler", ["cosine", "step"])
 def test_a_resume_with_another_batch_size_trains_the_epochs_that_are_left(

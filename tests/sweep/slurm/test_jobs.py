@@ -173,6 +173,7 @@ def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: 
     assert found.sentence == f"data_root (x) is not a folder; see {log}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("state", "before", "status", "part"),
     [
@@ -210,6 +211,7 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
     assert (found.status, found.sentence) == ("failed", "a new crash")
 
 
+@pytest.mark.full
 def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
     """The table then tells how they stand, and the same command writes what is left.
 
