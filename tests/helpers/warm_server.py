@@ -88,9 +88,8 @@ def _tell(pipe: int, number: int) -> None:
 
 def run(link: socket.socket) -> None:
     """Run what the client asks for: a pickled function of its path that takes the link."""
-    from warm import (
-        receive,  # only now: what multiprocessing does at the end must come before ``end``
-    )
+    # Only now, since it imports multiprocessing, whose own end must come before ``end``.
+    from warm import receive
 
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
