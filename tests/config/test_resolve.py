@@ -78,6 +78,8 @@ def test_negative_numbers_are_rejected(key: str) -> None:
 
 
 INVALID = [
+    ("parallelism=ps train.precision=fp16",
+     "parallelism=ps has no scaled loss; write train.precision=bf16"),
     ("batch.global_size=100 world_size=3",
      "batch.global_size (100) is not divisible by world_size (3); use 99 or 102"),
     ("batch.global_size=2 world_size=3",
