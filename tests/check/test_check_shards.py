@@ -7,6 +7,7 @@ import pytest
 import torch
 from broken_models import untouched
 from ranks import run_ranks
+from tiers import only
 from torch.distributed.fsdp import FSDPModule
 from train_states import build, compose_config, with_setup
 
@@ -98,7 +99,7 @@ def check_all(env: DistEnv, cases: Mapping[str, Case]) -> dict[str, list[Finding
     return found
 
 
-@pytest.mark.parametrize("cases", [ON_TWO, ON_FOUR], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("cases", only("2 ranks", {"2 ranks": ON_TWO, "4 ranks": ON_FOUR}))
 def test_what_is_split_over_ranks_is_checked(cases: dict[str, Case]) -> None:
     """A good model passes; a fault is named by the check that fails first, on every rank alike."""
     first, *others = run_ranks(check_all, 2 if cases is ON_TWO else 4, cases, timeout_s=240)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from configs import config_error, resolved
 from ranks import run_ranks
+from tiers import first_of
 
 from ddp_runner.collectives.measurement import (
     Prepared,
@@ -61,7 +62,8 @@ def check_everything(env: DistEnv, backend: str, dtypes: list[str]) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtypes"), [(2, ["float32"]), (3, list(DTYPES)), (4, ["bfloat16", "uint8"])]
+    ("world_size", "dtypes"),
+    first_of([(2, ["float32"]), (3, list(DTYPES)), (4, ["bfloat16", "uint8"])]),
 )
 def test_every_collective_gives_the_expected_result(world_size: int, dtypes: list[str]) -> None:
     """Each operation, dtype and reduction; every rank agrees on what gloo does not support."""
@@ -106,7 +108,7 @@ def check_calls_that_do_nothing(env: DistEnv) -> dict[str, str]:
     return verdicts
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", first_of([3, 2]))
 def test_a_collective_that_moves_nothing_is_found(world_size: int) -> None:
     """For every operation, on every rank: neither an input nor an old result passes."""
     answers = run_ranks(check_calls_that_do_nothing, world_size)
@@ -138,7 +140,7 @@ def check_one_wrong_element(env: DistEnv, dtype: str) -> list[str]:
     return verdicts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize("dtype", first_of(["float32", "bfloat16", "uint8"]))
 def test_one_wrong_element_is_named(dtype: str) -> None:
     """Every rank names operation, dtype, reduction, size, rank and position."""
     answers = run_ranks(check_one_wrong_element, 3, dtype)

@@ -3,9 +3,8 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import datasets
 import pytest
 import torch
 from configs import config_error
@@ -21,12 +20,17 @@ from ddp_runner.data.stream_reader import Part
 from ddp_runner.data.streams import StreamSplit
 from ddp_runner.errors import UserError
 
+if TYPE_CHECKING:
+    import datasets
+
 SIZE, EVAL_SIZE = 17, 5
 
 
 @pytest.fixture(scope="module")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the same samples as CSV, Parquet, JSON and saved datasets."""
+    import datasets
+
     root = tmp_path_factory.mktemp("data")
     whole = rows(SIZE)
     parts = {"a": whole.select(range(6)), "b": whole.select(range(6, SIZE))}
@@ -46,6 +50,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fail if anything asks the network, and return the library's cache."""
+    import datasets
 
     def no_network(*arguments: Any, **keys: Any) -> NoReturn:
         raise AssertionError(f"the network was asked: {arguments}")
@@ -57,8 +62,10 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     return cache
 
 
-def rows(size: int) -> datasets.Dataset:
+def rows(size: int) -> "datasets.Dataset":
     """Return a dataset of numbered rows."""
+    import datasets
+
     columns = {
         "x": [index / 2 for index in range(size)],
         "label": [index % 3 for index in range(size)],
@@ -223,6 +230,8 @@ def test_a_version_that_runs_code_is_refused(
     data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the dataset is."""
+    import datasets
+
     monkeypatch.setattr(datasets, "__version__", "5.1.0")
     with pytest.raises(UserError, match=r"needs datasets 5\.2 or later; .* this is 5\.1\.0"):
         opened(data_root, "saved")

@@ -44,7 +44,7 @@ from run_folders import (
     reproducible_metrics,
     run_dirs,
 )
-from tiers import first_of
+from tiers import first_of, named, selected
 from trainings import (
     EQUAL,
     NUM_STEPS,
@@ -157,13 +157,17 @@ FAILURES: dict[str, tuple[Fault, int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CommandResult]:
-    """All trainings of FAILURES, side by side because they mostly wait."""
+def failed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, CommandResult]:
+    """The trainings of FAILURES, side by side because they mostly wait."""
     base = tmp_path_factory.mktemp("failures")
-    folders = {name: base / name.replace(" ", "-") for name in FAILURES}
+    names = [name for name in selected(request, "name") if name in FAILURES]
+    folders = {name: base / name.replace(" ", "-") for name in names}
     with ExitStack() as stack:
         processes = {}
-        for name, (fault, timeout_s, _) in FAILURES.items():
+        for name in names:
+            fault, timeout_s, _ = FAILURES[name]
             # A rank that hangs in a save gets ten times as long.
             shutdown = ["launch.shutdown_timeout_s=0.3"] if fault == HANGING_SAVE else []
             processes[name] = stack.enter_context(
@@ -181,7 +185,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CommandResult]
     return ends
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", named(FAILURES, quick=("raises", "suspended")))
 def test_a_failed_or_late_rank_is_named_and_ends_the_run(
     failed: dict[str, CommandResult], name: str
 ) -> None:
@@ -384,6 +388,7 @@ def test_a_kill_while_a_new_run_freezes_its_config_leaves_no_run(
     assert_same_run(tmp_path / RUN, uninterrupted)
 
 
+@pytest.mark.full
 def test_a_restart_keeps_its_folder_beside_an_equal_run(tmp_path: Path) -> None:
     """Two equal commands under our own launcher: the restart continues in its own folder."""
     restarted = str(tmp_path / "restarted")

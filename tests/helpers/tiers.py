@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 
-def first_of(cases: Iterable[Any]) -> list[Any]:
+def first_of(cases: Iterable[Any], *, num_quick: int = 1) -> list[Any]:
     """Return the cases of a table for ``parametrize``: all but the first are marked `full`."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=[pytest.mark.full] if number else [],
+            marks=[] if number < num_quick else [pytest.mark.full],
         )
         for number, case in enumerate(cases)
     ]
@@ -24,3 +24,37 @@ def only(quick: str, cases: Mapping[str, Any]) -> list[Any]:
         pytest.param(case, id=name, marks=[] if name == quick else [pytest.mark.full])
         for name, case in cases.items()
     ]
+
+
+def named(cases: Iterable[str], *, quick: Iterable[str]) -> list[Any]:
+    """Return the names of a table for ``parametrize``: all but the quick ones are marked `full`."""
+    names, default = list(cases), set(quick)
+    assert default <= set(names)
+    return [
+        pytest.param(name, id=name, marks=[] if name in default else [pytest.mark.full])
+        for name in names
+    ]
+
+
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Return the values of a parameter in the tests of this file that pytest is going to run.
+
+    A fixture that prepares cases for several tests then prepares no more than they ask for.
+    """
+    calls = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(params[name] for params in calls if name in params))
+
+
+def runs_full(request: pytest.FixtureRequest) -> bool:
+    """Return whether pytest is going to run a `full` test of this file."""
+    return any(
+        item.get_closest_marker("full") is not None
+        for item in request.session.items
+        if item.path == request.path
+    )

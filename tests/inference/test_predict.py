@@ -5,7 +5,6 @@ import os
 import signal
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from commands import background, error_line, run_command, wait_for, wait_for_end
@@ -93,8 +92,11 @@ def test_predictions_are_what_the_loaded_model_gives_for_each_sample(tmp_path: P
     assert hits / len(of_eval) == pytest.approx(evaluated["eval/accuracy"], abs=1e-12)
 
 
+@pytest.mark.full
 def test_parquet_has_the_same_table(tmp_path: Path) -> None:
     """Both formats hold the same columns and the same bits."""
+    import pandas as pd
+
     train(tmp_path, "model=toy", "dataset.num_samples=64", "world_size=2")
     by_csv = pd.read_csv(predict(tmp_path, name="a") / "predictions.csv", dtype_backend="pyarrow")
     folder = predict(tmp_path, "inference.format=parquet", name="b")
@@ -191,11 +193,14 @@ def test_a_prediction_whose_run_has_moved_says_how_to_name_it(tmp_path: Path) ->
 @pytest.mark.full
 def test_too_many_numbers_for_a_csv_go_into_parquet(tmp_path: Path) -> None:
     """A CSV of a thousand columns is refused; Parquet has a list."""
+    from pyarrow import parquet
+
     wide = ("dataset=fake_images", "dataset.num_classes=1001", "dataset.num_samples=64")
     train(tmp_path, "model=mnist_net", *wide, "world_size=1")
     end = run_command("task=predict", f"resume={RUN}", folder=tmp_path)
     assert "write inference.format=parquet" in error_line(end)
-    table = pd.read_parquet(predict(tmp_path, "inference.format=parquet") / "predictions.parquet")
+    folder = predict(tmp_path, "inference.format=parquet")
+    table = parquet.read_table(folder / "predictions.parquet").to_pydict()
     assert {len(row) for row in table["output"]} == {1001}
 
 

@@ -176,7 +176,7 @@ def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
         "launch.max_restarts=1,2,0",
         "hydra.sweep.dir=sweep",
         *short,
-        "train.epochs=20",
+        "train.epochs=10",
         "checkpoint.every_epochs=null",
         "checkpoint.every_steps=10",
         folder=tmp_path,

@@ -20,6 +20,7 @@ from commands import (
     wait_until_gone,
 )
 from run_folders import checkpoint_steps, record, run_dirs
+from tiers import first_of
 from trainings import CHILD_STARTER, LONG, is_training
 
 SAVED = ("checkpoint.every_steps=5", "checkpoint.every_epochs=null")
@@ -100,6 +101,7 @@ def test_a_server_that_is_killed_while_it_imports_is_replaced(tmp_path: Path) ->
     assert (end.exit_code, end.stderr) == (143, "")
 
 
+@pytest.mark.full
 def test_a_lost_trainer_costs_the_launcher_nothing_and_its_child_ends_with_it(
     tmp_path: Path,
 ) -> None:
@@ -135,6 +137,7 @@ class Loud(nn.Linear):
 """
 
 
+@pytest.mark.full
 def test_an_error_of_a_megabyte_is_cut(tmp_path: Path) -> None:
     """Its message must fit into one write of the rank's pipe."""
     (tmp_path / "loud.py").write_text(LOUD)
@@ -148,7 +151,7 @@ def test_an_error_of_a_megabyte_is_cut(tmp_path: Path) -> None:
     assert len(record(end.run_dir)["error"]["sentence"]) < 10_000
 
 
-@pytest.mark.parametrize("after_s", [0.5, 1.5, 3.0])
+@pytest.mark.parametrize("after_s", first_of([0.5, 1.5, 3.0]))
 def test_ctrl_c_while_a_command_starts_ends_it(tmp_path: Path, after_s: float) -> None:
     """At whatever moment: before its folder, while the server imports, or once ranks train."""
     with background(*LONG, folder=tmp_path, fresh=True) as process:
@@ -161,6 +164,7 @@ def test_ctrl_c_while_a_command_starts_ends_it(tmp_path: Path, after_s: float) -
     assert all(record(run)["status"] == "preempted" for run in run_dirs(tmp_path))
 
 
+@pytest.mark.full
 def test_a_request_that_comes_between_two_attempts_reaches_the_second(tmp_path: Path) -> None:
     """Its ranks start after the signal."""
     with background(*LONG, *SAVED, "launch.max_restarts=3", folder=tmp_path) as process:
@@ -173,7 +177,7 @@ def test_a_request_that_comes_between_two_attempts_reaches_the_second(tmp_path: 
     assert record(end.run_dir)["status"] == "preempted"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", first_of([1, 0]))
 def test_sigterm_to_one_rank_asks_all_to_save_and_end(tmp_path: Path, rank: int) -> None:
     """As somebody sends it by hand, or a manager of single processes."""
     with background(*LONG, folder=tmp_path) as process:
@@ -206,6 +210,7 @@ def test_a_request_to_a_sweep_saves_its_parallel_jobs(tmp_path: Path) -> None:
     ] * 2
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_parallel_jobs_at_once(tmp_path: Path) -> None:
     """Whose ranks are suspended, and could not save."""
     keys = (*SWEEP, "launch.shutdown_timeout_s=600")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -29,6 +28,8 @@ def test_an_output_outside_the_classes_is_wrong_and_no_other_class() -> None:
 @pytest.mark.parametrize("num_outputs", [10, 11, 1000])
 def test_metrics_are_those_of_scikit_learn(num_outputs: int) -> None:
     """At any number of outputs, over several batches."""
+    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(NUM_CLASSES, (400,), generator=generator).tolist()
     # A third is right, a third another class or any output at all.
@@ -60,6 +61,8 @@ def test_of_two_classes_the_second_is_the_positive_one(
     targets: list[int], predicted: list[int]
 ) -> None:
     """Where there is nothing to divide by, the figure is 0."""
+    from sklearn.metrics import precision_recall_fscore_support
+
     outputs = one_hot(torch.tensor(predicted), 2).double()
     counts = confusion_counts(outputs, torch.tensor(targets), num_classes=2)
     scores = precision_recall_fscore_support(targets, predicted, average="binary", zero_division=0)

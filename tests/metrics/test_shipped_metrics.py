@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics as sk
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -43,36 +42,43 @@ def result(metric: Metric, outputs: Tensor, targets: Tensor) -> Any:
     return metric.compute()
 
 
+def sk() -> Any:
+    """Import scikit-learn's metrics, which takes seconds."""
+    from sklearn import metrics
+
+    return metrics
+
+
 def macro_area() -> float:
     """Return the mean of the areas of each class against the rest."""
     probabilities = LOGITS.double().softmax(dim=1).numpy()
-    return float(sk.roc_auc_score(CLASSES, probabilities, multi_class="ovr", average="macro"))
+    return float(sk().roc_auc_score(CLASSES, probabilities, multi_class="ovr", average="macro"))
 
 
 @pytest.mark.parametrize(
     ("metric", "outputs", "targets", "expected"),
     [
         *((TopKAccuracy(k=k), LOGITS, CLASSES,
-           lambda k=k: sk.top_k_accuracy_score(CLASSES, LOGITS, k=k)) for k in (1, 2, 5)),
-        (AUC(), LOGITS[:, 0], LABELS, lambda: sk.roc_auc_score(LABELS, LOGITS[:, 0])),
-        (AUC(), COARSE, LABELS, lambda: sk.roc_auc_score(LABELS, COARSE)),
-        (AUC(), COARSE[:, None], LABELS, lambda: sk.roc_auc_score(LABELS, COARSE)),
+           lambda k=k: sk().top_k_accuracy_score(CLASSES, LOGITS, k=k)) for k in (1, 2, 5)),
+        (AUC(), LOGITS[:, 0], LABELS, lambda: sk().roc_auc_score(LABELS, LOGITS[:, 0])),
+        (AUC(), COARSE, LABELS, lambda: sk().roc_auc_score(LABELS, COARSE)),
+        (AUC(), COARSE[:, None], LABELS, lambda: sk().roc_auc_score(LABELS, COARSE)),
         (AUC(), LOGITS[:, :2], LABELS,
-         lambda: sk.roc_auc_score(LABELS, LOGITS[:, 1] - LOGITS[:, 0])),
+         lambda: sk().roc_auc_score(LABELS, LOGITS[:, 1] - LOGITS[:, 0])),
         (AUC(), LOGITS, CLASSES, macro_area),
-        (MAE(), PREDICTIONS, VALUES, lambda: sk.mean_absolute_error(VALUES, PREDICTIONS)),
-        (RMSE(), PREDICTIONS, VALUES, lambda: sk.mean_squared_error(VALUES, PREDICTIONS) ** 0.5),
+        (MAE(), PREDICTIONS, VALUES, lambda: sk().mean_absolute_error(VALUES, PREDICTIONS)),
+        (RMSE(), PREDICTIONS, VALUES, lambda: sk().mean_squared_error(VALUES, PREDICTIONS) ** 0.5),
         (R2(), PREDICTIONS, VALUES,
-         lambda: sk.r2_score(VALUES.double(), PREDICTIONS.double())),
+         lambda: sk().r2_score(VALUES.double(), PREDICTIONS.double())),
         (R2(), PREDICTIONS[:, 0], VALUES[:, 0],
-         lambda: sk.r2_score(VALUES[:, 0].double(), PREDICTIONS[:, 0].double())),
-        (MeanIoU(), PIXEL_LOGITS, PIXELS, lambda: sk.jaccard_score(
+         lambda: sk().r2_score(VALUES[:, 0].double(), PREDICTIONS[:, 0].double())),
+        (MeanIoU(), PIXEL_LOGITS, PIXELS, lambda: sk().jaccard_score(
             PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten(), average="macro")),
-        (PixelAccuracy(), PIXEL_LOGITS, PIXELS, lambda: sk.accuracy_score(
+        (PixelAccuracy(), PIXEL_LOGITS, PIXELS, lambda: sk().accuracy_score(
             PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten())),
-        (Perplexity(), TOKEN_LOGITS, TOKENS, lambda: math.exp(sk.log_loss(
+        (Perplexity(), TOKEN_LOGITS, TOKENS, lambda: math.exp(sk().log_loss(
             TOKENS.flatten(), TOKEN_LOGITS.reshape(-1, 13).double().softmax(dim=1)))),
-        (Perplexity(), TOKEN_LOGITS.movedim(-1, 1), TOKENS, lambda: math.exp(sk.log_loss(
+        (Perplexity(), TOKEN_LOGITS.movedim(-1, 1), TOKENS, lambda: math.exp(sk().log_loss(
             TOKENS.flatten(), TOKEN_LOGITS.reshape(-1, 13).double().softmax(dim=1)))),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Metric) else "",
@@ -118,7 +124,7 @@ def test_a_class_that_never_occurs_is_left_out() -> None:
     """It has no area, and no union with what is predicted."""
     present = CLASSES[CLASSES > 0]
     scores = LOGITS.double().softmax(dim=1)[CLASSES > 0]
-    areas = [sk.roc_auc_score(present == label, scores[:, label]) for label in range(1, 7)]
+    areas = [sk().roc_auc_score(present == label, scores[:, label]) for label in range(1, 7)]
     assert result(AUC(), LOGITS[CLASSES > 0], present) == pytest.approx(np.mean(areas))
     one = torch.tensor([[9.0, 0.0, 0.0]])
     assert result(MeanIoU(), one.repeat(4, 1), torch.zeros(4).long()) == 1.0

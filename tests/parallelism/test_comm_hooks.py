@@ -141,6 +141,7 @@ def test_a_comparison_promises_no_parity_of_inexact_steps(
     assert promises_parity(run) is is_promised
 
 
+@pytest.mark.full
 def test_the_hook_of_the_page_trains(tmp_path: Path) -> None:
     """Its command, on a small model: without a step that is cut, the steps of a run without it."""
     write_files(PAGE, tmp_path)

@@ -90,6 +90,7 @@ def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
         assert steady == 0 if is_sync or num_trainers == 1 else 0 < steady <= 2 * num_trainers
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
     """Synchronous, with dropout: the resumed run equals the undisturbed one, bit for bit."""
     undisturbed = run_command(

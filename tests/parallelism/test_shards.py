@@ -8,6 +8,7 @@ import pytest
 import torch
 from configs import resolved
 from ranks import RankFailedError, run_ranks
+from tiers import first_of
 from torch import Tensor, nn
 from train_states import TOY, build, compose_config, take_steps, with_setup
 
@@ -110,7 +111,9 @@ def held(env: DistEnv, config: Config) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize(
     ("world_size", "keys", "parts"),
-    [(2, "parallelism=fsdp", 2), (4, "parallelism=hsdp", 2), (4, "parallelism=fsdp_tp", 4)],
+    first_of(
+        [(4, "parallelism=fsdp_tp", 4), (2, "parallelism=fsdp", 2), (4, "parallelism=hsdp", 2)]
+    ),
 )
 def test_a_rank_holds_its_part_of_the_parameters(world_size: int, keys: str, parts: int) -> None:
     """Shards that are put together and cut again are the same; over two axes as well."""
@@ -134,7 +137,7 @@ def scores(env: DistEnv, config: Config, num_samples: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "tp"])
-@pytest.mark.parametrize("num_samples", [1, 5])
+@pytest.mark.parametrize("num_samples", first_of([1, 5]))
 def test_ranks_with_fewer_samples_evaluate_beside_the_others(mode: str, num_samples: int) -> None:
     """A forward waits for all ranks; placeholders count for nothing, and no sample twice."""
     single = compose_config(*TOY, "parallelism=single")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import first_of
 from torch import nn
 from train_states import build, compose_config, equal, refusal, run_loop, take_steps
 
@@ -31,7 +32,7 @@ def weights_of(env: DistEnv, config: Config, max_steps: int, folder: Path | None
     return run_loop(env, config, max_steps=max_steps, folder=folder, state=state).weights
 
 
-@pytest.mark.parametrize("kept_for", ["false", "1"])
+@pytest.mark.parametrize("kept_for", first_of(["1", "false"]))
 def test_blocks_that_stay_whole_are_shards_again_after_an_evaluation(
     kept_for: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import first_of
 from train_states import Trace, build, compose_config, run_loop
 
 from ddp_runner.dist_env import DistEnv
@@ -113,7 +114,7 @@ def test_the_losses_are_the_same_with_a_profile(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "first", "last"),
-    [("4-6", 4, 6), ("1-2", 1, 2), (3, 6, 8), ("5-100", 5, 8)],
+    first_of([("4-6", 4, 6), ("1-2", 1, 2), (3, 6, 8), ("5-100", 5, 8)]),
     ids=["a range", "from the first step", "to the last step", "the run ends first"],
 )
 def test_each_rank_writes_its_trace_and_its_table(
@@ -141,7 +142,7 @@ def test_a_run_that_is_stopped_leaves_what_it_has_traced(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["steps-2-5"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", first_of([1, 0]))
 def test_training_goes_on_without_a_profile_if_a_disk_is_full(tmp_path: Path, rank: int) -> None:
     """The other rank has its own."""
     for other, outcome in enumerate(run_ranks(train, 2, tmp_path, "4-6", BUSY, None, rank)):

@@ -12,6 +12,7 @@ from configs import write_experiment
 from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiers import runs_full
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.metric_names import MONITORS
@@ -82,9 +83,12 @@ def run_sweep(folder: Path, rows: dict[str, tuple[str, ...]]) -> CommandResult:
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+def sweep(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> CommandResult:
     """Runs with different settings for checkpoints."""
-    return run_sweep(tmp_path_factory.mktemp("best"), ROWS)
+    rows = ROWS if runs_full(request) else {name: ROWS[name] for name in ("best", "steps")}
+    return run_sweep(tmp_path_factory.mktemp("best"), rows)
 
 
 @pytest.fixture(scope="module")

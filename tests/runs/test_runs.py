@@ -32,6 +32,7 @@ from run_folders import (
     tensorboard_scalars,
 )
 from texts import write_reviews
+from tiers import named, selected
 
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.tracking.outputs import claim
@@ -112,6 +113,11 @@ TABLE = {
     "file": (("launch.init_method=file://FOLDER/store", *TOY), 2),
     "uninterrupted": (STOPPABLE, 2),  # the resumed run below must equal it
 }
+# By default; the other rows are `full`.
+QUICK = (
+    *("single", "ddp", "ddp_mp", "fsdp", "tp", "ps", "gpt", "mnist_net", "bf16", "plateau"),
+    *("adamw", "file", "uninterrupted"),
+)
 NAPPING = '''
 import os, time
 from ddp_runner.models.toy import ToyModel
@@ -126,19 +132,23 @@ class Toy(ToyModel):
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
-    """The whole table as one sweep over experiments, because no grid has just these rows."""
+def table(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> CommandResult:
+    """The rows as one sweep over experiments, because no grid has just these."""
     folder = tmp_path_factory.mktemp("table")
     write_reviews(folder / "texts.csv")
     port = str(free_port())
-    for name, (overrides, _) in TABLE.items():
+    rows = dict.fromkeys([*selected(request, "name"), "uninterrupted"])
+    for name in rows:
+        overrides, _ = TABLE[name]
         filled = [key.replace("PORT", port).replace("FOLDER", str(folder)) for key in overrides]
         write_experiment(folder / "conf", name, *filled)
     return run_command(
         "-m",
         "--config-dir",
         "conf",
-        f"experiment={','.join(TABLE)}",
+        f"experiment={','.join(rows)}",
         "hydra.sweep.dir=sweep",
         folder=folder,
     )
@@ -174,7 +184,7 @@ def check_run(run_dir: Path, *, world_size: int) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", named(TABLE, quick=QUICK))
 def test_each_row_leaves_a_complete_run(table: CommandResult, name: str) -> None:
     """Exit code 0, and each row's folder has a run whose files agree."""
     overrides, world_size = TABLE[name]

@@ -308,40 +308,34 @@ def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
 
 
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """SIGKILL in the third of five jobs: two are skipped, the third resumes, all five are done."""
-    command = ("-m", "seed=0,1,2,3,4", *TOY, "train.max_steps=200", "checkpoint.every_steps=15")
+    """SIGKILL in the second of three jobs: the first is skipped, the second resumes."""
+    command = ("-m", "seed=0,1,2", *TOY, "train.max_steps=200", "checkpoint.every_steps=15")
     with background(*command, folder=tmp_path) as process:
-        third = "outputs/*/seed=2/checkpoints/step-*"
-        wait_for(lambda: list(tmp_path.glob(third)))
+        second = "outputs/*/seed=1/checkpoints/step-*"
+        wait_for(lambda: list(tmp_path.glob(second)))
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     sweep = only_sweep(tmp_path)
-    assert list(statuses(sweep).values()) == [
-        "completed",
-        "completed",
-        "running",
-        "queued",
-        "queued",
-    ]
-    done = {path: (path / "run.json").stat().st_mtime_ns for path in run_dirs(sweep)[:2]}
+    assert list(statuses(sweep).values()) == ["completed", "running", "queued"]
+    done = {path: (path / "run.json").stat().st_mtime_ns for path in run_dirs(sweep)[:1]}
 
     program = (sys.executable, "-m", "ddp_runner.sweep")
     message = run_command(str(sweep), folder=tmp_path / "elsewhere", program=program)
-    assert table_row(message.stdout, "seed=2")[1] == "preempted"
+    assert table_row(message.stdout, "seed=1")[1] == "preempted"
 
     end = run_command(*command, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert only_sweep(tmp_path) == sweep
     assert set(statuses(sweep).values()) == {"completed"}
-    assert [path.name for path in run_dirs(sweep)] == [f"seed={seed}" for seed in range(5)]
+    assert [path.name for path in run_dirs(sweep)] == [f"seed={seed}" for seed in range(3)]
     assert {path: (path / "run.json").stat().st_mtime_ns for path in done} == done
-    assert "resumed from" in (sweep / "seed=2" / "logs" / "rank-0.log").read_text()
+    assert "resumed from" in (sweep / "seed=1" / "logs" / "rank-0.log").read_text()
     for run_dir in run_dirs(sweep):
         assert [line["step"] for line in metrics(run_dir) if "train/loss" in line] == [
             *range(1, 201)
         ]
     rows = compare(read_runs([sweep]), each=True).rows
-    assert [row.setting["seed"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row.setting["seed"] for row in rows] == [0, 1, 2]
 
 
 @pytest.mark.full
@@ -390,6 +384,7 @@ def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
     assert [record(path)["step"] for path in end.run_dirs] == [300, 300, 300]
 
 
+@pytest.mark.full
 def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
     """Started at once on one folder: each job is run once, both end well and list all of them."""
     command = ("-m", "seed=1,2,3,4,5,6", *TOY, "train.max_steps=100", "hydra.sweep.dir=../sweep")

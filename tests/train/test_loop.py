@@ -163,7 +163,7 @@ def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str
     return found, expected
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", first_of([3, 1, 2]))
 @pytest.mark.parametrize(
     "keys",
     [

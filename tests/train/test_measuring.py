@@ -211,6 +211,7 @@ def test_a_compiled_run_counts_before_it_compiles(tmp_path: Path) -> None:
     assert lines[-1]["perf/mfu"] == pytest.approx(rate / record(end.run_dir)["matmul_flops_per_s"])
 
 
+@pytest.mark.full
 def test_the_skew_has_no_traced_step(tmp_path: Path) -> None:
     """After the trace four steps are left, too few; the line that ends with them has 16 in all."""
     end = run_training(tmp_path, args=("train.profile=3-14", f"train.log_every_steps={RUN_STEPS}"))

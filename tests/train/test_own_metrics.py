@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import only
 from train_states import TOY, Trace, build, compose_config, run_loop
 
 from ddp_runner.config.monitors import validate_known
@@ -81,7 +82,9 @@ def pieces(num_samples: int) -> list[Any]:
     return [Piece(torch.tensor([index])) for index in range(num_samples)]
 
 
-@pytest.mark.parametrize("keys", [(), ("dataset.num_classes=2",)], ids=["metrics", "classes"])
+@pytest.mark.parametrize(
+    "keys", only("classes", {"metrics": (), "classes": ("dataset.num_classes=2",)})
+)
 def test_pixels_are_evaluated(keys: tuple[str, ...]) -> None:
     """A segmentation has the metrics of scikit-learn, pixels of -100 aside."""
     config = compose_config(*PICTURES, *keys, world_size=2)

@@ -74,9 +74,12 @@ def without_times(trace: Trace) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     "keys",
     [
-        ("model=convnet",),
+        pytest.param(("model=convnet",), marks=pytest.mark.full),
         ("model=mnist_net", "train.grad_accum_steps=2", "train.precision=bf16"),
-        ("model=convnet_mp", "parallelism=ddp_mp", "parallelism.static_graph=true"),
+        pytest.param(
+            ("model=convnet_mp", "parallelism=ddp_mp", "parallelism.static_graph=true"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(("model=convnet", "train.compile=true"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -177,6 +180,7 @@ def measure_split(env: DistEnv, mode: str) -> tuple[dict[str, float], Any]:
     return trace.lines[-1], measured
 
 
+@pytest.mark.full
 def test_the_parts_of_a_split_model_have_as_many_operations_as_one_process() -> None:
     """Nothing is communication apart, and the memory is that of the rank that needs most."""
     ((_, alone),) = run_ranks(measure_split, 1, "single")
