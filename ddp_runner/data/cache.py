@@ -1,14 +1,13 @@
 """Prepares a dataset once per machine and maps it into the memory of every rank.
 
-A cache folder holds ``tensors.pt`` and, written last, ``manifest.json`` with its size and SHA-256.
-Hashing a large file takes seconds. So one process at a time verifies it and notes the result in
-``verified.json``; the other processes of the machine trust a recent note.
+A cache folder holds ``tensors.pt`` and, written last, ``manifest.json`` with its SHA-256 and its
+stamp: size, times and inode. Hashing a large file takes seconds, so a file with this stamp is
+trusted. With another, as after a copy, one process verifies the hash and writes the new stamp.
 """
 
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -19,7 +18,6 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from ddp_runner.config.schema import digest as digest_of
 from ddp_runner.data.dataset import (
     KEYS,
     Dataset,
@@ -32,10 +30,8 @@ from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import file_sha256, replace_file, safe_name
 
 # Raise it when the manifest changes, or when a source builds something else from one fingerprint.
-FORMAT_VERSION = 3
-TENSORS, MANIFEST, NOTE = "tensors.pt", "manifest.json", "verified.json"
-CHECKSUM = "checksum"  # the key of the checksum over the manifest's other fields
-TRUST_S = 3600.0  # how long a note counts: a failing disk changes no file times
+FORMAT_VERSION = 4
+TENSORS, MANIFEST = "tensors.pt", "manifest.json"
 
 
 def load_dataset(
@@ -59,7 +55,7 @@ def load_dataset(
     else:
         # Ranks that find an intact cache take no lock, so a read-only cache works as well.
         folder, fingerprint = _identity(source, data_root)
-        if _noted(folder) is None or _fault(folder, fingerprint) is not None:
+        if _fault(folder, fingerprint) is not None:
             folder = _prepare(source, data_root, log)
         tensors = torch.load(folder / TENSORS, mmap=True, weights_only=True)
         digest = json.loads((folder / MANIFEST).read_bytes())["digest"]
@@ -80,35 +76,31 @@ def _identity(source: TensorSource, data_root: Path) -> tuple[Path, Any]:
     return _cache_root() / f"{safe_name(source.name)}-{digest}", json.loads(text)
 
 
-def _fault(folder: Path, fingerprint: object) -> str | None:
+def _fault(folder: Path, fingerprint: object, *, in_full: bool = False) -> str | None:
     """Return why the folder does not hold the complete dataset; None: it does.
 
-    Without a recent note it reads the tensors' file in full.
+    Args:
+        folder: of the cache.
+        fingerprint: of the source.
+        in_full: read and hash the tensors' file; else compare its stamp.
     """
+    tensors = folder / TENSORS
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        found = dict(json.loads((folder / MANIFEST).read_bytes()))
         expected = {
             "format_version": FORMAT_VERSION,
             "fingerprint": fingerprint,
-            "size": (folder / TENSORS).stat().st_size,
-            "sha256": _noted(folder) or file_sha256(folder / TENSORS),
+            **({"sha256": file_sha256(tensors)} if in_full else {"stamp": _stamp(tensors)}),
         }
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
-    except (ValueError, RecursionError):
-        return f"{MANIFEST} is not JSON"
-    if not isinstance(found, dict):
-        return f"{MANIFEST} is not a mapping"
+    except (ValueError, TypeError):
+        return f"{MANIFEST} is damaged"
     differing = [
         f"{key} is {value}, {MANIFEST} has {found.get(key)}"
         for key, value in expected.items()
         if value != found.get(key)
     ]
-    if not isinstance(found.get("digest"), str):
-        differing.append(f"{MANIFEST} has no digest")
-    checksum = found.pop(CHECKSUM, None)
-    if not differing and checksum != digest_of(found):
-        differing.append(f"{MANIFEST} does not match its checksum")
     return ", ".join(differing) or None
 
 
@@ -116,24 +108,6 @@ def _stamp(path: Path) -> list[int]:
     """Return what changes with a file's content, including ctime, which no program can set back."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-
-
-def _noted(folder: Path) -> str | None:
-    """Return the tensors' SHA-256 from a recent note of this machine; None: there is none."""
-    # A note may be missing, half-written or of another kind.
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        note = json.loads((folder / NOTE).read_bytes())
-        is_recent = 0 <= time.time() - note["at"] < TRUST_S
-        if is_recent and note["stamp"] == _stamp(folder / TENSORS):
-            return str(note["sha256"])
-    return None
-
-
-def _note(folder: Path) -> None:
-    """Note that the tensors are as the manifest says."""
-    sha256 = json.loads((folder / MANIFEST).read_bytes())["sha256"]
-    note = {"stamp": _stamp(folder / TENSORS), "sha256": sha256, "at": time.time()}
-    replace_file(folder / NOTE, json.dumps(note))
 
 
 def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) -> Path:
@@ -146,16 +120,16 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
         except (OSError, RuntimeError) as error:  # RuntimeError: filelock cannot lock files there
             # An intact cache that others own works as well.
             folder, fingerprint = _identity(source, data_root)
-            if _fault(folder, fingerprint) is None:
+            if _fault(folder, fingerprint, in_full=True) is None:
                 return folder
             raise _unwritable(root, error) from error
         folder, fingerprint = _identity(source, data_root)
-        fault = _fault(folder, fingerprint)
+        if _fault(folder, fingerprint) is None:
+            return folder
+        fault = _fault(folder, fingerprint, in_full=True)
         if fault is None:
-            if _noted(folder) is None:
-                # In a read-only folder, or on a full disk, each rank verifies.
-                with suppress(OSError):
-                    _note(folder)
+            with suppress(OSError):  # in a read-only folder, or on a full disk, each rank verifies
+                _write_manifest(folder, json.loads((folder / MANIFEST).read_bytes()))
             return folder
         if folder.exists():
             log(f"dataset {source.name}: rebuilding the cache in {folder} ({fault})")
@@ -182,14 +156,16 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], fingerprint: object) -> 
     manifest = {
         "format_version": FORMAT_VERSION,
         "fingerprint": fingerprint,
-        "size": part.stat().st_size,
         "sha256": file_sha256(part),
         "digest": digest.hexdigest(),
     }
-    manifest[CHECKSUM] = digest_of(manifest)
     part.replace(folder / TENSORS)  # never in place: other runs have the old file mapped
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    _note(folder)
+    _write_manifest(folder, manifest)
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    stamp = _stamp(folder / TENSORS)
+    replace_file(folder / MANIFEST, json.dumps({**manifest, "stamp": stamp}))
 
 
 def _unwritable(root: Path, error: Exception) -> UserError:
