@@ -1,6 +1,5 @@
 """What must hold for a sweep as a whole, checked before any job starts. Torch-free."""
 
-import importlib.util
 import sys
 
 from ddp_runner.config.schema import Config
@@ -69,12 +68,6 @@ def validate_slurm_sweep(config: Config, *, searches: bool, submits: bool) -> No
         raise UserError(
             "hydra.launcher.submit=false leaves the jobs to you, and a search chooses the next "
             "ones by their results; leave it out"
-        )
-    is_missing = importlib.util.find_spec("submitit") is None
-    if submits and is_missing and not config.sweep.dry_run:
-        raise UserError(
-            "hydra/launcher=slurm needs submitit; pip install 'ddp-runner[slurm]', or write "
-            "hydra.launcher.submit=false"
         )
 
 

@@ -21,7 +21,7 @@ SETTINGS = SlurmSettings(gpus_per_node=0, cpus_per_node=4)
 
 def three_jobs(sweep: Path) -> Batch:
     """Return three queued jobs with their folders, of a sweep in a new folder."""
-    sweep.mkdir()
+    (sweep / "slurm").mkdir(parents=True)
     job = Job(config=resolved("model=toy", "world_size=2")[0], started_at=0.0, code={})
     Ledger(sweep).queue({name: name for name in "abc"}, invalid=())
     for name in "abc":

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 
 from ddp_runner.errors import UserError, one_line
@@ -17,8 +17,8 @@ WAITING = {
 RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 
 
-def run_slurm(*command: str) -> str:
-    """Run a command of Slurm, and return its stdout.
+def run_slurm(*command: str, environ: Mapping[str, str] | None = None) -> str:
+    """Run a command of Slurm in an environment, by default ours, and return its stdout.
 
     Raises:
         UserError: it is not installed, failed, or took too long.
@@ -31,6 +31,7 @@ def run_slurm(*command: str) -> str:
             check=True,
             timeout=LIMIT_S,
             start_new_session=True,  # a terminal's Ctrl-C is for this process only
+            env=environ,
         )
     except FileNotFoundError:
         raise UserError(

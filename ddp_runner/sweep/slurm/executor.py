@@ -20,8 +20,8 @@ from ddp_runner.sweep.executor import Place, Shape
 from ddp_runner.sweep.jobs import Batch, recorded
 from ddp_runner.sweep.results import WATCHED, current
 from ddp_runner.sweep.slurm.commands import queued_states
-from ddp_runner.sweep.slurm.jobs import LOGS, standing, submit, submitted_number
-from ddp_runner.sweep.slurm.sbatch_file import write_sbatch_file
+from ddp_runner.sweep.slurm.jobs import standing, submit, submitted_number
+from ddp_runner.sweep.slurm.sbatch_file import LOGS, write_sbatch_file
 from ddp_runner.sweep.slurm.settings import (
     SlurmSettings,
     job_shape,
@@ -106,7 +106,7 @@ class Slurm:
             if recorded(entries[job_id], job) is not None:
                 continue
             assert job.run_dir is not None
-            number = submitted_number(job.run_dir, folder=self._folder)
+            number = submitted_number(job.run_dir)
             if number is not None:
                 found = standing(
                     job.run_dir, number=number, state=states.get(number), folder=self._folder
@@ -167,6 +167,8 @@ class Slurm:
             write_sbatch_file(
                 path,
                 [left[job_id] for job_id in job_ids],
+                folder=self._folder,
+                name=self._folder.name,
                 options=options,
                 settings=self._settings,
             )

@@ -1,34 +1,30 @@
-"""Submits the frozen jobs of a sweep to Slurm by submitit, and reads how each stands. Torch-free.
+"""Submits the frozen jobs of a sweep to Slurm by sbatch, and reads how each stands. Torch-free.
 
-A job of Slurm is ``python -m ddp_runner resume=RUN`` on every rank, so nothing of the sweep is
-pickled. Beside the run's own files, slurm.json names the job; it is written before the submission
-and completed after it, so that a launcher that is killed in between submits no job twice.
+A job of Slurm is ``python -m ddp_runner resume=RUN`` on every rank. Beside the run's own files,
+slurm.json names the job; it is written before the submission and completed after it, so that a
+launcher that is killed in between submits no job twice.
 """
 
 import json
 import os
 import re
 import secrets
-import shlex
-import signal
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import file_sha256, replace_file
-from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Job, Status
-from ddp_runner.sweep.slurm.commands import RUNNING, WAITING, cancel, jobs_named
-from ddp_runner.sweep.slurm.settings import SlurmSettings, after_srun, srun_options
+from ddp_runner.sweep.slurm.commands import RUNNING, WAITING, jobs_named, run_slurm
+from ddp_runner.sweep.slurm.sbatch_file import LOGS, write_sbatch_file
+from ddp_runner.sweep.slurm.settings import SlurmSettings
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
-LOGS = "slurm"  # in the sweep's folder: what the jobs print, and submitit's files
 RECORD = "slurm.json"  # in a run folder
-RUNNER = (sys.executable, "-m", "ddp_runner")
+AROUND = ("SLURM", "SRUN_", "SBATCH_", "MASTER_")  # variables of a job, and of where ranks meet
 # Why Slurm ended a job that can go on.
 STOPPED = {
     "CANCELLED": "was cancelled",
@@ -45,7 +41,7 @@ class Submission:
     """The job of Slurm that runs a job of the sweep."""
 
     name: str  # of all jobs that were submitted together
-    index: int | None  # in their array; None: the only one
+    index: int  # in their array
     number: str | None = None  # as squeue shows it; None: the submission has not returned yet
     found: str | None = None  # the checksum of the run.json that was there; None: there was none
 
@@ -58,13 +54,6 @@ class Standing:
     kind: str | None = None
     sentence: str | None = None
     is_final: bool = True  # False: Slurm has ended the job, and run.json may still change
-
-
-def resuming_words(job: Job) -> list[str]:
-    """Return the words by which each rank of a job finds its frozen config, and what it lacks."""
-    assert job.run_dir is not None
-    (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
-    return [override, *job.said_again]
 
 
 def submit(
@@ -85,57 +74,28 @@ def submit(
     Raises:
         UserError: Slurm rejects them.
     """
-    from submitit import SlurmExecutor
-
     name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:60]}.{secrets.token_hex(4)}"
-    indexes = [None] if len(jobs) == 1 else list(range(len(jobs)))
     submissions = [
-        Submission(name, index, found=_checksum(job.run_dir))
-        for job, index in zip(jobs, indexes, strict=True)
+        Submission(name, index, found=_checksum(job.run_dir)) for index, job in enumerate(jobs)
     ]
     for job, submission in zip(jobs, submissions, strict=True):
         _record(job, submission)
+    script = folder / LOGS / f"{name}.sbatch"
+    write_sbatch_file(script, jobs, folder=folder, name=name, options=options, settings=settings)
+    # What describes a job around this process would contradict what the new ones ask for.
+    around = [key for key in os.environ if key.startswith(AROUND) and key != "SLURM_CONF"]
+    environ = {key: value for key, value in os.environ.items() if key not in around}
     try:
-        with _undisturbed():
-            executor = SlurmExecutor(folder / LOGS)
-            executor.update_parameters(
-                job_name=name,
-                array_parallelism=settings.array_parallelism or len(jobs),
-                stderr_to_stdout=True,
-                wckey=None,  # else submitit's own
-                setup=list(settings.setup),
-                srun_args=srun_options(options),
-                teardown=after_srun(settings),
-                additional_parameters=dict(options),
-            )
-            # submitit's process becomes the rank, so that Slurm's signals reach the rank.
-            arguments = [[*RUNNER, *resuming_words(job)] for job in jobs]
-            submitted = executor.map_array(os.execv, [sys.executable] * len(jobs), arguments)
-    except RuntimeError as error:  # of submitit, with what sbatch printed
+        printed = run_slurm("sbatch", "--parsable", str(script), environ=environ)
+    except UserError as error:
         raise UserError(
-            f"Slurm rejects the jobs ({one_line(error)}); change hydra.launcher's keys"
+            f"Slurm rejects the jobs ({error}); change hydra.launcher's keys"
         ) from error
-    for job, submission, one in zip(jobs, submissions, submitted, strict=True):
-        _record(job, replace(submission, number=str(one.job_id)))
-    return [str(one.job_id) for one in submitted]
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Hold signals back until sbatch has answered, and hide the job that this process is in.
-
-    Ctrl-C would end sbatch too. A job that is submitted inside of another one inherits variables
-    that contradict its own.
-    """
-    from submitit import helpers
-
-    config = {key: value for key, value in os.environ.items() if key == "SLURM_CONF"}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        with helpers.clean_env(), helpers.environment_variables(**config):
-            yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    array = printed.strip().partition(";")[0]  # a cluster's name may follow
+    numbers = [f"{array}_{submission.index}" for submission in submissions]
+    for job, submission, number in zip(jobs, submissions, numbers, strict=True):
+        _record(job, replace(submission, number=number))
+    return numbers
 
 
 def _record(job: Job, submission: Submission) -> None:
@@ -169,7 +129,7 @@ def _submission(run_dir: Path) -> Submission | None:
         ) from error
 
 
-def submitted_number(run_dir: Path, *, folder: Path) -> str | None:
+def submitted_number(run_dir: Path) -> str | None:
     """Return the number of the job that a run was last submitted as; None: it was not.
 
     Raises:
@@ -181,12 +141,8 @@ def submitted_number(run_dir: Path, *, folder: Path) -> str | None:
     if submission.number is not None:
         return submission.number
     # The launcher was killed while it submitted the job.
-    for array in jobs_named(submission.name):
-        number = array if submission.index is None else f"{array}_{submission.index}"
-        if (folder / LOGS / f"{number}_submitted.pkl").exists():
-            return number
-        cancel([number])  # it would wait for that file
-    return None
+    arrays = jobs_named(submission.name)
+    return f"{arrays[0]}_{submission.index}" if arrays else None
 
 
 def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> Standing:
@@ -210,7 +166,7 @@ def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> 
         record = read_run_record(run_dir, missing_ok=True)
     except UserError as error:
         return Standing(Status.FAILED, "user", str(error))
-    log = folder / LOGS / f"{number}_0_log.out"
+    log = folder / LOGS / f"{number}.log"
     status = record.get("status")
     if status == Status.COMPLETED:
         return Standing(Status.COMPLETED)

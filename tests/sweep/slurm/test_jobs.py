@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -20,12 +19,11 @@ from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.slurm import jobs as slurm_jobs
 from ddp_runner.sweep.slurm.jobs import (
     RECORD,
-    resuming_words,
     standing,
     submit,
     submitted_number,
 )
-from ddp_runner.sweep.slurm.sbatch_file import write_sbatch_file
+from ddp_runner.sweep.slurm.sbatch_file import resuming_words, write_sbatch_file
 from ddp_runner.tracking.run_record import write_run_record
 
 
@@ -38,10 +36,10 @@ def batch(tmp_path: Path) -> Batch:
 def test_a_submission_is_an_array_that_resumes_frozen_runs(
     batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of ours is pickled; a run's folder names its job; sbatch sees no job around it."""
+    """A run's folder names its job; sbatch sees no job around it."""
     programs = tmp_path / "bin"
     program(programs, "srun")
-    program(programs, "sbatch", f"env > {tmp_path}/seen", "echo Submitted batch job 7")
+    program(programs, "sbatch", f"env > {tmp_path}/seen", "echo 7")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_CONF", "/some/slurm.conf")
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
@@ -54,37 +52,36 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
         settings=settings,
     )
     assert numbers == ["7_0", "7_1", "7_2"]
-    assert [submitted_number(sweep / name, folder=sweep) for name in "abc"] == numbers
-    script = (sweep / "slurm" / "7_submission.sh").read_text()
+    assert [submitted_number(sweep / name) for name in "abc"] == numbers
+    (path,) = (sweep / "slurm").glob("sweep.*.sbatch")
+    script = path.read_text()
+    assert f"#SBATCH --job-name={path.stem}\n" in script
+    assert f"#SBATCH --output={sweep}/slurm/%A_%a.log\n" in script
+    assert all(f"resume={sweep / name}" in script for name in "abc")
     for line in ("array=0-2%2", "partition=gpu", "requeue", "signal=USR1@90"):
         assert f"#SBATCH --{line}\n" in script
     assert re.search(r"^srun .*--cpus-per-task=3 ", script, re.MULTILINE)
     assert script.index("module load cuda") < script.index("\nsrun ") < script.index('requeue "')
-    assert "wckey" not in script
     seen = (tmp_path / "seen").read_text()
     assert "SLURM_CONF=/some/slurm.conf" in seen
     assert "SLURM_MEM_PER_CPU" not in seen
-    pickled = pickle.loads((sweep / "slurm" / "7_1_submitted.pkl").read_bytes())
-    assert pickled.function is os.execv
-    assert pickled.args == (
-        sys.executable,
-        [sys.executable, "-m", "ddp_runner", f"resume={sweep / 'b'}"],
-    )
 
 
 def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: Batch, tmp_path: Path) -> None:
-    """Its trackers above all, each job its own: by submitit, and by a script of sbatch's."""
+    """Its trackers above all, each job its own: in the script for sbatch."""
     said = {"a": (), "b": ("--config-dir=/my $conf", "+trackers.x.y='it\"s'", "tags=[c, d]")}
     jobs = [replace(batch.jobs[name], said_again=words) for name, words in said.items()]
     options = {"cpus_per_task": 1}
     words = [[f"resume={job.run_dir}", *job.said_again] for job in jobs]
     assert [resuming_words(job) for job in jobs] == words
-    write_sbatch_file(tmp_path / "sweep.sbatch", jobs, options=options, settings=SETTINGS)
+    script = tmp_path / "sweep.sbatch"
+    named = {"folder": tmp_path, "name": "mine", "settings": SETTINGS}
+    write_sbatch_file(script, jobs, options=options, **named)
     program(tmp_path / "bin", "srun", 'printf "%s\\0" "$@"')
     for index, expected in enumerate(words):
         environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
         end = subprocess.run(
-            ["bash", str(tmp_path / "sweep.sbatch")],
+            ["bash", str(script)],
             env=environ | {"SLURM_ARRAY_TASK_ID": str(index)},
             capture_output=True,
             text=True,
@@ -105,25 +102,21 @@ def test_what_slurm_rejects_is_said_and_submitted_by_the_next_start(
     with pytest.raises(UserError, match=r"Slurm rejects the jobs .*invalid partition"):
         submit(jobs, folder=sweep, options={"cpus_per_task": 1}, settings=SETTINGS)
     monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: [])
-    assert submitted_number(sweep / "a", folder=sweep) is None
+    assert submitted_number(sweep / "a") is None
 
 
 def test_a_submission_that_was_cut_off_is_found_by_its_name(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that lacks submitit's file would wait for it in vain: it is cancelled."""
-    sweep, cancelled = batch.ledger.folder, list[str]()
-    monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: {"mine": ["9"]}[name])
-    monkeypatch.setattr(slurm_jobs, "cancel", cancelled.extend)
-    for index, name in enumerate("ab"):
-        submission = {"name": "mine", "index": index, "number": None}
+    """Slurm has the array, or has never seen it."""
+    sweep = batch.ledger.folder
+    monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: {"mine": ["9"]}.get(name, []))
+    for index, (name, array) in enumerate((("a", "mine"), ("b", "lost"))):
+        submission = {"name": array, "index": index, "number": None}
         (sweep / name / RECORD).write_text(json.dumps(submission))
-    (sweep / "slurm").mkdir()
-    (sweep / "slurm" / "9_1_submitted.pkl").touch()
-    assert submitted_number(sweep / "a", folder=sweep) is None
-    assert submitted_number(sweep / "b", folder=sweep) == "9_1"
-    assert submitted_number(sweep / "c", folder=sweep) is None
-    assert cancelled == ["9_0"]
+    assert submitted_number(sweep / "a") == "9_0"
+    assert submitted_number(sweep / "b") is None
+    assert submitted_number(sweep / "c") is None
 
 
 @pytest.mark.parametrize(
@@ -165,10 +158,10 @@ def test_how_a_job_stands_follows_from_the_queue_and_run_json(
 
 def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: Path) -> None:
     """Its last error line, and where the log is."""
-    log = tmp_path / "slurm" / "5_0_log.out"
+    log = tmp_path / "slurm" / "5_0.log"
     log.parent.mkdir()
-    log.write_text("error: not this\nsubmitit INFO\nerror: data_root (x) is not a folder\nmore\n")
-    found = standing(tmp_path / "run", number="5", state="FAILED", folder=tmp_path)
+    log.write_text("error: not this\nslurmstepd: x\nerror: data_root (x) is not a folder\nmore\n")
+    found = standing(tmp_path / "run", number="5_0", state="FAILED", folder=tmp_path)
     assert (found.status, found.kind) == ("failed", "user")
     assert found.sentence == f"data_root (x) is not a folder; see {log}"
 
@@ -194,7 +187,7 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
 ) -> None:
     """Its run.json is that of an earlier job, until a rank writes it."""
     program(tmp_path / "bin", "srun")
-    program(tmp_path / "bin", "sbatch", "echo Submitted batch job 7")
+    program(tmp_path / "bin", "sbatch", "echo 7")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     sweep, run_dir = batch.ledger.folder, batch.ledger.folder / "a"
     error = {"rank": 0, "kind": "crash", "sentence": "an old crash"}
@@ -202,7 +195,7 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
     options = {"cpus_per_task": 1}
     (number,) = submit([batch.jobs["a"]], folder=sweep, options=options, settings=SETTINGS)
     if part is not None and "folder" in part:
-        (sweep / "slurm" / f"{number}_0_log.out").write_text(f"error: {part}\n")
+        (sweep / "slurm" / f"{number}.log").write_text(f"error: {part}\n")
     found = standing(run_dir, number=number, state=state, folder=sweep)
     assert found.status == status
     assert part is None or part in str(found.sentence)
