@@ -26,12 +26,10 @@ DEFAULT_HINT = "write key=value, and quote what the shell would change"
 # Class names of errors, which tell a user nothing.
 EVALUATING = re.compile(r" \w+ while evaluating ")
 RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
-HOLDS_A_VALUE = r"Invalid loaded object type: (\w+)"  # an OSError of OmegaConf's, about a YAML
 # What has no attributes to ask: a pattern of Hydra's or OmegaConf's message, and what to print. The
 # first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
     (r"(?s)Missing mandatory value.*full_key: (\S+)", r"\1 has no value; write \1=VALUE"),
-    (r"\A('utf-8' codec .*)", r"a YAML of --config-dir is not in UTF-8 (\1); save it as UTF-8"),
     (r"\Amaximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
     (r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'",
      r"\1 has a value already; write \1=\2, without +"),
@@ -48,18 +46,10 @@ SENTENCES: tuple[tuple[str, str], ...] = (
      r"\2: the environment variable \1 is not set; set it, or write ${oc.env:\1,DEFAULT}"),
     (r"(?s)Interpolation key '(dataset\.\w+)' not found.*full_key: (\S+)",
      r"\2 comes from \1, which this dataset does not have; choose another dataset, or set \2"),
-    (r"Cannot merge DictConfig with ListConfig",
-     "a YAML holds a list where keys belong; write KEY: VALUE in it"),
     (r'can only concatenate str \(not "dict"\) to str',
      "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
     (r"Cannot assign (\w+) to Dict\b",
      rf"params.groups holds \1 where mappings belong; write {GROUP_EXAMPLE}"),
-    (r"(?s)Key (\S+) \(\w+\) is incompatible with \(str\).*full_key: (\S+)",
-     r"\2: the key \1 of a YAML is not a text; begin it with a letter"),
-    (r"Incompatible key type '(\w+)'",
-     r"a YAML has a key that is not a text (\1); begin it with a letter"),
-    (HOLDS_A_VALUE,
-     r"a YAML of --config-dir holds only a value (\1); write KEY: VALUE in it"),
     (r"Exceeds the limit \((\d+) digits\) for integer", r"a number has more than \1 digits"),
 )  # fmt: skip
 
@@ -76,8 +66,8 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
     if own := [link for link in chain if isinstance(link, UserError)]:
         return own[0]
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
-    # Some of Hydra's are both, and so is one of OmegaConf's about a YAML.
-    if isinstance(error, OSError) and not (is_hydras or re.match(HOLDS_A_VALUE, str(error))):
+    # Some of Hydra's are both; one without a number is OmegaConf's, about a YAML.
+    if isinstance(error, OSError) and not is_hydras and error.errno is not None:
         return UserError(_system_error(error))
     if not (is_hydras or _is_from_libraries(error)):
         return None
