@@ -2,14 +2,13 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ddp_runner.compare.render.columns import digits, percent
-from ddp_runner.compare.render.report.curves import NO_METRICS, Curve, curves
+from ddp_runner.compare.render.report.curves import NO_METRICS, curves
 from ddp_runner.compare.render.report.tables import NumberedRun
 from ddp_runner.compare.render.report.views import (
     Cell,
@@ -47,53 +46,8 @@ RECORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a step's time."""
-
-    name: str
-    ms: str
-    share: str
-    width: float  # 0 to 100
-
-
-@dataclass(frozen=True)
-class Confusion:
-    """Counts of true classes (rows) and predicted classes (columns), with shades from 0 to 9."""
-
-    rows: tuple[tuple[tuple[int, int], ...], ...]  # count and shade
-
-
-@dataclass(frozen=True)
-class Details:
-    """One run in a report."""
-
-    anchor: str
-    number: str
-    name: str
-    folder: str
-    status: str
-    label: str  # its setting; empty if it is in no row
-    reason: str  # why it did not complete, or cannot be compared; empty: it can
-    headline: tuple[tuple[str, str], ...]  # its most important last values
-    tags: tuple[str, ...]
-    notes: str  # the user's own
-    remarks: tuple[str, ...]  # warnings, and what a reader must know
-    command: str  # that repeats it; empty: unknown
-    last_keys: str  # of its last command, which does not repeat it; empty: unknown, or none
-    times: Table
-    facts: tuple[tuple[str, str], ...]
-    values: Table | None
-    curves: tuple[Curve, ...]
-    parts: tuple[Part, ...]
-    confusion: Confusion | None
-    records: tuple[Table, ...]
-    config: tuple[tuple[str, str], ...]
-    traceback: str
-
-
-def details(one: NumberedRun, *, num_points: int, has_config: bool) -> Details:
-    """Return what a report says about a run, whatever its files hold.
+def details(one: NumberedRun, *, num_points: int, has_config: bool) -> dict[str, Any]:
+    """Return what the template shows of a run, whatever its files hold; what is empty is left out.
 
     Args:
         one: The run; one that cannot be compared has what could be read of it.
@@ -109,30 +63,31 @@ def details(one: NumberedRun, *, num_points: int, has_config: bool) -> Details:
     warnings = [text_of(warning) for warning in _list(record.get("warnings"))]
     warnings += [f"stopped early: {text_of(stopped)}"] if stopped else []
     config = run.config.items() if has_config else ()
-    return Details(
-        anchor=one.anchor,
-        number=one.number,
-        name=one.name,
-        folder=str(run.folder),
-        status=text_of(record.get("status") or "unknown"),
-        label=text_of(one.row.label) if one.row else "",
-        reason=text_of(run.reason or ""),
-        headline=tuple((name, digits(last[name])) for name in headlines(last)[:4]),
-        tags=tuple(text_of(tag) for tag in _list(record.get("tags"))),
-        notes=text_of(record.get("notes") or ""),
-        remarks=(*warnings, *map(text_of, run.notes)),
-        command=shlex.join(words or ()),
-        last_keys="" if words else "\n".join(overrides or ()),
-        times=_times(run),
-        facts=tuple(_facts(record)),
-        values=_values(run, last),
-        curves=tuple(curves(run, num_points=num_points)),
-        parts=tuple(_parts(run)),
-        confusion=_confusion(record.get("confusion_matrix")),
-        records=tuple(table for table in tables if table is not None),
-        config=tuple((key, setting_text(value)) for key, value in config),
-        traceback=_end_of(RunDir(run.folder).failure, run.folder, MAX_TRACEBACK),
-    )
+    return {
+        "anchor": one.anchor,
+        "number": one.number,
+        "name": one.name,
+        "folder": str(run.folder),
+        "status": text_of(record.get("status") or "unknown"),
+        "label": text_of(one.row.label) if one.row else "",  # its setting
+        "reason": text_of(run.reason or ""),  # why it did not complete, or cannot be compared
+        "headline": tuple((name, digits(last[name])) for name in headlines(last)[:4]),
+        "tags": tuple(text_of(tag) for tag in _list(record.get("tags"))),
+        "notes": text_of(record.get("notes") or ""),
+        "remarks": (*warnings, *map(text_of, run.notes)),
+        "command": shlex.join(words or ()),  # that repeats it
+        # Of its last command, which does not repeat it.
+        "last_keys": "" if words else "\n".join(overrides or ()),
+        "times": _times(run),
+        "facts": tuple(_facts(record)),
+        "last_values": _values(run, last),
+        "curves": tuple(curves(run, num_points=num_points)),
+        "parts": tuple(_parts(run)),
+        "confusion": _confusion(record.get("confusion_matrix")),
+        "records": tuple(table for table in tables if table is not None),
+        "config": tuple((key, setting_text(value)) for key, value in config),
+        "traceback": _end_of(RunDir(run.folder).failure, run.folder, MAX_TRACEBACK),
+    }
 
 
 def _list(value: Any) -> list[Any]:
@@ -201,7 +156,7 @@ def _values(run: Run, last: Mapping[str, float]) -> Table | None:
     return value_table("Metrics", columns)
 
 
-def _parts(run: Run) -> Iterator[Part]:
+def _parts(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the parts of a step, the longest scale first, with the rest of its time."""
     measured = {part.value: run.result(part.metric) for part in StepPart}
     parts = {name: ms for name, ms in measured.items() if ms}
@@ -211,24 +166,25 @@ def _parts(run: Run) -> Iterator[Part]:
     parts[REST] = max(0.0, whole - sum(parts.values()))
     total = sum(parts.values())
     for name, ms in parts.items():
-        yield Part(name, digits(ms), percent(ms / total), round(100 * ms / total, 1))
+        width = round(100 * ms / total, 1)  # of its bar, in percent
+        yield {"name": name, "ms": digits(ms), "share": percent(ms / total), "width": width}
 
 
-def _confusion(counts: Any) -> Confusion | None:
-    """Return the counts of an evaluation with shades; None if they are none, or too many."""
+def _confusion(counts: Any) -> list[list[tuple[int, int]]]:
+    """Return the rows of an evaluation's counts, each with its shade from 0 to 9.
+
+    There are none if there are no counts, or too many.
+    """
     size = len(counts) if isinstance(counts, list) else 0
     is_square = 0 < size <= MAX_CLASSES and all(
         isinstance(row, list) and len(row) == size and all(isinstance(n, int) for n in row)
         for row in counts
     )
     if not is_square:
-        return None
-    return Confusion(
-        tuple(
-            tuple((count, min(9, max(0, 10 * count // (sum(row) or 1)))) for count in row)
-            for row in counts
-        )
-    )
+        return []
+    return [
+        [(count, min(9, max(0, 10 * count // (sum(row) or 1)))) for count in row] for row in counts
+    ]
 
 
 def _overrides(folder: Path) -> list[str] | None:

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.render.columns import columns, legends
 from ddp_runner.compare.render.plots import data_url
 from ddp_runner.compare.render.report.curves import SIZE
-from ddp_runner.compare.render.report.details import Details, details
-from ddp_runner.compare.render.report.origins import Pairs, config_table, machines_table
+from ddp_runner.compare.render.report.details import details
+from ddp_runner.compare.render.report.origins import config_table, machines_table
 from ddp_runner.compare.render.report.tables import (
     main_table,
     numbered_runs,
@@ -25,7 +25,7 @@ from ddp_runner.compare.render.report.tables import (
     scaling_table,
     skipped_table,
 )
-from ddp_runner.compare.render.report.views import Table, date_text
+from ddp_runner.compare.render.report.views import date_text
 from ddp_runner.compare.render.tables import PARITY_HINTS, cut, headline, sections
 from ddp_runner.compare.runs import read_run, with_what_is_there
 from ddp_runner.errors import printable
@@ -39,30 +39,6 @@ MAX_DETAILED = 100  # runs with details of their own; more would take megabytes 
 MAX_SHOWN = 50_000  # characters of any text; a curve and a command are shorter
 NUM_POINTS = 6000  # of one metric's curves, over all runs
 FEWEST_POINTS, MOST_POINTS = 60, 300  # of a curve
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that the template shows."""
-
-    title: str
-    headline: str
-    paths: tuple[str, ...]
-    date: str
-    version: str
-    single: Details | None  # the only run; None: several
-    main: Table | None
-    legends: tuple[tuple[str, str], ...]  # of the columns
-    sections: tuple[tuple[str, Sequence[str]], ...]  # remarks below the table
-    skipped: Table | None
-    plots: tuple[tuple[str, Markup], ...]  # their titles and data: URLs
-    scaling: Table | None
-    parity: Table | None
-    hints: tuple[str, ...]  # why parity may break
-    config: tuple[Table, Pairs] | None
-    machines: tuple[Table, Pairs] | None
-    details: tuple[Details, ...]
-    num_without_details: int
 
 
 def write_report(
@@ -114,7 +90,8 @@ def html(
 
 def _report(
     comparison: Comparison, drawn: Mapping[str, "Figure | str"], paths: Sequence[Path]
-) -> Report:
+) -> dict[str, Any]:
+    """Return all that the template shows; None, and what is empty, it leaves out."""
     skipped = [  # not in the comparison, which needs no more of them than the sentence
         replace(with_what_is_there(read_run(note.folder)), reason=note.sentence)
         for note in comparison.skipped
@@ -130,31 +107,33 @@ def _report(
     plots = [figure for figure in drawn.values() if not isinstance(figure, str)]
     name = runs[0].name if is_single else ", ".join(path.resolve().name for path in paths[:3])
     left_out = ("columns", "skipped", "loss parity", *(["notes"] if is_single else []))
-    return Report(
-        title=name + (f" and {len(paths) - 3} more" if len(paths) > 3 and not is_single else ""),
-        headline=headline(comparison),
-        paths=tuple(map(str, paths)),
-        date=date_text(time.time()),
-        version=__version__,
-        single=every[0] if is_single else None,
-        main=main_table(comparison, numbers) if has_table else None,
-        legends=tuple({one.title: texts[one.key] for one in shown if one.key in texts}.items()),
-        sections=tuple(
+    return {
+        "title": name + (f" and {len(paths) - 3} more" if len(paths) > 3 and not is_single else ""),
+        "headline": headline(comparison),
+        "paths": tuple(map(str, paths)),
+        "date": date_text(time.time()),
+        "version": __version__,
+        "single": every[0] if is_single else None,
+        "main": main_table(comparison, numbers) if has_table else None,
+        "legends": tuple({one.title: texts[one.key] for one in shown if one.key in texts}.items()),
+        "sections": tuple(
             one for one in sections(comparison, shown) if not one[0].startswith(left_out)
         ),
-        skipped=skipped_table(runs) if not is_single else None,
-        plots=tuple(
+        "skipped": skipped_table(runs) if not is_single else None,
+        "plots": tuple(
             (figure.get_suptitle(), Markup(data_url(figure)))
             for figure in (plots if has_table else ())
         ),
-        scaling=scaling_table(comparison, numbers),
-        parity=parity_table(comparison, numbers),
-        hints=PARITY_HINTS if any(one.first_break is not None for one in comparison.parity) else (),
-        config=config_table(comparison, numbers) if has_table else None,
-        machines=machines_table(runs) if not is_single else None,
-        details=() if is_single else tuple(every),
-        num_without_details=len(runs) - len(detailed),
-    )
+        "scaling": scaling_table(comparison, numbers),
+        "parity": parity_table(comparison, numbers),
+        "hints": PARITY_HINTS
+        if any(one.first_break is not None for one in comparison.parity)
+        else (),
+        "config": config_table(comparison, numbers) if has_table else None,
+        "machines": machines_table(runs) if not is_single else None,
+        "details": () if is_single else tuple(every),
+        "num_without_details": len(runs) - len(detailed),
+    }
 
 
 def _visible(value: Any) -> Any:
