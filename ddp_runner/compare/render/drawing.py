@@ -1,4 +1,4 @@
-"""How plots look: their colours, and line names at the ends of the lines instead of a legend.
+"""How plots look: their colours, and a legend beside the axes.
 
 Without pyplot there is no global state and no need for a display. matplotlib is imported only when
 a plot is drawn.
@@ -21,7 +21,7 @@ GREY, TEXT = "#6e6e6e", "#333333"
 MAX_GREY = 100  # lines behind the coloured ones
 MAX_MARKED = 30  # points of a line with markers
 MAX_LABEL = 120  # characters
-LABEL_WIDTH, LABEL_HEIGHT = 30, 0.055  # characters; share of the axes that a line of text takes
+LABEL_WIDTH = 30  # characters
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -39,7 +39,7 @@ STYLE: dict[Any, Any] = {
 class Line:
     """A line of a plot. Sequences, except `doubtful`, are empty or have a value for each point."""
 
-    name: str  # written at its end
+    name: str  # in the legend
     xs: Sequence[float]
     ys: Sequence[float]
     low: Sequence[float] = ()  # lower edge of the band around it
@@ -69,9 +69,8 @@ def draw_lines(
     first: str,
     xlabel: str,
     ideal: Sequence[Line] = (),
-    is_ragged: bool = False,
 ) -> None:
-    """Draw lines and write their names to the right of the axes.
+    """Draw lines, and a legend to the right of the axes.
 
     Args:
         axes: Axes whose scale is already set.
@@ -79,7 +78,6 @@ def draw_lines(
         first: What distinguishes the first lines, for example `fastest`.
         xlabel: Label of the horizontal axis.
         ideal: Dashed lines behind the others.
-        is_ragged: The lines end far apart; use a legend instead of names at their ends.
     """
     for line in lines[len(COLOURS) :][:MAX_GREY]:
         axes.plot(line.xs, line.ys, color=GREY, alpha=0.3, linewidth=0.8)
@@ -91,10 +89,7 @@ def draw_lines(
         # An earlier line is thicker, so that it stays visible below a later line that coincides.
         thicker = 0.4 * (len(coloured) - 1 - index)
         _draw_line(axes, line, colour, MARKERS[index], thicker)
-    if is_ragged:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    else:
-        _name_ends(axes, [*coloured, *((line, GREY) for line in ideal)])
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     is_full = len(lines) > len(COLOURS)
     note = f"\n(the {len(COLOURS)} {first} of {len(lines)} in colour)" if is_full else ""
     axes.set_xlabel(xlabel + note)
@@ -119,36 +114,6 @@ def _draw_line(axes: "Axes", line: Line, colour: str, marker: str, thicker: floa
             axes.plot([x], [y], marker, color=colour, mfc="white", ms=9)
     if line.low:
         axes.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _name_ends(axes: "Axes", ends: Sequence[tuple[Line, str]]) -> None:
-    """Write the name of each line beside its end, moved up where names would overlap."""
-    axes.autoscale_view()
-    to_axes = axes.transData + axes.transAxes.inverted()
-
-    def height(end: tuple[Line, str]) -> float:
-        return float(to_axes.transform((end[0].xs[-1], end[0].ys[-1]))[1])
-
-    lower_edge = -1.0  # of the free space
-    texts = []
-    for end in sorted(ends, key=height):
-        text = wrapped(end[0].name)
-        half = LABEL_HEIGHT * (1 + text.count("\n")) / 2
-        centre = max(height(end), lower_edge + half)
-        lower_edge = centre + half
-        texts.append((centre, text, *end))
-    too_high = max(0.0, lower_edge - 1.05)  # the top names would leave the figure
-    for centre, text, line, colour in texts:
-        axes.annotate(
-            text,
-            xy=(line.xs[-1], line.ys[-1]),
-            xytext=(1.03, centre - too_high),
-            textcoords="axes fraction",
-            color=colour,
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.6, "relpos": (0, 0.5)},
-            annotation_clip=False,
-        )
 
 
 def wrapped(name: str) -> str:

@@ -89,14 +89,8 @@ def _scaling(comparison: Comparison) -> "Figure | str":
         ]
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        draw_lines(
-            axes,
-            lines,
-            first="fastest",
-            xlabel="world size (ranks)" if are_ranks else unit,
-            ideal=ideal,
-            is_ragged=len({line.xs[-1] for line in lines}) > 1,
-        )
+        xlabel = "world size (ranks)" if are_ranks else unit
+        draw_lines(axes, lines, first="fastest", xlabel=xlabel, ideal=ideal)
         axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
@@ -179,7 +173,7 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    draw_lines(axes, lines, first=first, xlabel=xlabel, is_ragged=by_time)
+    draw_lines(axes, lines, first=first, xlabel=xlabel)
     axes.set_ylabel(LOSS)
     axes.locator_params(axis="x", integer=not by_time)
     if any(line.low for line in lines):
