@@ -1,7 +1,7 @@
 """Builds the model of a run in this very process, as in a notebook: no ranks, no process group."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,11 +36,10 @@ def load_model(
     weights: str | int,
     device: str | torch.device,
     allowed_targets: Sequence[str],
-    data_root: Path | None,
     log: Callable[[str], None] = print,
 ) -> LoadedModel:
     """Return the model of a run with its weights; see ``notebook.load``."""
-    place = _usable(device)
+    place = torch.empty(0, device=device).device
     run_dir = RunDir(run)
     if is_missing(run_dir.config):
         raise UserError(f"{run} is not a run folder: it has no {run_dir.config.name} in .hydra")
@@ -51,8 +50,6 @@ def load_model(
     validate_targets(config)
     if config.task != "train":
         raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
-    if data_root is not None:
-        config = replace(config, data_root=str(data_root))
     found = find_weights(run_dir, config, weights, log=log)
     mode, devices = alone(config, place)
     with torch.random.fork_rng():
@@ -60,21 +57,6 @@ def load_model(
         module = place_model(config, mode, model_arguments(run_dir), devices)
     load_tensors(module, found.tensors, named=str(found.path))
     return LoadedModel(module.eval(), found)
-
-
-def _usable(device: str | torch.device) -> torch.device:
-    try:
-        place = torch.empty(0, device=device).device
-    # AssertionError: torch was compiled without it.
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device={str(device)!r} cannot be used ({one_line(error)}); leave it out for the CPU"
-        ) from error
-    if place.type == "meta":
-        raise UserError(
-            f"device={str(device)!r} cannot be used (it holds no weights); leave it out for the CPU"
-        )
-    return place
 
 
 def _resolved(frozen: DictConfig) -> Config:

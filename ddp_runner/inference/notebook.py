@@ -24,7 +24,6 @@ def load(
     weights: str | int = "best",
     device: "str | torch.device" = "cpu",
     allowed_targets: Sequence[str] = (),
-    data_root: AnyPath | None = None,
 ) -> "nn.Module":
     """Return the model of a run with its best weights, in evaluation mode.
 
@@ -40,27 +39,20 @@ def load(
         device: where the model goes; a model in several stages goes there whole.
         allowed_targets: your own packages that the run's config may name. A run never allows
             itself to import code.
-        data_root: folder of the datasets. Only a run of an early version needs its data.
 
     Raises:
         UserError: the folder holds no such run, its config names what is not allowed, the weights
-            are missing, damaged or of another model, torch cannot use the device, or an argument
-            is of another type.
+            are missing, damaged or of another model.
     """
     from ddp_runner.data.random_states import random_states, restore
 
-    folder, packages = _path(run, "run"), _packages(allowed_targets)
-    root = None if data_root is None else _path(data_root, "data_root")
+    packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
     before = random_states()
     try:
         from ddp_runner.inference.load import load_model  # some libraries draw when imported
 
         return load_model(
-            folder,
-            weights=weights,
-            device=device,
-            allowed_targets=packages,
-            data_root=root,
+            Path(run), weights=weights, device=device, allowed_targets=packages
         ).module
     finally:
         restore(before)
@@ -75,7 +67,7 @@ def load_tokenizer(run: AnyPath) -> "TextTokenizer":
     from ddp_runner.inference.run_files import kept_tokenizer
     from ddp_runner.tracking.run_dir import RunDir
 
-    return kept_tokenizer(RunDir(_path(run, "run")))
+    return kept_tokenizer(RunDir(Path(run)))
 
 
 def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
@@ -115,31 +107,8 @@ def _runs(paths: AnyPath | Iterable[AnyPath]) -> "list[Run]":
     from ddp_runner.compare.runs import read_runs as read
     from ddp_runner.compare.runs import with_what_is_there
 
-    given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(given, Iterable):
-        given = [given]  # which is no path
-    found = read([_path(path, "paths") for path in given])
+    found = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
     return [run if run.reason is None else with_what_is_there(run) for run in found]
-
-
-def _path(given: Any, argument: str) -> Path:
-    from ddp_runner.errors import UserError
-
-    if isinstance(given, str | os.PathLike):
-        return Path(given)
-    raise UserError(f"{argument} ({given!r}) must be a path, such as 'outputs/RUN'")
-
-
-def _packages(given: Any) -> list[str]:
-    from ddp_runner.errors import UserError
-
-    packages = [given] if isinstance(given, str) else given
-    if isinstance(packages, Iterable) and all(isinstance(one, str) for one in packages):
-        return list(packages)
-    raise UserError(
-        f"allowed_targets ({given!r}) must be a list of packages, such as ['my_package']; leave it "
-        "out to allow none"
-    )
 
 
 def _row(run: "Run") -> dict[str, Any]:

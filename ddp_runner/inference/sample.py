@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_runner.config.inference import InferenceConfig
 from ddp_runner.data.text_tokenizer import Characters, TextTokenizer
 from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, is_lost_peer, printable, typed
+from ddp_runner.errors import UserError, printable, typed
 from ddp_runner.files import replace_file
 from ddp_runner.inference.load import load_model
 from ddp_runner.inference.run_files import kept_tokenizer
@@ -49,7 +49,6 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
         weights=asked.weights,
         device=device,
         allowed_targets=config.allowed_targets,
-        data_root=Path(config.data_root),
         log=session.log,
     )
     weights, precision = loaded.weights, config.train.precision
@@ -161,8 +160,6 @@ def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int) -> Tensor:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if is_lost_peer(error):  # in a forward that waits for the other ranks
-            raise
         raise UserError(
             f"the model cannot take tokens, {shape_of(tokens)}: {typed(error)}; {fix}"
         ) from error
