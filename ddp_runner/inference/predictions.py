@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -107,36 +107,6 @@ def _printable(name: NameT) -> str | NameT:
     return name.encode(errors="backslashreplace").decode() if isinstance(name, str) else name
 
 
-class Writer(Protocol):
-    """Writes a table in pieces; the file appears whole, or not at all."""
-
-    def write(self, rows: Columns) -> None:
-        """Append rows."""
-
-    def close(self) -> None:
-        """Finish the file and give it its name."""
-
-
-@contextmanager
-def open_writer(path: Path) -> Iterator[Writer]:
-    """Return what writes the file, by its ending: .csv or .parquet. Nothing is left if it fails.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    temp = path.with_name(f".{path.name}.tmp")
-    try:
-        yield CsvWriter(path, temp) if path.suffix == ".csv" else ParquetWriter(path, temp)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}); free space or make the folder "
-            "writable"
-        ) from error
-    finally:
-        with suppress(OSError):  # what matters is the error before it
-            temp.unlink(missing_ok=True)
-
-
 class CsvWriter:
     """Writes rows as lines of a CSV file with a header; floats have all their digits."""
 
@@ -209,6 +179,29 @@ class ParquetWriter:
         """Finish the file and give it its name."""
         self._file.close()
         self._temp.replace(self._path)
+
+
+Writer = CsvWriter | ParquetWriter  # the file appears whole, or not at all
+
+
+@contextmanager
+def open_writer(path: Path) -> Iterator[Writer]:
+    """Return what writes the file, by its ending: .csv or .parquet. Nothing is left if it fails.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    temp = path.with_name(f".{path.name}.tmp")
+    try:
+        yield CsvWriter(path, temp) if path.suffix == ".csv" else ParquetWriter(path, temp)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}); free space or make the folder "
+            "writable"
+        ) from error
+    finally:
+        with suppress(OSError):  # what matters is the error before it
+            temp.unlink(missing_ok=True)
 
 
 def _has_rows(value: Any, count: int) -> bool:
