@@ -8,7 +8,6 @@ import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,7 +164,7 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
         lines.sort(key=lambda line: line.xs[-1])
     else:
         title, first, xlabel = "optimizer step", "lowest", "optimizer step"
-        lines = _merged(sorted(lines, key=lambda line: line.ys[-1]), comparison.tolerance)
+        lines.sort(key=lambda line: line.ys[-1])
     figure, (axes,) = new_figure(f"Training loss by {title}")
     values = [value for line in lines for value in line.ys]
     if min(values) > 0 and max(values) / min(values) > 20:
@@ -180,26 +179,6 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
         note = "mean over the runs of a setting; band: from their minimum to their maximum"
         axes.set_title(note, loc="left", fontsize=11)
     return figure
-
-
-def _merged(lines: Sequence[Line], tolerance: float) -> list[Line]:
-    """Return the lines, with one in place of several that are equal within the tolerance."""
-    groups: list[list[Line]] = []
-    for line in lines:
-        for group in groups:
-            pairs = zip(line.ys, group[0].ys, strict=False)
-            is_near = all(math.isclose(y, z, rel_tol=tolerance) for y, z in pairs)
-            if is_near and line.xs == group[0].xs:
-                group.append(line)
-                break
-        else:
-            groups.append([line])
-    merged = []
-    for group in groups:
-        names = [line.name for line in group[:3]]
-        names += [f"and {len(group) - 3} more that are equal"] if len(group) > 3 else []
-        merged.append(replace(group[0], name="\n".join(names)))
-    return merged
 
 
 def _loss_line(row: ComparisonRow, *, by_time: bool) -> Line | None:
