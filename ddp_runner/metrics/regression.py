@@ -15,39 +15,31 @@ class MAE:
         self.total, self.count = 0.0, 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the absolute errors of a batch.
+        """Add the errors of a batch.
 
         Raises:
             UserError: the shapes differ.
         """
-        self.total += float(_errors(outputs, targets).abs().sum())
+        self.total += float(self._loss(_errors(outputs, targets)).sum())
         self.count += targets.numel()
 
     def compute(self) -> float:
         """Return the mean; NaN without a sample."""
         return self.total / self.count if self.count else float("nan")
 
+    def _loss(self, errors: Tensor) -> Tensor:
+        return errors.abs()
 
-class RMSE:
+
+class RMSE(MAE):
     """The square root of the mean squared error over all values."""
-
-    higher_is_better = False
-
-    def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the squared errors of a batch.
-
-        Raises:
-            UserError: the shapes differ.
-        """
-        self.total += float(_errors(outputs, targets).square().sum())
-        self.count += targets.numel()
 
     def compute(self) -> float:
         """Return the root of the mean; NaN without a sample."""
-        return float((self.total / self.count) ** 0.5) if self.count else float("nan")
+        return float(super().compute() ** 0.5)
+
+    def _loss(self, errors: Tensor) -> Tensor:
+        return errors.square()
 
 
 class R2:

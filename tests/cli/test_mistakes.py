@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from tiers import named
 
 import ddp_runner.cli.app
 import ddp_runner.sweep.local
@@ -177,7 +178,7 @@ def say(
     return answer
 
 
-@pytest.mark.parametrize("line", ANSWERS)
+@pytest.mark.parametrize("line", named(ANSWERS, quick=[*ANSWERS][::3]))
 def test_a_mistake_on_the_command_line_is_one_line(
     line: str, mine: Path, say: Callable[..., tuple[Any, str, str]]
 ) -> None:

@@ -123,7 +123,6 @@ def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("encoding", "content", "sentence"),
     [
-        ("utf-7", b"label,review\n1,+2AA-\n", "line 2, column review: half of a character"),
         ("punycode", b"V\x9b", "not punycode; save the file as utf-8"),
         ("idna", b"\xff", "not idna; save the file as utf-8"),
     ],

@@ -2,18 +2,11 @@
 
 import csv
 import io
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.errors import UserError
-
-NOT_TEXT = {  # what some codecs let through, and the fault
-    "[\ud800-\udfff]": "half of a character (a surrogate); save the file as utf-8",
-    "\0": "a NUL byte, which is not text; save the file as utf-8, or name its encoding, as in "
-    "dataset.encoding=utf-16",
-}
 
 
 @dataclass(frozen=True)
@@ -117,9 +110,12 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
             f"{path}{place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
-    for pattern, fault in NOT_TEXT.items():
-        if found := re.search(pattern, content):
-            raise UserError(f"{path}, {_place(content[: found.start()], delimiter)}: {fault}")
+    before, nul, _ = content.partition("\0")
+    if nul:
+        raise UserError(
+            f"{path}, {_place(before, delimiter)}: a NUL byte, which is not text; save the file as "
+            "utf-8, or name its encoding, as in dataset.encoding=utf-16"
+        )
     if not content.strip():
         raise UserError(f"{path} is empty; its first line must name its columns")
     return content
