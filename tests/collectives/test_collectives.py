@@ -201,10 +201,10 @@ def test_sizes_grow_by_the_factor_and_end_at_the_largest(keys: str, sizes: list[
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("steps=0", "steps (0) must be 1 or greater"),
+        ("steps=0", "steps (0) must be greater than 0"),
         ("warmup_steps=-1", "warmup_steps (-1) must be 0 or greater"),
-        ("min_bytes=0", "min_bytes (0) must be 1 or greater"),
-        ("max_bytes=-5", "max_bytes (-5) must be 1 or greater"),
+        ("min_bytes=0", "min_bytes (0) must be greater than 0"),
+        ("max_bytes=-5", "max_bytes (-5) must be greater than 0"),
         ("size_factor=1", "size_factor (1) must be 2 or greater"),
         ("max_bytes=8", "min_bytes (1024) is greater than collectives.max_bytes (8); give both, "
          "the smaller as min_bytes"),

@@ -29,7 +29,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("in_channels", first_of([1, 3]))
-@pytest.mark.parametrize(("architecture", "keys", "side"), FAMILIES)
+@pytest.mark.parametrize(("architecture", "keys", "side"), first_of(FAMILIES, num_quick=4))
 def test_each_family_takes_any_channels_and_classes(
     architecture: str, keys: dict[str, bool], side: int, in_channels: int
 ) -> None:
@@ -57,11 +57,13 @@ def test_an_unchanged_architecture_is_torchvisions_own() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "body", "sides"),
-    [
-        ("resnet18", "layer4", [2, 8]),
-        ("densenet121", "features", [2, 8]),
-        ("mobilenet_v3_small", "features", [2, 4]),
-    ],
+    first_of(
+        [
+            ("resnet18", "layer4", [2, 8]),
+            ("densenet121", "features", [2, 8]),
+            ("mobilenet_v3_small", "features", [2, 4]),
+        ]
+    ),
 )
 def test_small_images_stay_larger(architecture: str, body: str, sides: list[int]) -> None:
     """With stride 1 at the start and no max-pooling, 64 pixels become 8 and not 2."""
@@ -98,7 +100,9 @@ def test_what_does_not_work_is_rejected_in_one_line(keys: dict[str, object], sen
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("model", ["convnet", "mnist_net", "resnet18", "mobilenet_v3_small"])
+@pytest.mark.parametrize(
+    "model", first_of(["resnet18", "convnet", "mnist_net", "mobilenet_v3_small"])
+)
 def test_a_model_follows_the_dataset(model: str) -> None:
     """Classes and channels come from the dataset, unless the user sets them."""
     for dataset, expected in (("cifar100", (100, 3)), ("fashion_mnist", (10, 1))):

@@ -19,7 +19,14 @@ def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> 
     A job's evaluation is the same for any number of ranks.
     """
     end = run_command(
-        *("-m", "model=glob(toy*)", "seed=range(1,3)", "world_size=1,2", "scaling=strong", *TOY),
+        *(
+            "-m",
+            "model=glob(toy*,exclude=toy_slow)",
+            "seed=range(1,3)",
+            "world_size=1,2",
+            "scaling=strong",
+            *TOY,
+        ),
         *("sweep.skip_invalid=true", "sweep.calibrate=true", "sweep.report=true"),
         folder=tmp_path,
     )
@@ -27,7 +34,7 @@ def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> 
     sweep = only_sweep(tmp_path)
     jobs = {
         f"model={model},seed={seed},world_size={size}"
-        for model in ("toy", "toy_slow", "toy_mp")
+        for model in ("toy", "toy_mp")
         for seed in (1, 2)
         for size in (1, 2)
     }
@@ -59,9 +66,9 @@ def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> 
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
     report = json.loads((sweep / "report" / "comparison.json").read_text())
-    assert len(report["rows"]) == 4  # a row for both seeds
-    assert end.stdout.count("8 runs compared") == 1
-    assert end.stdout.index("tensorboard --logdir outputs/sweep") < end.stdout.index("8 runs")
+    assert len(report["rows"]) == 2  # a row for both seeds
+    assert end.stdout.count("4 runs compared") == 1
+    assert end.stdout.index("tensorboard --logdir outputs/sweep") < end.stdout.index("4 runs")
 
 
 def test_rejected_alone_is_an_error_still(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
 
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     """SIGKILL in the second of three jobs: the first is skipped, the second resumes."""
-    command = ("-m", "seed=0,1,2", *TOY, "train.max_steps=200", "checkpoint.every_steps=15")
+    command = ("-m", "seed=0,1,2", *TOY, "train.max_steps=100", "checkpoint.every_steps=15")
     with background(*command, folder=tmp_path) as process:
         second = "outputs/*/seed=1/checkpoints/step-*"
         wait_for(lambda: list(tmp_path.glob(second)))
@@ -332,7 +332,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert "resumed from" in (sweep / "seed=1" / "logs" / "rank-0.log").read_text()
     for run_dir in run_dirs(sweep):
         assert [line["step"] for line in metrics(run_dir) if "train/loss" in line] == [
-            *range(1, 201)
+            *range(1, 101)
         ]
     rows = compare(read_runs([sweep]), each=True).rows
     assert [row.setting["seed"] for row in rows] == [0, 1, 2]

@@ -154,7 +154,7 @@ def config_of(world_size: int, *keys: str) -> Config:
     )
 
 
-@pytest.mark.parametrize("delay", [in_forward, in_backward, in_data, in_optimizer])
+@pytest.mark.parametrize("delay", first_of([in_forward, in_backward, in_data, in_optimizer]))
 @pytest.mark.parametrize(("world_size", "every"), first_of([(3, 4), (2, 1)]))
 def test_the_late_rank_is_named(delay: Callable[[Any], None], world_size: int, every: int) -> None:
     """Wherever the delay comes, however many ranks wait, and however often a line is logged."""
