@@ -187,6 +187,7 @@ def test_a_run_inside_the_folder_of_another_run_is_found(tmp_path: Path) -> None
     assert [run.folder.name for run in read_runs([tmp_path])] == ["outputs", "inner"]
 
 
+@pytest.mark.full
 def test_a_thousand_runs_are_compared_or_listed(tmp_path: Path) -> None:
     """Some are damaged, some still running; none is lost."""
     for index in range(1000):
@@ -251,6 +252,7 @@ def test_one_odd_run_does_not_stop_a_comparison(
     assert "eval/\\ud800" in (out / "comparison.csv").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_a_text_of_megabytes_is_cut_for_people(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from commands import wait_for
 from own_data import end_workers
+from tiers import first_of
 
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import Piece
@@ -84,7 +85,7 @@ def wait_with_workers(pipe: Any, how: str) -> None:
     globals()["kept"] = (split, loaded)  # still there at the end of the process
 
 
-@pytest.mark.parametrize("how", ["wait", "end"])
+@pytest.mark.parametrize("how", first_of(["end", "wait"]))
 def test_workers_end_with_their_rank(how: str) -> None:
     """However it ends: killed, or ordinarily with an epoch still open."""
     own, other = Pipe()

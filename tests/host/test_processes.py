@@ -7,6 +7,8 @@ import sys
 from multiprocessing import forkserver, get_context
 from typing import Any
 
+import pytest
+
 from ddp_runner.host.processes import fork_server_is_gone, release_fork_server
 
 
@@ -49,6 +51,7 @@ assert rank.exitcode == 0
 """
 
 
+@pytest.mark.full
 def test_a_semaphore_that_a_rank_leaves_behind_causes_no_warning() -> None:
     """Progress bars have one, and a warning of it would follow the last line of the run."""
     ended = subprocess.run(

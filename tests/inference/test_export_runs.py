@@ -66,6 +66,7 @@ def test_programs_give_what_the_model_gives(
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_traced_fails_the_export_and_not_the_training(
     tmp_path: Path,
 ) -> None:

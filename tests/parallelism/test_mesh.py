@@ -33,6 +33,7 @@ def test_an_optimizer_that_cannot_step_shards_is_one_line(mode: str) -> None:
     assert run_ranks(refusal, 1, compose_config(*TOY, *keys, "parallelism=single")) == [""]
 
 
+@pytest.mark.full
 def test_an_optimizer_from_before_the_shards_is_one_line(tmp_path: Path) -> None:
     """It holds parameters that the module has no more, and would train nothing."""
     source = """

@@ -79,6 +79,7 @@ def test_the_commands_of_the_page_are_valid(tmp_path: Path) -> None:
         assert " 0 valid" not in end.stdout
 
 
+@pytest.mark.full
 def test_a_job_that_is_done_is_named(tmp_path: Path) -> None:
     """The list tells what the same command would still run; the sweep's folder stays as it is."""
     sweep = ("-m", "model=toy", "world_size=1", "train.max_steps=2", "hydra.sweep.dir=sweep")

@@ -3,6 +3,7 @@
 import gc
 from pathlib import Path
 
+import pytest
 from pictures import write_folders, write_shards
 from ranks import run_ranks
 from train_states import Trace, compose_config, run_loop
@@ -33,6 +34,7 @@ def loops(env: DistEnv, plans: list[list[tuple[Config, int]]], folders: list[Pat
     return last
 
 
+@pytest.mark.full
 def test_both_ways_give_the_same_losses(tmp_path: Path) -> None:
     """Bit for bit, with augmentation and two ranks; a run that changes the way midway agrees."""
     write_folders(tmp_path / "pets", num_train=27, num_eval=7)

@@ -197,6 +197,7 @@ def settle() -> None:
     step_metrics.SETTLED_S = 0.0
 
 
+@pytest.mark.full
 def test_a_compiled_run_counts_before_it_compiles(tmp_path: Path) -> None:
     """The real command does so by itself; then no step is counted, and none is without times."""
     faults = (Fault(settle, At(rank, 1)) for rank in (0, 1))

@@ -183,6 +183,7 @@ def test_the_late_rank_of_a_stream_is_named() -> None:
     assert min(data_ms) < 0.8 * 1000 * NAP_S  # the mean of both: rank 0's own is short
 
 
+@pytest.mark.full
 def test_ranks_that_take_turns_are_both_named() -> None:
     """Their mean times are equal, so only the single steps tell."""
     config = config_of(2, "train.log_every_steps=3", "train.grad_accum_steps=2")

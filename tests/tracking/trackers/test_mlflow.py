@@ -58,6 +58,7 @@ def files(tracker: MLflow, folder: str | None = None) -> set[str]:
     return {one.path for one in found if not one.is_dir}.union(*inner)
 
 
+@pytest.mark.full
 def test_pictures_keep_their_names(store: str, tmp_path: Path) -> None:
     """Those of several names have the same steps."""
     run, tracker = tracked(tmp_path), MLflow(tracking_uri=store)
