@@ -149,7 +149,7 @@ def checked(request: pytest.FixtureRequest) -> dict[str, list[Finding]]:
     return found
 
 
-@pytest.mark.parametrize("name", named(GOOD, quick=("toy", "accumulation", "BatchNorm")))
+@pytest.mark.parametrize("name", named(GOOD, quick=("toy",)))
 def test_a_good_model_keeps_every_promise(name: str, checked: dict[str, list[Finding]]) -> None:
     """All eleven checks are made, and pass."""
     assert [finding for finding in checked[name] if not finding.ok] == []

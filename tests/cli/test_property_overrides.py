@@ -311,7 +311,7 @@ def check(line: list[str]) -> None:
 
 @pytest.mark.usefixtures("no_workers")
 @given(command_lines())
-@examples(40)
+@examples(25)
 def test_a_command_line_is_planned_or_rejected_in_one_line(line: list[str]) -> None:
     """Nothing is written outside of the folder, nothing foreign is imported."""
     check(line)
@@ -340,7 +340,7 @@ nested = st.recursive(
 
 
 @given(st.data(), st.booleans())
-@examples(100)
+@examples(50)
 def test_any_value_of_any_key_resolves_or_is_rejected_in_one_line(
     data: st.DataObject, has_gpus: bool
 ) -> None:

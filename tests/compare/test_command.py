@@ -146,6 +146,7 @@ def test_each_makes_a_row_for_each_run(outputs: Path, capsys: pytest.CaptureFixt
     ]
 
 
+@pytest.mark.full
 def test_everything_is_written_into_a_folder(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

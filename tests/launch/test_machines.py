@@ -142,6 +142,7 @@ def test_a_machine_that_reports_nothing_was_lost(monkeypatch: pytest.MonkeyPatch
         assert seen.first_failure(own).sentence == "rank 1 on a raised"
 
 
+@pytest.mark.full
 def test_a_machine_that_still_ends_its_ranks_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

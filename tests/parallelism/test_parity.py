@@ -176,7 +176,7 @@ def of_one_process(
     return keys, steps[torch.float64]
 
 
-QUICK = ("ddp", "tp", "ps")
+QUICK = ("ddp",)
 
 
 @pytest.mark.parametrize(

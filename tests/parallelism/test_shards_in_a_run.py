@@ -145,6 +145,7 @@ def norm_dtypes(env: DistEnv, config: Config) -> set[torch.dtype]:
     return dtypes
 
 
+@pytest.mark.full
 def test_a_block_with_batch_norm_is_gathered_in_fp32() -> None:
     """Its running statistics are fp32, and on CUDA both must be alike."""
     keys = ("model=convnet", "parallelism=fsdp", "train.precision=bf16")

@@ -316,7 +316,7 @@ def ways() -> Iterator[Any]:
     """Yield each group with each of its cases; by default all that a step depends on at once."""
     for group in GROUPS:
         for case in cases_of(group):
-            is_quick = case == "all" and group in MODES and group not in ("dp", "ddp_mp")
+            is_quick = case == "all" and group in MODES and group not in ("dp", "ddp_mp", "tp")
             marks = [] if is_quick else [pytest.mark.full]
             yield pytest.param(group, case, marks=marks)
 

@@ -169,11 +169,14 @@ def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str
     [
         ("model=mnist_net", "dataset=fake_images", "dataset.eval_samples=37"),
         ("model=toy", "dataset.eval_samples=2"),
-        (
-            "model=mnist_net",
-            "dataset=fake_images",
-            "dataset.eval_samples=37",
-            "model.num_classes=1000",
+        pytest.param(
+            (
+                "model=mnist_net",
+                "dataset=fake_images",
+                "dataset.eval_samples=37",
+                "model.num_classes=1000",
+            ),
+            marks=pytest.mark.full,
         ),
     ],
     ids=["37 images", "fewer samples than ranks", "more outputs than classes"],

@@ -167,6 +167,7 @@ def test_the_late_rank_is_named(delay: Callable[[Any], None], world_size: int, e
     assert most["perf/skew_ms"] > 0.8 * 1000 * NAP_S  # a busy machine may delay the others, too
 
 
+@pytest.mark.full
 def test_the_late_rank_of_a_stream_is_named() -> None:
     """The others already wait for its data, before the step."""
     config = compose_config(

@@ -76,6 +76,7 @@ def test_what_others_lose_to_a_slow_rank_is_waiting(accumulated: int, tmp_path: 
         assert parts <= 1.001 * sum(line["perf/step_time_ms"] for line in lines) / len(lines)
 
 
+@pytest.mark.full
 def test_one_process_exchanges_nothing(tmp_path: Path) -> None:
     """There is no line of communication where there is nobody to talk to."""
     config = compose_config(*TOY, "parallelism=single", "train.log_every_steps=1")
