@@ -96,7 +96,7 @@ def nothing_left_over() -> Iterator[None]:
     deadline = time.monotonic() + GRACE_S
     while (left := _left(threads, processes)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    for process in _processes() - processes:
+    for process in _processes() - processes if left else ():
         process.kill()
     if leaks + left:
         pytest.fail(f"left over: {'; '.join(leaks + left)}", pytrace=False)

@@ -229,6 +229,7 @@ def test_values_from_a_foreign_run_cannot_forge_output(tmp_path: Path, form: str
     assert not any(line.startswith("best of all") for line in text.splitlines())
 
 
+@pytest.mark.full
 def test_one_odd_run_does_not_stop_a_comparison(
     tmp_path: Path,
     capsysbinary: pytest.CaptureFixture[bytes],

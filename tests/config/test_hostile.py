@@ -308,6 +308,7 @@ def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.full
 def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
     """A pretrained model whose config names Python files beside it does not run them."""
     mark = tmp_path / MARK

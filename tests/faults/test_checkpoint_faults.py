@@ -6,7 +6,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from injection import (
     wait_until,
 )
 from run_folders import checkpoint_dir, checkpoint_steps, rank_log, record
-from tiers import first_of
+from tiers import first_of, only
 from trainings import (
     NUM_STEPS,
     RUN,
@@ -250,34 +249,23 @@ MARK_SAVE = Fault(partial(append_byte, MARK), SAVE(4))
 LONG_S = ANSWER_S + 3.0  # longer than a rank of a failed group may live if it saves nothing
 
 
+@pytest.mark.parametrize("what", only("killed", {"killed": KILL, "raises": raise_error}))
 def test_a_restart_continues_from_the_save_during_which_a_rank_failed(
-    tmp_path: Path, uninterrupted: Path
+    what: Callable[[], object], tmp_path: Path, uninterrupted: Path
 ) -> None:
     """Rank 0 may finish its save although rank 1 was killed, or raised."""
     slow_save, next_step = Fault(partial(time.sleep, LONG_S), SAVE(4)), At(1, SAVING + 1)
     wait_for_save = Fault(partial(wait_until, MARK), next_step)
-    failures = {tmp_path / "killed": KILL, tmp_path / "raises": raise_error}
-    with ExitStack() as stack:
-        processes = {
-            folder: stack.enter_context(
-                background(
-                    *TOY,
-                    "launch.max_restarts=1",
-                    "launch.shutdown_timeout_s=1",
-                    folder=folder,
-                    prepare=inject(MARK_SAVE, slow_save, wait_for_save, Fault(what, next_step)),
-                )
-            )
-            for folder, what in failures.items()
-        }
-        for folder, process in processes.items():
-            end = wait_for_end(process, folder)
-            assert (end.exit_code, end.stderr) == (0, "")
-            assert record(end.run_dir)["restarts"] == 1
-            log = rank_log(end.run_dir)
-            assert "restart 1 of 1: rank 1 " in log
-            assert re.search(rf"resumed from \S+step-{SAVING:08d}", log)
-            assert_same_run(end.run_dir, uninterrupted)
+    faults = inject(MARK_SAVE, slow_save, wait_for_save, Fault(what, next_step))
+    keys = (*TOY, "launch.max_restarts=1", "launch.shutdown_timeout_s=1")
+    with background(*keys, folder=tmp_path, prepare=faults) as process:
+        end = wait_for_end(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert record(end.run_dir)["restarts"] == 1
+    log = rank_log(end.run_dir)
+    assert "restart 1 of 1: rank 1 " in log
+    assert re.search(rf"resumed from \S+step-{SAVING:08d}", log)
+    assert_same_run(end.run_dir, uninterrupted)
 
 
 def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, uninterrupted: Path) -> None:

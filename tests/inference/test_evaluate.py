@@ -101,6 +101,7 @@ def test_best_weights_are_evaluated_unless_others_are_asked_for(tmp_path: Path) 
     assert "has no checkpoint of that step; it has" in error_line(end)
 
 
+@pytest.mark.full
 def test_an_unfinished_run_is_evaluated_at_its_newest_checkpoint(tmp_path: Path) -> None:
     """Without an export the newest checkpoint is taken."""
     run_dir = train(tmp_path, "model=toy", "world_size=2")

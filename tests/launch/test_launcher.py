@@ -164,6 +164,7 @@ def test_a_rank_that_raises_is_named_and_ends_the_group(tmp_path: Path) -> None:
     assert "cursed" in (end.run_dir / "logs" / "rank-1.log").read_text()
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
     """With restarts left the group goes on from its checkpoint and ends where it would have.
 

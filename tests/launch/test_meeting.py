@@ -54,7 +54,11 @@ def test_the_machine_with_the_number_0_must_have_the_port() -> None:
     ("host", "number", "reason"),
     [
         pytest.param("127.0.0.1", 1, "Connection refused", id="a number that does not serve"),
-        pytest.param("no-such-host.invalid", None, "not known|resolution", id="an unknown name"),
+        pytest.param(
+            *("no-such-host.invalid", None, "not known|resolution"),
+            id="an unknown name",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_machine_that_cannot_reach_the_store_says_why_and_gives_up_in_time(

@@ -279,6 +279,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, short_tem
     assert not list(short_temp.glob("ddp_runner-*"))
 
 
+@pytest.mark.full
 def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> None:
     """A checkpoint, then 128 + the signal's number; SIGHUP stays ignored, stdout may be closed."""
     with socket.socket() as free:

@@ -119,6 +119,7 @@ def evaluated(env: DistEnv) -> list[dict[str, float]]:
     return results
 
 
+@pytest.mark.full
 def test_they_exchange_nothing_by_themselves() -> None:
     """A rank without a batch has nothing to exchange, and would let the others wait."""
     whole, metrics = classified(23), two_metrics()

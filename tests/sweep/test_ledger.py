@@ -20,6 +20,7 @@ from commands import background, run_command, wait_for, wait_for_end
 from configs import resolved, write_experiment
 from run_folders import last_step, metrics, record, run_dirs
 from sweeps import only_sweep, statuses, table_row
+from tiers import first_of
 
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
@@ -360,15 +361,16 @@ def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
     assert now["optimizer.lr=1e+30"] > began["optimizer.lr=1e+30"]
 
 
-def test_fail_fast_and_max_failures_stop_a_sweep(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "number"), first_of([("sweep.max_failures=2", 2), ("sweep.fail_fast=true", 1)])
+)
+def test_fail_fast_and_max_failures_stop_a_sweep(setting: str, number: int, tmp_path: Path) -> None:
     """At the first failure, or the second: what waits stays queued, the exit code is not 0."""
     rows = ("-m", "optimizer.lr=1e30,1e31,0.1", *TOY, "train.max_steps=9")
-    for number, setting in enumerate(("sweep.fail_fast=true", "sweep.max_failures=2"), start=1):
-        folder = tmp_path / str(number)
-        end = run_command(*rows, setting, folder=folder)
-        assert end.exit_code == 2
-        found = list(statuses(only_sweep(folder)).values())
-        assert found == ["failed"] * number + ["queued"] * (3 - number)
+    end = run_command(*rows, setting, folder=tmp_path)
+    assert end.exit_code == 2
+    found = list(statuses(only_sweep(tmp_path)).values())
+    assert found == ["failed"] * number + ["queued"] * (3 - number)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from tiers import first_of
 from train_states import STEPS_PER_EPOCH, TOY, Trace, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
@@ -112,7 +113,7 @@ def test_all_ranks_stop_at_one_step_and_a_resume_does_nothing_more(tmp_path: Pat
         assert trace.position.step == 5 * STEPS_PER_EPOCH
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", first_of(["async", "sync"]))
 def test_trainers_end_with_their_server(tmp_path: Path, mode: str) -> None:
     """It alone evaluates; what they still compute is dropped."""
     keys = ("parallelism=ps", f"parallelism.mode={mode}")
@@ -124,7 +125,7 @@ def test_trainers_end_with_their_server(tmp_path: Path, mode: str) -> None:
     assert (again.status, again.lines) == ("completed", [])
 
 
-@pytest.mark.parametrize("stop_after", [STEPS_PER_EPOCH + 1, 2 * STEPS_PER_EPOCH - 1])
+@pytest.mark.parametrize("stop_after", first_of([STEPS_PER_EPOCH + 1, 2 * STEPS_PER_EPOCH - 1]))
 def test_a_resumed_run_stops_at_the_same_step(tmp_path: Path, stop_after: int) -> None:
     """Stopped amid the second epoch, or at its end, before the evaluation."""
     config = compose_config(*TOY, *STUCK, world_size=2)

@@ -141,6 +141,7 @@ def test_counting_is_over_after_its_block() -> None:
     assert counter.num_samples == 5
 
 
+@pytest.mark.full
 def test_compiled_code_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """To count would run it uncompiled for one step, with other rounding."""
     from torch._dynamo.utils import counters

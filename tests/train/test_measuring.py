@@ -10,6 +10,7 @@ import pytest
 from injection import At, Fault
 from ranks import run_ranks
 from run_folders import metrics, record
+from tiers import first_of
 from torch import nn
 from train_states import TOY, Trace, build, compose_config, run_loop
 from trainings import NUM_STEPS as RUN_STEPS
@@ -120,12 +121,14 @@ def timed(trace: Trace) -> list[float]:
 
 @pytest.mark.parametrize(
     ("every", "slow", "expected", "num_skew_steps", "counted_at"),
-    [
-        (1, (), [1, 2, 4, 5, 6, 7, 8], 5, 3),
-        (2, (), [2, 4, 6, 8], 5, 3),  # step 3 is in no line of its own, nor in that of step 4
-        (1, (3, 4), [1, 2, 6, 7, 8], 3, 5),
-        (4, (), [4, 8], 5, 5),
-    ],
+    first_of(
+        [
+            (1, (3, 4), [1, 2, 6, 7, 8], 3, 5),
+            (1, (), [1, 2, 4, 5, 6, 7, 8], 5, 3),
+            (2, (), [2, 4, 6, 8], 5, 3),  # step 3 is in no line of its own, nor in that of step 4
+            (4, (), [4, 8], 5, 5),
+        ]
+    ),
 )
 def test_a_step_that_is_slowed_down_is_in_no_time(
     every: int, slow: tuple[int, ...], expected: list[int], num_skew_steps: int, counted_at: int
@@ -138,6 +141,7 @@ def test_a_step_that_is_slowed_down_is_in_no_time(
         assert one.counted_at == one.measured_at == [counted_at]
 
 
+@pytest.mark.full
 def test_nothing_is_measured_while_steps_are_traced() -> None:
     """The trace would show it, and its figures would be those of a slow machine."""
     config = toy("train.log_every_steps=1")
@@ -158,7 +162,7 @@ def test_what_one_rank_cannot_count_no_rank_counts() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [12, 9])
+@pytest.mark.parametrize("size", first_of([9, 12]))
 def test_a_doubled_sample_counts_as_two(size: int) -> None:
     """The third step of a stream of 9 in batches of 4 has one sample, twice, for BatchNorm."""
     config = compose_config(

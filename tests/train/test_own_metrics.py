@@ -82,6 +82,7 @@ def pieces(num_samples: int) -> list[Any]:
     return [Piece(torch.tensor([index])) for index in range(num_samples)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys", only("classes", {"metrics": (), "classes": ("dataset.num_classes=2",)})
 )

@@ -81,6 +81,7 @@ def told_by_checkpoints(*traces: Trace) -> dict[int, dict[str, float]]:
     return {step: message for trace in traces for step, message in trace.saved.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop_at", first_of([MID_EPOCH, EPOCH_END]))
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, stop_at: int) -> None:
     """With dropout, momentum and a schedule, all figures and weights are the same, bit by bit."""

@@ -72,6 +72,7 @@ def test_pictures_keep_their_names(store: str, tmp_path: Path) -> None:
     assert files(tracker) == {"run.json", "config.yaml", *paths[2:]}
 
 
+@pytest.mark.full
 def test_a_name_that_mlflow_rejects_gets_another(store: str, tmp_path: Path) -> None:
     """Rejecting one, MLflow takes none of a call. Different names stay different."""
     plain = ["train/loss", "a b:c-d.e"]
