@@ -78,6 +78,9 @@ def test_negative_numbers_are_rejected(key: str) -> None:
 
 
 INVALID = [
+    ("backend.device=cuda world_size=2",
+     "2 ranks of 1 devices need 2 GPUs and this machine shows 0; write backend=gloo "
+     "backend.device=cpu"),
     ("parallelism=ps train.precision=fp16",
      "parallelism=ps has no scaled loss; write train.precision=bf16"),
     ("batch.global_size=100 world_size=3",

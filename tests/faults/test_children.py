@@ -6,20 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import own_trackers
 import psutil
 import pytest
-from commands import Started, background, fork_server, wait_for, wait_for_end, wait_until_gone
+from commands import fork_server, wait_for, wait_for_end, wait_until_gone
 from injection import At, Fault, call_all, raise_error, send_launcher, wait_until
 from ranks import run_ranks
 from run_folders import record, scalars
 from tiers import first_of
-from trainings import CHILD_STARTER, LONG, RUN, is_training, run_training
+from trainings import RUN, children_of_ranks, is_training, run_training, starting_children
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import (
@@ -30,33 +28,12 @@ from ddp_runner.host.processes import (
 )
 
 
-def starting_children(
-    folder: Path, *keys: str, prepare: Callable[[], None] | None = None
-) -> AbstractContextManager[Started]:
-    """Run a long training whose two ranks each start a child in a session of its own."""
-    (folder / "mother.py").write_text(CHILD_STARTER)
-    return background(
-        *LONG,
-        "model._target_=mother.Mother",
-        "allowed_targets=[mother]",
-        *keys,
-        folder=folder,
-        environ={"PYTHONPATH": str(folder)},
-        prepare=prepare,
-    )
-
-
-def children_of_ranks(folder: Path) -> list[int]:
-    """Return the processes that the ranks have started."""
-    return [int((folder / f"child-{rank}").read_text()) for rank in (0, 1)]
-
-
 @pytest.mark.full
 def test_children_of_ranks_end_with_a_completed_run(tmp_path: Path) -> None:
     """Each rank has a child in a session of its own; none outlives the launcher for long."""
     with starting_children(tmp_path, "train.max_steps=4") as process:
         end = wait_for_end(process, tmp_path)
-        pids = children_of_ranks(tmp_path)
+        pids = children_of_ranks(tmp_path, 2)
         wait_for(lambda: not any(map(psutil.pid_exists, pids)))
         wait_until_gone(process)
     assert (end.exit_code, end.stderr) == (0, "")
@@ -67,7 +44,7 @@ def test_children_of_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
     """Only the server that the ranks were forked from is left to end them."""
     with starting_children(tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        pids = children_of_ranks(tmp_path)
+        pids = children_of_ranks(tmp_path, 2)
         assert all(map(psutil.pid_exists, pids))
         process.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(map(psutil.pid_exists, pids)))
@@ -79,7 +56,7 @@ def test_ranks_leave_their_children_to_a_server_that_is_late(tmp_path: Path) -> 
     """Ranks that ended by themselves would leave them behind, where nobody finds them."""
     with starting_children(tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        pids = children_of_ranks(tmp_path)
+        pids = children_of_ranks(tmp_path, 2)
         server = fork_server(process.pid)
         server.suspend()
         process.send_signal(signal.SIGKILL)
@@ -112,7 +89,7 @@ def test_children_of_ranks_end_when_the_servers_pipe_closes(tmp_path: Path) -> N
     """A dying launcher's pipe may close long before the kernel signals its death."""
     with starting_children(tmp_path, prepare=close_pipe_on_signal) as process:
         wait_for(lambda: is_training(process, tmp_path))
-        pids = children_of_ranks(tmp_path)
+        pids = children_of_ranks(tmp_path, 2)
         assert not any(map(is_gone, pids))
         process.send_signal(signal.SIGRTMIN)
         wait_for(lambda: all(map(is_gone, pids)))

@@ -1,13 +1,16 @@
 """Small trainings for tests of whole runs, and what a disturbed run must come to."""
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from commands import (
     CommandResult,
+    Started,
     background,
     run_command,
+    wait_for,
     wait_for_end,
     wait_until_gone,
 )
@@ -79,6 +82,33 @@ class Mother(Net):
         with open(f"child-{os.environ['RANK']}", "w") as file:
             file.write(str(child.pid))
 '''
+
+
+def starting_children(
+    folder: Path, *keys: str, prepare: Callable[[], None] | None = None
+) -> AbstractContextManager[Started]:
+    """Start a long training, each rank of which starts a child in a session of its own."""
+    (folder / "mother.py").write_text(CHILD_STARTER)
+    return background(
+        *LONG,
+        "model._target_=mother.Mother",
+        "allowed_targets=[mother]",
+        *keys,
+        folder=folder,
+        environ={"PYTHONPATH": str(folder)},
+        prepare=prepare,
+    )
+
+
+def children_of_ranks(folder: Path, number: int) -> list[int]:
+    """Return the process ids of the ranks' children, once all have started."""
+
+    def known() -> list[int]:
+        texts = [path.read_text() for path in folder.glob("child-*")]
+        return [int(text) for text in texts if text]
+
+    wait_for(lambda: len(known()) == number)
+    return known()
 
 
 def run_training(

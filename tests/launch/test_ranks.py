@@ -3,14 +3,11 @@
 import os
 import signal
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from commands import (
-    Started,
     background,
     command_line,
     fork_server,
@@ -21,7 +18,7 @@ from commands import (
 )
 from run_folders import checkpoint_steps, record, run_dirs
 from tiers import first_of
-from trainings import CHILD_STARTER, LONG, is_training
+from trainings import LONG, children_of_ranks, is_training, starting_children
 
 SAVED = ("checkpoint.every_steps=5", "checkpoint.every_epochs=null")
 SWEEP = ("-m", *LONG, "world_size=1", "seed=1,2", "sweep.parallel_jobs=2", "hydra.sweep.dir=sweep")
@@ -30,34 +27,9 @@ SERVER_KILLED = "the process that the ranks are forked from was killed"
 WATCHED_S, MOST_CPU_S = 3.0, 1.0
 
 
-def with_children(folder: Path, *keys: str, **more: Any) -> AbstractContextManager[Started]:
-    """Start a training whose ranks start a child each."""
-    (folder / "mother.py").write_text(CHILD_STARTER)
-    return background(
-        *LONG,
-        "model._target_=mother.Mother",
-        "allowed_targets=[mother]",
-        *keys,
-        folder=folder,
-        environ={"PYTHONPATH": str(folder)},
-        **more,
-    )
-
-
-def children_of_ranks(folder: Path, number: int) -> list[int]:
-    """Return the process ids of the ranks' children, once all have started."""
-
-    def known() -> list[int]:
-        texts = [path.read_text() for path in folder.glob("child-*")]
-        return [int(text) for text in texts if text]
-
-    wait_for(lambda: len(known()) == number)
-    return known()
-
-
 def test_a_killed_server_leaves_no_child_of_a_rank(tmp_path: Path) -> None:
     """The launcher adopts them then."""
-    with with_children(tmp_path) as process:
+    with starting_children(tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         pids = children_of_ranks(tmp_path, 2)
         fork_server(process.pid).kill()
@@ -107,7 +79,7 @@ def test_a_lost_trainer_costs_the_launcher_nothing_and_its_child_ends_with_it(
 ) -> None:
     """An asynchronous parameter server goes on without a trainer, whose pipe stays at its end."""
     keys = ("parallelism=ps", "parallelism.mode=async", "world_size=3")
-    with with_children(tmp_path, *keys) as process:
+    with starting_children(tmp_path, *keys) as process:
         wait_for(lambda: is_training(process, tmp_path))
         pids = children_of_ranks(tmp_path, 3)
         rank_processes(process.pid)[2].kill()
