@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from train_states import SMALL, TOY, compose_config, flat_weights
 
+import ddp_runner.checkpoint.weights as weights_module
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.checkpoint.weights import export_weights, load_weights, starting_weights
 from ddp_runner.config.instantiate import make
@@ -142,7 +143,7 @@ def test_safetensors_writes_nothing_beside_the_export(
         places.append(file.parent)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ddp_runner.checkpoint.weights.save_file", save)
+    monkeypatch.setattr(weights_module, "save_file", save)
     with pytest.raises(UserError, match="No space left on device"):
         export_weights(tmp_path / "model.safetensors", toy().state_dict(), step=1, metrics={})
     assert places == [tmp_path / ".model.safetensors.parts"]

@@ -25,6 +25,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
+from ddp_runner.models import toy
 from ddp_runner.rank.session import open_session
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -173,7 +174,7 @@ def test_a_rank_judges_what_the_object_is(name: str) -> None:
 
 def test_a_part_of_ours_is_what_its_module_has_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its source is no proof of what the name stands for by now."""
-    monkeypatch.setattr("ddp_runner.models.toy.ToyModel", Path)
+    monkeypatch.setattr(toy, "ToyModel", Path)
     with pytest.raises(UserError, match=r"is not a class or function that .* itself defines"):
         find("ddp_runner.models.toy.ToyModel", key="model._target_")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.data import text_tokenizer
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.sources.text import bundled_text
@@ -150,7 +151,7 @@ def test_a_long_text_is_encoded_in_parts_that_end_with_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No character is lost between them."""
-    monkeypatch.setattr("ddp_runner.data.text_tokenizer.CHUNK", 50)
+    monkeypatch.setattr(text_tokenizer, "CHUNK", 50)
     tokenizer = build_text_tokenizer(TEXT, vocabulary="bpe", vocab_size=300)
     assert isinstance(tokenizer, Library)
     assert tokenizer.decode(tokenizer.encode(TEXT).tolist()) == TEXT

@@ -28,6 +28,7 @@ from ddp_runner.parallelism.mode import rank_devices
 from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import build as building
+from ddp_runner.train import export
 from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.export import export_best
@@ -240,7 +241,7 @@ def test_the_best_model_is_evaluated_without_a_second_one_on_the_gpu(
     """At the end of a run nothing but the model's own tensors goes to a GPU."""
     keys = ("checkpoint.monitor=eval/loss", "checkpoint.mode=min", "checkpoint.load_best=true")
     config, real, loaded_onto = case.config(*keys), real_dataset(), spy_on_loads(monkeypatch)
-    monkeypatch.setattr("ddp_runner.train.export.export_weights", lambda *_, **__: None)  # numbers
+    monkeypatch.setattr(export, "export_weights", lambda *_, **__: None)  # numbers
     trace = Trace()
     with fake_gpus(case.gpus, ranks=case.ranks):
         state = build(case, config, real)

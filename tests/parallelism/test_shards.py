@@ -17,6 +17,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.parallelism import mesh
 from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.module_names import matched
 from ddp_runner.parallelism.shards import gathered, is_shard, like, own_part, whole
@@ -216,6 +217,6 @@ def test_memory_that_cannot_be_returned_is_one_line(monkeypatch: pytest.MonkeyPa
     """Else a rank would grow as without the key."""
     keys = ("parallelism=fsdp", "parallelism.return_memory=true", "backend.device=cpu")
     mode = make("parallelism", resolved(*keys)[0].parallelism)
-    monkeypatch.setattr("ddp_runner.parallelism.mesh.return_freed_memory", lambda: False)
+    monkeypatch.setattr(mesh, "return_freed_memory", lambda: False)
     with pytest.raises(UserError, match=r"parallelism\.return_memory=true needs glibc"):
         mode.place(nn.Module, [torch.device("cpu")])

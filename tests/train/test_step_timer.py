@@ -15,6 +15,7 @@ from train_states import TOY, Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
+from ddp_runner.train import step_timer
 from ddp_runner.train.step_timer import MOST_EXCHANGES, UNMEASURED_STEPS, StepTimer
 
 NAP_S = 0.3
@@ -123,7 +124,7 @@ def test_work_is_what_a_rank_does_between_exchanges(monkeypatch: pytest.MonkeyPa
     waits before an exchange, as the ranks of a stream do, is no work of its own.
     """
     clock = Clock()
-    monkeypatch.setattr("ddp_runner.train.step_timer.time", clock)
+    monkeypatch.setattr(step_timer, "time", clock)
     pace = StepTimer(torch.device("cpu"))
 
     def step() -> None:
