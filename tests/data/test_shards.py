@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import webdataset
 from pictures import add, write_folders, write_shards
 from rights import unreadable
 from torch import Tensor
@@ -83,6 +82,8 @@ def test_the_digest_follows_the_samples_and_not_their_place(root: Path, tmp_path
 
 def test_the_writer_of_webdataset_is_read(tmp_path: Path) -> None:
     """Its shards, with samples of several kinds of files, and a user's own decode."""
+    import webdataset
+
     (tmp_path / "tars").mkdir()
     for split, count in (("train", 5), ("val", 2)):
         pattern = str(tmp_path / "tars" / f"{split}-%06d.tar")

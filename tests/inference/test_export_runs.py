@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import torch
 from commands import error_line, run_command
@@ -18,13 +17,13 @@ RUN = "run"
 OWN_DATA = {"DDP_RUNNER_DATA_ROOT": "data"}
 BOTH = "checkpoint.export=[onnx,torch_export]"
 MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
-    "pictures": (
-        ("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64"),
-        lambda size: torch.randn(size, 1, 28, 28),
-    ),
     "two stages": (
         ("model=toy_mp", "parallelism=ddp_mp", "world_size=1", "dataset.num_samples=64"),
         lambda size: torch.randn(size, 10),
+    ),
+    "pictures": (
+        ("model=mnist_net", "dataset=fake_images", "dataset.num_samples=64"),
+        lambda size: torch.randn(size, 1, 28, 28),
     ),
     "texts": (
         (
@@ -41,6 +40,8 @@ def test_programs_give_what_the_model_gives(
     args: tuple[str, ...], samples: Any, tmp_path: Path
 ) -> None:
     """At the end of a training, and by task=export; batches of other sizes than were traced."""
+    import onnxruntime
+
     (tmp_path / "data").mkdir()
     write_reviews(tmp_path / "data" / "reviews.csv")
     keys = (*args, "train.max_steps=2", BOTH, f"hydra.run.dir={RUN}")

@@ -17,8 +17,6 @@ from configs import resolved, write_experiment
 from real_data import require
 from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors.torch import load_file
-from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from texts import TINY_BERT, write_reviews, write_rows
 
 from ddp_runner.cli.compose import validate_files
@@ -105,6 +103,9 @@ def test_the_confusion_matrix_is_that_of_the_gathered_predictions(
     table: CommandResult, name: str
 ) -> None:
     """Counts over all ranks, in run.json and as a picture, with scikit-learn's metrics."""
+    from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     run_dir = job(table, name)
     dataset, model = reloaded(run_dir, table.folder / "data")
     with torch.no_grad():

@@ -13,6 +13,7 @@ from sweeps import only_sweep, statuses, table_row
 TOY = ("train.max_steps=3", "train.num_threads=1", "backend=gloo")
 
 
+@pytest.mark.full
 def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> None:
     """Skipped jobs are listed with a reason; one calibration for each world size; all are compared.
 

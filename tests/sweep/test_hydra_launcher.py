@@ -30,6 +30,8 @@ from ddp_runner.config.schema import CONFIG_DIR
 from hydra_plugins.ddp_runner_launcher import SweepLauncher
 from hydra_plugins.ddp_runner_sweeper import GridSweeper
 
+pytestmark = pytest.mark.full
+
 NAME = "hydra_plugins.ddp_runner_launcher.SweepLauncher"
 
 

@@ -500,7 +500,7 @@ KILLED = (
     "dataset.num_samples=60",
     "dataset.eval_samples=20",
     "batch.global_size=8",
-    "train.epochs=6",
+    "train.epochs=4",
     "train.precision=bf16",
     "train.num_threads=1",
     "train.log_every_steps=1",
@@ -509,7 +509,7 @@ KILLED = (
     *WARM_UP,
     *ACCUMULATED,
 )
-NUM_KILLED_STEPS = 48
+NUM_KILLED_STEPS = 32
 
 
 def test_a_run_that_was_killed_twice_equals_one_that_was_not(
@@ -517,7 +517,7 @@ def test_a_run_that_was_killed_twice_equals_one_that_was_not(
 ) -> None:
     """First a rank, and the launcher starts anew; then the launcher: at steps left to chance."""
     undisturbed = run_command(*KILLED, folder=tmp_path / "undisturbed").run_dir
-    folder, first, second = tmp_path / "killed", chance.randrange(4, 14), chance.randrange(14, 30)
+    folder, first, second = tmp_path / "killed", chance.randrange(4, 12), chance.randrange(12, 22)
     with background(*KILLED, "launch.max_restarts=1", folder=folder) as process:
         wait_for(lambda: last_step(folder))
         ranks = rank_processes(process.pid)  # looked up beforehand: the run does not wait
