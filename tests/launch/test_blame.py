@@ -192,9 +192,10 @@ def test_a_kill_for_memory_says_what_to_change(group: Group, config: Config) -> 
 
 
 def test_the_fork_server_takes_its_ranks_with_it(group: Group, config: Config) -> None:
-    """Their exit codes are unknown then, and no rank is to blame."""
-    failure = group.blamed(config, {0: 255, 1: 255, 2: 255}, server_is_gone=True)
+    """Their exit codes are unknown then; the first stands for all, whichever was seen first."""
+    failure = group.blamed(config, {2: 255, 0: 255, 1: 255}, server_is_gone=True)
     assert "the process that the ranks are forked from was killed" in failure.sentence
+    assert failure.rank == 0
 
 
 def test_peers_that_complain_alone_are_believed(group: Group, config: Config) -> None:
