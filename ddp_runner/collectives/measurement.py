@@ -41,7 +41,6 @@ class Measurement:
     latency_us: dict[str, float]  # median and p95 over calls, min and max over calls and ranks
     algbw_gb_per_s: float | None  # from the median; None for a barrier, which moves no data
     busbw_gb_per_s: float | None
-    verified: bool
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,6 @@ def summarize(variant: Variant, num_bytes: int, by_rank: Sequence[Sequence[float
         },
         algbw_gb_per_s=algbw,
         busbw_gb_per_s=busbw,
-        verified=True,
     )
 
 

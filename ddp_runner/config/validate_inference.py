@@ -5,13 +5,7 @@ from dataclasses import replace
 
 import yaml
 
-from ddp_runner.config.inference import (
-    EXPORTS,
-    INFERENCE,
-    SAMPLE,
-    SAMPLE_KEYS,
-    InferenceConfig,
-)
+from ddp_runner.config.inference import EXPORTS, INFERENCE, SAMPLE, SAMPLE_KEYS, InferenceConfig
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, Config, mode_needs
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware

@@ -16,14 +16,7 @@ from ddp_runner.config.inference import FORMATS, SPLITS
 from ddp_runner.config.launching import meeting_place
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.own_loop import TASKS, has_own_loop
-from ddp_runner.config.schema import (
-    CONFIG_DIR,
-    KINDS,
-    RUNNER_KEYS,
-    Config,
-    ModeNeeds,
-    leaves,
-)
+from ddp_runner.config.schema import CONFIG_DIR, KINDS, RUNNER_KEYS, Config, ModeNeeds, leaves
 from ddp_runner.config.tracking import validate_tracking
 from ddp_runner.errors import UserError, in_yaml, nearest
 from ddp_runner.host.hardware import memory_bytes
@@ -53,6 +46,9 @@ LEAST = dict.fromkeys(NOT_NEGATIVE, 0) | {
     "launch.join_timeout_s": 1,
     "collectives.size_factor": 2,
 }
+LARGEST = dict.fromkeys(  # a year, and threads: beyond them the libraries overflow
+    ("backend.timeout_s", "launch.join_timeout_s", "launch.shutdown_timeout_s"), 31_536_000
+) | {"train.num_threads": 4096}
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "train.precision": ("fp32", "bf16", "fp16"),
     "backend.name": ("auto", "gloo", "nccl", "mpi"),
@@ -130,6 +126,8 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
             raise UserError(f"{key} ({value}) must be greater than 0")
         if value < (least := LEAST.get(rule_of, value)):
             raise UserError(f"{key} ({value}) must be {least} or greater")
+        if value > (largest := LARGEST.get(rule_of, value)):
+            raise UserError(f"{key} ({value}) must be {largest} or less")
 
 
 def _validate_kind(key: str, value: Any, default: Any) -> None:

@@ -169,12 +169,7 @@ class Machines(rdzv.RendezvousHandler):
         validate_equal(machines)
         place = order.index(info.rank)
         ordered = [machines[one] for one in order]
-        self.reports = Reports(
-            ordered,
-            place,
-            store=info.store,
-            launch=self._launch,
-        )
+        self.reports = Reports(ordered, place, store=info.store, launch=self._launch)
         meeting_point = rdzv.RendezvousStoreInfo.build(
             place, STORES.PrefixStore("ranks", info.store), local_addr=own.address
         )

@@ -33,10 +33,7 @@ def git_revision() -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Return the installed version of Python and of each package; None: not installed."""
-    found: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "ddp_runner": __version__,
-    }
+    found: dict[str, str | None] = {"python": platform.python_version(), "ddp_runner": __version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

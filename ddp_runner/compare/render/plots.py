@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
 from ddp_runner.compare.render.columns import digits
-from ddp_runner.compare.render.drawing import (
-    STYLE,
-    Line,
-    draw_lines,
-    new_figure,
-)
+from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure
 from ddp_runner.compare.render.step_parts import step_parts
 from ddp_runner.compare.rows import ComparisonRow, Scaling
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, labels
