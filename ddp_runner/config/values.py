@@ -114,11 +114,12 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{key} ({value}) must be a finite number")
             if isinstance(number, int) and abs(number) > MOST:
-                raise UserError(f"{key} ({value}) must be {MOST} or less")
+                limit = f"{MOST} or less" if number > 0 else f"{-MOST} or greater"
+                raise UserError(f"{key} ({value}) must be {limit}")
     # Last what a mode needs, which may follow from a key of its own: an error names that one.
     for key in sorted(values, key=lambda key: ".needs." in key):
         rule_of, value = GROUP.sub("optimizer.", key), values[key]
-        if value is None or rule_of not in {*POSITIVE, *LEAST}:
+        if value is None or rule_of not in {*POSITIVE, *LEAST, *LARGEST}:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UserError(f"{key} ({in_yaml(value)}) must be a number")
@@ -200,12 +201,12 @@ def _validate_list(key: str, names: Sequence[str] | None, known: Sequence[str]) 
 def _validate_memory(config: Config) -> None:
     """Reject a generated dataset that is larger than this machine's memory."""
     dataset = config.dataset
-    sizes = [dataset.get(key) for key in ("channels", "height", "width")]
-    if all(isinstance(size, int) for size in sizes):
-        sample_bytes = math.prod(int(size or 0) for size in sizes)
+    sizes = {key: size for key, size in dataset.items() if isinstance(size, int)}
+    if sizes.keys() >= {"channels", "height", "width"}:
+        sample_bytes = math.prod(sizes[key] for key in ("channels", "height", "width"))
     else:
-        sample_bytes = 4 * sum(dataset.get(key) or 0 for key in ("input_size", "target_size"))
-    count = (dataset.get("num_samples") or 0) + (dataset.get("eval_samples") or 0)
+        sample_bytes = 4 * (sizes.get("input_size", 0) + sizes.get("target_size", 0))
+    count = sizes.get("num_samples", 0) + sizes.get("eval_samples", 0)
     needed, memory = (size / 2**30 for size in (count * sample_bytes, memory_bytes()))
     if needed > memory:
         raise UserError(

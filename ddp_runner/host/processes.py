@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,13 @@ def children_ignore_signals() -> Iterator[None]:
 def start_fork_server() -> None:
     """Start the server unless it runs, and return at once, long before it has imported torch."""
     temp_folder()
-    if _SERVER._forkserver_alive_fd is not None and fork_server_is_gone():
-        _wait_for_end(_SERVER._forkserver_pid)  # until then multiprocessing believes that it runs
+    # It may have been cleaned away, and the server's socket with it.
+    Path(util.get_temp_dir()).mkdir(parents=True, exist_ok=True)
+    if _SERVER._forkserver_pid is not None and (
+        fork_server_is_gone() or not Path(_SERVER._forkserver_address).exists()
+    ):
+        with suppress(FileNotFoundError):
+            _SERVER._stop()  # waits for its end: until then multiprocessing believes that it runs
     multiprocessing.set_forkserver_preload([PRELOAD])
     with children_ignore_signals():
         _start_resource_tracker()
@@ -132,15 +137,6 @@ def _start_resource_tracker() -> None:
         resource_tracker.ensure_running()
     finally:
         sys.warnoptions.remove(WITHOUT_WARNING)
-
-
-def _wait_for_end(pid: int) -> None:
-    """Wait until a child that is about to end has ended; leave its exit code to others."""
-    deadline = time.monotonic() + LIMIT_S
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.01)
 
 
 def fork_server_is_gone(*, within_s: float = 0.0) -> bool:

@@ -70,7 +70,8 @@ def launch(job: Job) -> Outcome:
         with stop.handled():  # a slot ignores signals: its parent handles them
             outcome = run_ranks(job, stop)
     except SystemExit:  # a signal came before there were ranks
-        mark_ended(run_dir)
+        with suppress(UserError):  # the disk is full, or the folder is gone
+            mark_ended(run_dir)
         raise
     if outcome.exit_code == EXIT_USER_ERROR and is_rejected_resume(run_dir, before):
         replace_run_record(run_dir, before)
@@ -140,7 +141,7 @@ def failed(failure: Failure, folder: Path | None) -> Outcome:
                 )
             if failure.traceback:
                 run_dir.logs.mkdir(exist_ok=True)
-                run_dir.failure.write_text(failure.traceback, encoding="utf-8")
+                run_dir.failure.write_text(failure.traceback, "utf-8", "backslashreplace")
             if next_step:
                 details = run_dir.failure if failure.traceback else run_dir.logs
                 next_step = f"; see {details}, then go on with resume=RUN"

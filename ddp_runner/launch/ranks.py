@@ -84,7 +84,7 @@ class Ranks:
             self.end()
 
     def start(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank with each set of torchrun's variables; ``poll`` tells if that fails."""
+        """Start a rank with each set of torchrun's variables; a failure shows in ``poll``."""
         assert self._job.temp is not None
         self._job.temp.mkdir(parents=True, exist_ok=True)  # it may have been cleaned away
         start_fork_server()  # if it was killed
@@ -107,7 +107,7 @@ class Ranks:
         process = ForkServerProcess(target=run_rank, args=(self._job, self.work, environ, theirs))
         try:
             process.start()  # waits until the server has imported torch
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             pipe.close()
             return False
         finally:
@@ -156,6 +156,9 @@ class Ranks:
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes = {}
+        for process in self._processes.values():
+            if process.exitcode is None:
+                process.kill()
         end_descendants(self._own)
 
     def _exit_codes(self) -> dict[int, int | None]:
@@ -163,7 +166,7 @@ class Ranks:
 
     def _receive(self, timeout_s: float) -> None:
         """Wait for a message or the end of a rank, and take all messages that have come."""
-        # Not what is always ready: the pipes and sentinels of ranks that have ended.
+        # Without ranks that have ended: their sentinels are always ready.
         alive = [one.sentinel for one in self._processes.values() if one.exitcode is None]
         wait([*self._pipes.values(), *alive], timeout=timeout_s)
         for rank, pipe in list(self._pipes.items()):
@@ -173,8 +176,8 @@ class Ranks:
             except (EOFError, OSError):  # the rank has ended, and its pipe holds no more
                 pipe.close()
                 del self._pipes[rank]
-                if self._saving == rank:
-                    self._saving = None
+        if self._saving is not None and self._processes[self._saving].exitcode is not None:
+            self._saving = None  # a child of it may still hold its end of the pipe
 
     def _take(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:

@@ -1,9 +1,10 @@
 """A rank's end of the pipe to its launcher: requests come in, facts and the end go out.
 
-A rank sends ``began, step`` once it has restored its state, ``ready`` when the training loop
-begins, ``saving, flag`` around each checkpoint, and last ``result, value`` or ``failure, Failure``.
-The launcher sends ``stop``, ``lost, rank`` and ``stack``. A thread takes these, so that a rank
-answers even while it is in a collective.
+A rank sends ``claimed, folder`` on several machines, ``began, step`` once it has restored its
+state, ``ready`` when the training loop begins, ``saving, flag`` around each checkpoint, and last
+``result, value`` or ``failure, Failure``. The launcher sends ``stop``, ``lost, rank`` and
+``stack``, answered by ``stack, time_ns, text``. A thread takes these, so that a rank answers even
+while it is in a collective.
 """
 
 import os
@@ -102,7 +103,8 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         place = f" ({notes[-1]})" if notes else ""
         sentence = f"rank {rank} raised {': '.join(what)}{place}"
     text = cut("".join(traceback.format_exception(error)))
-    return Failure(rank=rank, kind=kind, sentence=sentence[: MOST_BYTES // 4], traceback=text)
+    sentence = sentence.encode(errors="replace")[: MOST_BYTES // 4].decode(errors="ignore")
+    return Failure(rank=rank, kind=kind, sentence=sentence, traceback=text)
 
 
 def cut(text: str) -> str:

@@ -25,7 +25,7 @@ def rank_log(
     """
     path = run_dir.rank_log(env.rank)
     run_dir.logs.mkdir(parents=True, exist_ok=True)
-    handler = _File(path, encoding="utf-8")
+    handler = _File(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_EachLine(env.rank, hide))
     LOGGER.setLevel(logging.INFO)
     logging.captureWarnings(True)

@@ -151,12 +151,12 @@ def note_restart(session: Session, *, step: int) -> None:
     count, allowed = session.env.restart_count, session.config.launch.max_restarts
     causes = [cause for _, cause in earlier]
     session.log(f"restart {count} of {allowed}: {causes[-1]}")
-    # Of restarts that began.
-    steps = [*(first for first, _ in earlier[1:] if first is not None), step]
-    if len(steps) >= 3 and len(set(steps[-3:])) == 1:
+    steps = [*(first for first, _ in earlier), step]
+    began = [n for n in range(1, len(steps)) if steps[n] is not None][-3:]  # the last restarts
+    if len(began) == 3 and len({steps[n] for n in began}) == 1:
         raise UserError(
             f"three restarts in a row made no progress beyond step {step}, so the cause will not "
-            f"go away; the first of them: {causes[-3]}; see also logs/ in the run folder"
+            f"go away; the first of them: {causes[began[0] - 1]}; see also logs/ in the run folder"
         )
 
 

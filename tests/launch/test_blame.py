@@ -207,21 +207,28 @@ def test_peers_that_complain_alone_are_believed(group: Group, config: Config) ->
 
 
 @pytest.mark.parametrize(
-    ("steps", "first"), [((0, 0, 0, 0), 0), ((7, 3, 3, 3), 0), ((0, 0, 0, 5, 9, 9, 9), 3)]
+    ("steps", "first"),
+    [
+        ((0, 0, 0, 0), 0),
+        ((7, 3, 3, 3), 0),
+        ((0, 0, 0, 5, 9, 9, 9), 3),
+        ((0, 3, None, 3, 3), 0),  # the ranks of one attempt never began
+    ],
 )
 def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
-    tmp_path: Path, config: Config, steps: tuple[int, ...], first: int
+    tmp_path: Path, config: Config, steps: tuple[int | None, ...], first: int
 ) -> None:
     """A worker group that gets further each time goes on, however often it is restarted."""
     logged: list[str] = []
-    earlier: list[tuple[int, str]] = []
+    earlier: list[tuple[int | None, str]] = []
     mode = Single("single")
 
     def start(attempt: int) -> None:
         env = DistEnv(0, 0, 1, 1, restart_count=attempt)
         job = Job(config=config, started_at=0.0, code={}, earlier=tuple(earlier))
         session = Session(job, env, mode, (), RunDir(tmp_path), logged.append)
-        note_restart(session, step=steps[attempt])
+        if (step := steps[attempt]) is not None:
+            note_restart(session, step=step)
 
     last = len(steps) - 1
     for attempt in range(last):
@@ -231,4 +238,8 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     with pytest.raises(UserError, match=message):
         start(last)
     allowed = config.launch.max_restarts
-    assert logged == [f"restart {one} of {allowed}: cause {one - 1}" for one in range(1, last + 1)]
+    assert logged == [
+        f"restart {one} of {allowed}: cause {one - 1}"
+        for one in range(1, last + 1)
+        if steps[one] is not None
+    ]

@@ -1,11 +1,13 @@
-"""Gangs in real processes: what happens when one of them, or their launcher, is hit."""
+"""Ranks in real processes: what happens when one of them, or their launcher, is hit."""
 
 import json
 import os
 import re
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +17,7 @@ import pytest
 from commands import (
     TIME_LIMIT_S,
     CommandResult,
+    Started,
     background,
     fork_server,
     rank_processes,
@@ -35,6 +38,7 @@ from run_folders import (
 from trainings import LONG, is_training
 
 from ddp_runner.dist_env import dist_env
+from ddp_runner.host import processes
 from ddp_runner.host.processes import STOP_SIGNALS
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch import launcher
@@ -220,16 +224,23 @@ def do_instead(work: Work) -> None:
     Ranks.work = f"{work.__module__}:{work.__name__}"
 
 
-def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> CommandResult:
-    """Run two ranks that do this, and once again if they fail."""
+@contextmanager
+def working(
+    folder: Path, work: Work, *prepare: Callable[[], None], keys: Sequence[str] = ()
+) -> Iterator[Started]:
+    """Start two ranks that do this, and once again if they fail."""
     with background(
-        "model=toy",
-        "world_size=2",
-        "launch.max_restarts=1",
+        *("model=toy", "world_size=2", "launch.max_restarts=1", *keys),
         folder=folder,
         spares=2,
         prepare=partial(call_all, partial(do_instead, work), *prepare),
     ) as process:
+        yield process
+
+
+def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> CommandResult:
+    """Let two ranks do this to their end; no process is left then."""
+    with working(folder, work, *prepare) as process:
         end = wait_for_end(process, folder)
         wait_for(lambda: is_gone(process.pid))
     return end
@@ -246,7 +257,6 @@ def leave_behind(job: Job) -> dict[str, Any]:
     """Fail twice: rank 1 first, after the end of rank 0; then rank 0, which reports it."""
     rank, attempt = rank_and_attempt()
     assert job.wire is not None
-    assert job.temp is not None
     if (rank, attempt) == (1, 0):
         wait_for(lambda: Path("rank-0").exists() and Path("rank-0").read_text())
         wait_for(lambda: not psutil.pid_exists(int(Path("rank-0").read_text())))
@@ -258,25 +268,22 @@ def leave_behind(job: Job) -> dict[str, Any]:
         Path("server").write_text(str(os.getppid()))
         Path("rank-0").write_text(str(os.getpid()))
     if (rank, attempt) == (0, 1):
-        names = sorted(path.name for path in job.temp.iterdir())
         is_same = Path("server").read_text() == str(os.getppid())
-        Path("found").write_text(
-            json.dumps({"names": names, "earlier": job.earlier, "same server": is_same})
-        )
+        Path("found").write_text(json.dumps({"earlier": job.earlier, "same server": is_same}))
         os._exit(8)
     return {"status": "completed", "run_dir": str(Path.cwd())}
 
 
 @pytest.mark.full
 def test_a_restart_knows_nothing_of_the_ranks_before_but_why_they_ended(tmp_path: Path) -> None:
-    """Neither marks nor results, which would hide the loss of rank 0; its server goes on."""
+    """Not their results, which would hide the loss of rank 0; its server goes on."""
     end = supervised(tmp_path, leave_behind)
     assert end.exit_code == 1
     assert end.stderr.startswith("error: rank 0 ended with exit code 8, without an exception")
     found = json.loads((tmp_path / "found").read_text())
     sentence = "rank 1 ended with exit code 7, without an exception: by os._exit, or by a library"
     assert found["earlier"][0][1].startswith(sentence)
-    assert (found["names"], found["same server"]) == ([], True)
+    assert found["same server"]
 
 
 def lose_the_server(job: Job) -> dict[str, Any]:
@@ -300,6 +307,127 @@ def test_a_restart_has_a_server_like_the_one_that_was_killed(tmp_path: Path) -> 
     """A signal to all processes asks the launcher alone; how the run ended is for rank 0 to say."""
     end = supervised(tmp_path, lose_the_server)
     assert (end.exit_code, end.stderr) == (0, "")
+
+
+def lose_the_folder(job: Job) -> dict[str, Any]:
+    """Remove the launcher's temporary folder, as a cleaner does, and fail once."""
+    rank, attempt = rank_and_attempt()
+    assert job.temp is not None
+    if attempt == 0:
+        if rank == 1:
+            shutil.rmtree(job.temp.parent)
+            os._exit(7)
+        time.sleep(TIME_LIMIT_S)
+    return {"status": "completed", "run_dir": str(Path.cwd())}
+
+
+def test_a_restart_needs_nothing_that_a_cleaner_of_temporary_files_removes(tmp_path: Path) -> None:
+    """Neither the folder nor the server's socket in it."""
+    end = supervised(tmp_path, lose_the_folder)
+    assert (end.exit_code, end.stderr) == (0, "")
+
+
+def save(job: Job) -> dict[str, Any]:
+    """Let rank 0 save for longer than launch.shutdown_timeout_s, and then end as asked."""
+    rank, _ = rank_and_attempt()
+    assert job.wire is not None
+    job.wire.ready()
+    if rank == 0:
+        with job.wire.saving():
+            Path("saving").touch()
+            wait_for(lambda: job.wire is not None and job.wire.stop)
+            time.sleep(2.0)
+    wait_for(lambda: job.wire is not None and job.wire.stop)
+    return {"status": "preempted", "run_dir": str(Path.cwd())}
+
+
+@pytest.mark.full
+def test_a_save_is_waited_for(tmp_path: Path) -> None:
+    """One that takes longer than shutdown_timeout_s, and what follows it."""
+    with working(tmp_path, save, keys=["launch.shutdown_timeout_s=0.5"]) as process:
+        wait_for((tmp_path / "saving").exists)
+        process.terminate()
+        end = wait_for_end(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (143, "")
+    assert "finishing the step and saving a checkpoint" in end.stdout
+    assert record(end.run_dir)["error"] is None
+
+
+def hang_in_a_save(job: Job) -> NoReturn:
+    """Begin a save that never ends."""
+    assert job.wire is not None
+    job.wire.ready()
+    job.wire.send("saving", True)
+    Path("saving").touch()
+    time.sleep(10 * TIME_LIMIT_S)
+    raise AssertionError
+
+
+def hang(job: Job) -> NoReturn:
+    """Never hear a request."""
+    Path("saving").touch()
+    time.sleep(10 * TIME_LIMIT_S)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("work", [hang_in_a_save, hang])
+def test_what_hangs_is_not_waited_for_for_ever(tmp_path: Path, work: Work) -> None:
+    """After shutdown_timeout_s, or ten times that during a save, the run ends all the same."""
+    with working(tmp_path, work, keys=["launch.shutdown_timeout_s=0.2"]) as process:
+        wait_for((tmp_path / "saving").exists)
+        process.terminate()
+        end = wait_for_end(process, tmp_path)
+        wait_for(lambda: is_gone(process.pid))
+    assert end.exit_code == 143
+    assert record(end.run_dir)["error"]["sentence"] == "ended without a checkpoint"
+
+
+def die_in_a_save(job: Job) -> dict[str, Any]:
+    """Be killed in a save once, while a forked child holds the pipe to the launcher."""
+    rank, attempt = rank_and_attempt()
+    assert job.wire is not None
+    if attempt == 0:
+        if rank == 0:
+            job.wire.send("saving", True)
+            if os.fork() == 0:
+                time.sleep(10 * TIME_LIMIT_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(10 * TIME_LIMIT_S)
+    return {"status": "completed", "run_dir": str(Path.cwd())}
+
+
+def test_a_rank_that_was_killed_does_not_save_any_more(tmp_path: Path) -> None:
+    """Whoever holds its pipe: a restart waits for a save, five minutes by default."""
+    end = supervised(tmp_path, die_in_a_save)
+    assert (end.exit_code, end.stderr) == (0, "")
+
+
+def without_proc() -> None:
+    """Let the launcher see no processes, as where there is no /proc."""
+    processes.PROC = Path("nowhere")
+
+
+def suspend(job: Job) -> NoReturn:
+    """Fail on rank 1, once rank 0 cannot answer."""
+    rank, _ = rank_and_attempt()
+    if rank == 0:
+        Path("rank-0").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for(lambda: Path("rank-0").exists() and Path("rank-0").read_text())
+    suspended = psutil.Process(int(Path("rank-0").read_text()))
+    wait_for(lambda: suspended.status() == psutil.STATUS_STOPPED)
+    raise ZeroDivisionError("cursed")
+
+
+@pytest.mark.full
+def test_ranks_end_where_there_is_no_proc(tmp_path: Path) -> None:
+    """Even one that is suspended, which multiprocessing would wait for at the launcher's exit."""
+    keys = ["launch.max_restarts=0"]
+    with working(tmp_path, suspend, without_proc, keys=keys) as process:
+        end = wait_for_end(process, tmp_path)
+        wait_for(lambda: is_gone(process.pid))
+    assert end.exit_code == 1
+    assert "rank 1 raised ZeroDivisionError: cursed" in end.stderr
 
 
 def collect_slowly() -> None:
@@ -331,9 +459,9 @@ def test_a_rank_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> N
 
 
 def print_and_raise(job: Job) -> NoReturn:
-    """Print without a flush, and fail."""
+    """Print without a flush, and fail with a file's name that is no UTF-8."""
     print("last words")
-    raise ZeroDivisionError("cursed")
+    raise ZeroDivisionError(os.fsdecode(b"cursed \xff"))
 
 
 def test_what_a_rank_has_printed_before_it_raises_is_shown(tmp_path: Path) -> None:
@@ -341,6 +469,9 @@ def test_what_a_rank_has_printed_before_it_raises_is_shown(tmp_path: Path) -> No
     end = supervised(tmp_path, print_and_raise)
     assert end.exit_code == 1
     assert "last words" in end.stdout
+    assert end.stderr.startswith("error: rank ")
+    assert " raised ZeroDivisionError: cursed " in end.stderr
+    assert "cursed" in (end.run_dir / "logs" / "failure.txt").read_text()
     assert record(end.run_dir)["started_at"] < record(end.run_dir)["finished_at"]
 
 

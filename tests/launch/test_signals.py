@@ -25,9 +25,7 @@ from ddp_runner.tracking.run_record import write_run_record
 LAUNCHER = """
 import fcntl, os, signal, subprocess, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from ddp_runner.launch import stop_requests as module
-from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import StopRequests
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -36,16 +34,15 @@ write_run_record(run, status="running")
 runs, timeout_s = [run], float(sys.argv[1])
 stop = StopRequests(running=lambda: runs)
 stop.has_ranks = True
-LAUNCH = {"shutdown_timeout_s": timeout_s, "nnodes": 1}
-config = SimpleNamespace(launch=SimpleNamespace(**LAUNCH), parallelism={})
-module_ranks = sys.modules["ddp_runner.launch.ranks"]
-module_ranks.is_asynchronous = lambda _: False
-ranks = Ranks(SimpleNamespace(config=config), stop)
+is_training = False
 
-def watch(seconds):  # as Ranks does between two looks at its ranks
+def watch(seconds):  # as between two looks at the ranks
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        ranks._stop_if_asked()
+        if stop.is_asked:
+            stop.say(is_training=is_training)
+            if time.monotonic() > stop.asked_at + timeout_s:
+                stop.end_at_once()
         time.sleep(0.02)
 
 with stop.handled():
@@ -89,7 +86,7 @@ def launcher(
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
 def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> None:
     """Twice at once, as timeout(1) sends it, is one request."""
-    process = launcher(tmp_path, "ranks._is_training = True", "watch(0.1)")
+    process = launcher(tmp_path, "is_training = True", "watch(0.1)")
     for _ in range(2):
         process.send_signal(signal.Signals[name])
     out, _ = process.communicate(timeout=TIME_LIMIT_S)
@@ -133,30 +130,6 @@ def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Pa
             continue
     assert process.communicate()[0].count("\n") == 2
     assert process.returncode == 143
-
-
-@pytest.mark.full
-def test_time_out_marks_the_run_unless_a_checkpoint_is_being_written(tmp_path: Path) -> None:
-    """A save longer than shutdown_timeout_s ends in peace, as does what follows; no hang does."""
-    save = "ranks._saving = 0; watch(5); ranks._saving = None; watch(1)"
-    patient = launcher(tmp_path, "pass", save, timeout_s=2.0)
-    patient.send_signal(signal.SIGUSR1)
-    out, _ = patient.communicate(timeout=TIME_LIMIT_S)
-    assert "the end of the block 10" in out
-    assert record(tmp_path / "run")["status"] == "running"
-    (tmp_path / "ready").unlink()
-    hanging = launcher(tmp_path, "pass", "watch(600)", timeout_s=0.5)
-    hanging.send_signal(signal.SIGUSR1)
-    assert hanging.wait(TIME_LIMIT_S) == 138
-    assert record(tmp_path / "run")["error"]["sentence"] == "ended without a checkpoint"
-
-
-def test_a_save_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    """The mark of a rank that was killed in a save stays; a run that is hung ends all the same."""
-    process = launcher(tmp_path, "pass", "ranks._saving = 0; watch(600)", timeout_s=0.1)
-    process.terminate()
-    assert process.wait(TIME_LIMIT_S) == 143
-    assert record(tmp_path / "run")["status"] == "preempted"
 
 
 # A child with a child of its own, in a session of theirs, and a second run that cannot be marked.

@@ -74,10 +74,10 @@ def jobs_named(name: str) -> list[str]:
 
 def cancel(numbers: Collection[str]) -> str | None:
     """Cancel jobs: Slurm sends SIGTERM, and SIGKILL later. Return why it failed, or None."""
-    left = sorted(numbers)
-    try:
-        for first in range(0, len(left), MOST_IDS):
+    left, fault = sorted(numbers), None
+    for first in range(0, len(left), MOST_IDS):
+        try:
             run_slurm("scancel", *left[first : first + MOST_IDS])
-    except UserError as error:
-        return one_line(error)
-    return None
+        except UserError as error:
+            fault = fault or one_line(error)
+    return fault

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from subprocess import CalledProcessError
 
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import file_sha256, replace_file
@@ -24,6 +25,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
 RECORD = "slurm.json"  # in a run folder
+OF_USER = ("SLURM_CONF", "SLURM_JWT")  # where Slurm is, and who asks
 AROUND = ("SLURM", "SRUN_", "SBATCH_", "MASTER_")  # variables of a job, and of where ranks meet
 # Why Slurm ended a job that can go on.
 STOPPED = {
@@ -72,7 +74,7 @@ def submit(
         settings: of the launcher.
 
     Raises:
-        UserError: Slurm rejects them.
+        UserError: Slurm rejects them, or does not answer.
     """
     name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:60]}.{secrets.token_hex(4)}"
     submissions = [
@@ -83,15 +85,23 @@ def submit(
     script = folder / LOGS / f"{name}.sbatch"
     write_sbatch_file(script, jobs, folder=folder, name=name, options=options, settings=settings)
     # What describes a job around this process would contradict what the new ones ask for.
-    around = [key for key in os.environ if key.startswith(AROUND) and key != "SLURM_CONF"]
+    around = [key for key in os.environ if key.startswith(AROUND) and key not in OF_USER]
     environ = {key: value for key, value in os.environ.items() if key not in around}
     try:
         printed = run_slurm("sbatch", "--parsable", str(script), environ=environ)
     except UserError as error:
+        if not isinstance(error.__cause__, CalledProcessError):
+            raise
         raise UserError(
             f"Slurm rejects the jobs ({error}); change hydra.launcher's keys"
         ) from error
-    array = printed.strip().partition(";")[0]  # a cluster's name may follow
+    # A site's own text may come before, and a cluster's name may follow.
+    array = printed.strip().rpartition("\n")[2].partition(";")[0]
+    if not array.isdecimal():
+        raise UserError(
+            f"sbatch must print a job's number and printed ({' '.join(printed.split())}); see "
+            "squeue, and start the sweep again: it finds its jobs by their name"
+        )
     numbers = [f"{array}_{submission.index}" for submission in submissions]
     for job, submission, number in zip(jobs, submissions, numbers, strict=True):
         _record(job, replace(submission, number=number))

@@ -19,6 +19,7 @@ from ddp_runner.sweep.slurm.commands import run_slurm
 
 OURS = "hydra_plugins.ddp_runner_launcher.SweepLauncher"  # the _target_ of its YAML
 NOT_NEGATIVE = ("gpus_per_node", "max_requeues")
+OF_SWEEP = ("job_name", "array", "output", "error", "chdir")  # options of sbatch that a sweep sets
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
         least = 0 if key in NOT_NEGATIVE else 1
         if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
             raise UserError(f"hydra.launcher.{key} ({value}) must be {least} or greater")
+    for key in settings.additional_parameters:
+        if key.replace("-", "_") in OF_SWEEP:
+            raise UserError(
+                f"hydra.launcher.additional_parameters.{key} is the sweep's own; omit it"
+            )
     return settings
 
 
@@ -177,9 +183,9 @@ def sbatch_options(
         "requeue": True,
         "open_mode": "append",
     }
-    kept = {key: value for key, value in options.items() if value is not None}
     more = {key.replace("-", "_"): value for key, value in settings.additional_parameters.items()}
-    return {**kept, **more}
+    # By identity: 0 is a value, as of nice.
+    return {k: v for k, v in {**options, **more}.items() if v is not None and v is not False}
 
 
 def srun_options(options: Mapping[str, str | int | bool]) -> list[str]:
@@ -200,10 +206,12 @@ def after_srun(settings: SlurmSettings) -> list[str]:
     return [
         "code=$?",
         'if [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; then',
-        '  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
+        # An array has the number of its last element, so that SLURM_JOB_ID may mean all of it.
+        '  job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
+        '  state=$(squeue --noheader --jobs="$job" --format=%T)',
         f'  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt '
         f"{settings.max_requeues} ]; then",
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        '    scontrol requeue "$job"',
         "  fi",
         "fi",
         'exit "$code"',

@@ -16,6 +16,7 @@ from sweeps import statuses, table_row
 
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.slurm import commands
 from ddp_runner.sweep.slurm import jobs as slurm_jobs
 from ddp_runner.sweep.slurm.jobs import (
     RECORD,
@@ -39,9 +40,12 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     """A run's folder names its job; sbatch sees no job around it."""
     programs = tmp_path / "bin"
     program(programs, "srun")
-    program(programs, "sbatch", f"env > {tmp_path}/seen", "echo 7")
+    program(
+        programs, "sbatch", f"env > {tmp_path}/seen", "echo the site says hello", "echo '7;cluster'"
+    )
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_CONF", "/some/slurm.conf")
+    monkeypatch.setenv("SLURM_JWT", "who I am")
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
     sweep = batch.ledger.folder
     settings = replace(SETTINGS, setup=["module load cuda"], array_parallelism=2)
@@ -64,6 +68,7 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     assert script.index("module load cuda") < script.index("\nsrun ") < script.index('requeue "')
     seen = (tmp_path / "seen").read_text()
     assert "SLURM_CONF=/some/slurm.conf" in seen
+    assert "SLURM_JWT=who I am" in seen
     assert "SLURM_MEM_PER_CPU" not in seen
 
 
@@ -91,18 +96,40 @@ def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: Batch, tmp_path:
         assert rest.split("\0")[:-1] == expected
 
 
+@pytest.mark.parametrize(
+    ("sbatch", "sentence"),
+    [
+        ("echo 'sbatch: error: invalid partition' >&2; exit 1",
+         r"^Slurm rejects the jobs .*invalid partition.*; change hydra\.launcher's keys"),
+        ("echo queued", r"^sbatch must print a job's number and printed \(queued\); see squeue"),
+        ("sleep 9", r"^sbatch did not answer within 0\.3 s; try again$"),
+    ],
+)  # fmt: skip
 def test_what_slurm_rejects_is_said_and_submitted_by_the_next_start(
-    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, sentence: str
 ) -> None:
-    """In one line, with what sbatch printed."""
+    """In one line, with what sbatch printed. The next start looks for the jobs by their name."""
+    monkeypatch.setattr(commands, "LIMIT_S", 0.3 if "sleep" in sbatch else 60.0)
     program(tmp_path / "bin", "srun")
-    program(tmp_path / "bin", "sbatch", "echo 'sbatch: error: invalid partition' >&2", "exit 1")
+    program(tmp_path / "bin", "sbatch", sbatch)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     sweep, jobs = batch.ledger.folder, list(batch.jobs.values())
-    with pytest.raises(UserError, match=r"Slurm rejects the jobs .*invalid partition"):
+    with pytest.raises(UserError, match=sentence):
         submit(jobs, folder=sweep, options={"cpus_per_task": 1}, settings=SETTINGS)
     monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: [])
     assert submitted_number(sweep / "a") is None
+
+
+def test_a_batch_that_scancel_fails_for_keeps_no_other_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first fault is told."""
+    asked = tmp_path / "asked"
+    program(tmp_path / "bin", "scancel", f'echo $# >> {asked}; [ "$1" != 0000 ]')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    fault = commands.cancel([f"{number:04}" for number in range(2 * commands.MOST_IDS + 1)])
+    assert fault == "scancel failed: exit code 1"
+    assert asked.read_text().split() == ["500", "500", "1"]
 
 
 def test_a_submission_that_was_cut_off_is_found_by_its_name(

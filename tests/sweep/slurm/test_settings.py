@@ -62,13 +62,15 @@ def test_a_job_asks_for_the_gpus_and_cores_that_its_ranks_use() -> None:
     """Not for whole nodes; options of the user's own win."""
     config, _ = resolved("world_size=4", "model=toy", hardware=GPU_NODE)
     settings = SlurmSettings(
-        partition="gpu", mem_gb=1.5, additional_parameters={"exclusive": True, "signal": "TERM@9"}
+        partition="gpu",
+        mem_gb=1.5,
+        additional_parameters={"exclusive": True, "signal": "TERM@9", "requeue": False, "nice": 0},
     )
     shape = job_shape(config, GPU_NODE, settings)
     assert sbatch_options(config, shape, GPU_NODE, settings) == {
         **{"partition": "gpu", "time": 60, "mem": "1536M", "nodes": 1, "ntasks_per_node": 4},
-        **{"cpus_per_task": 12, "gpus_per_node": 4, "requeue": True, "open_mode": "append"},
-        **{"exclusive": True, "signal": "TERM@9"},
+        **{"cpus_per_task": 12, "gpus_per_node": 4, "open_mode": "append"},
+        **{"exclusive": True, "signal": "TERM@9", "nice": 0},
     }
     on_cpu, _ = resolved("world_size=4", "model=toy", "backend.device=cpu")
     options = sbatch_options(on_cpu, shape, GPU_NODE, settings)
@@ -115,6 +117,11 @@ def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpus_per_node", -1, r"gpus_per_node \(-1\) must be 0 or greater"),
         ("setup", 3, r"setup \(3\) must be a list"),
         ("partitoin", "gpu", "partitoin is not a key"),
+        (
+            "additional_parameters",
+            {"job-name": "x"},
+            "additional_parameters.job-name is the sweep's",
+        ),
     ],
 )
 def test_a_wrong_key_of_the_launcher_is_answered_in_one_line(
@@ -158,19 +165,24 @@ def test_a_sweep_stays_the_same_wherever_its_jobs_run() -> None:
 def test_a_job_that_its_time_limit_stops_is_queued_again(
     tmp_path: Path, code: int, state: str, restarts: str, *, is_requeued: bool
 ) -> None:
-    """Not after scancel, a failure, or too many times; the exit code stays."""
+    """Not after scancel, a failure, or too many times; the exit code stays.
+
+    An array's last job has the number of the array, which means all of them to Slurm.
+    """
     programs = tmp_path / "bin"
-    program(programs, "squeue", f"echo {state}")
+    of_array = f"echo {state}; echo RUNNING"
+    program(programs, "squeue", f'[[ "$*" == *=7_3* ]] && echo {state} || {{ {of_array}; }}')
     program(programs, "scontrol", f'echo "$@" > {tmp_path}/asked')
     lines = [f"(exit {code})", *slurm_settings.after_srun(SlurmSettings())]
     environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     if restarts:
         environ["SLURM_RESTART_COUNT"] = restarts
     done = subprocess.run(["bash", "-c", "\n".join(lines)], env=environ, check=False)
     assert done.returncode == code
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else None) == (
-        "requeue 7\n" if is_requeued else None
+        "requeue 7_3\n" if is_requeued else None
     )
 
 
