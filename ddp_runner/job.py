@@ -33,7 +33,7 @@ TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure", "wait timeout")
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: `kind` is user, crash, peer, late or signal."""
+    """How one rank failed: `kind` is user, crash, peer, late, signal or machine."""
 
     rank: int
     kind: str

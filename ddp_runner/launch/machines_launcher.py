@@ -32,7 +32,7 @@ def run_worker_group(job: Job) -> Outcome:
     ) as folder:
         claimed = [job.run_dir] if job.run_dir else []  # else rank 0 names it
         stop = StopRequests(running=lambda: claimed)
-        stop.has_ranks = True  # the first signal is a request, also while the machines meet
+        stop.may_save = True  # the first signal is a request, also while the machines meet
         with stop.handled():
             # Inside the block: a signal during these seconds of imports is handled like any other.
             from ddp_runner.launch.supervisor import supervise

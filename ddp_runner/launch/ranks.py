@@ -114,7 +114,7 @@ class Ranks:
             theirs.close()
         rank = int(environ["RANK"])
         self._processes[rank], self._pipes[rank] = process, pipe
-        self._stop.has_ranks = True
+        self._stop.may_save = True
         return True
 
     def all_ended(self) -> bool:
@@ -139,11 +139,8 @@ class Ranks:
         self._seen = self._exit_codes()
         self._receive(timeout_s)
         self._stop_if_asked()
-        lost = {
-            rank: code
-            for rank, code in self._seen.items()
-            if code is not None and rank not in self.results
-        }
+        ended = {rank: code for rank, code in self._seen.items() if code is not None}
+        lost = {rank: code for rank, code in ended.items() if rank not in self.results}
         if self._outlives_trainers and self._is_training:
             for rank in lost.keys() - self._told:
                 self._told.add(rank)

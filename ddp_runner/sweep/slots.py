@@ -65,7 +65,7 @@ class Slots:
         stop = StopRequests(
             running=lambda: [folders[one] for one in folders.keys() & self._current.values()]
         )
-        stop.has_ranks = True
+        stop.may_save = True
         with stop.handled():
             for pipe in self._slots:
                 with suppress(OSError):  # the slot has ended, which is in the queue

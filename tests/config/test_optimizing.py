@@ -7,9 +7,6 @@ from configs import config_error, resolved
 
 from ddp_runner.config.monitors import KnownMetrics, validate_known
 from ddp_runner.errors import UserError
-from ddp_runner.host.hardware import Hardware
-
-TWO_GPUS = Hardware(num_gpus=2, num_cores=4)
 
 
 @pytest.mark.parametrize(

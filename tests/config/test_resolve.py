@@ -511,3 +511,9 @@ def test_a_made_up_dataset_beyond_the_memory_is_rejected(overrides: str) -> None
     """At once and with both sizes, before anything is made."""
     rejected = config_error(*overrides.split(), f"dataset.num_samples={10**15}")
     assert re.search(r"of \d+ samples takes \d+ GiB and this machine has \d+; write a s", rejected)
+
+
+@pytest.mark.parametrize("key", ["dataset.input_size=[3,32,32]", "dataset.eval_samples=all"])
+def test_a_dataset_of_ones_own_may_have_sizes_of_another_kind(key: str) -> None:
+    """Its memory is not known then."""
+    resolved("model=toy", "dataset.name=mine", key)

@@ -104,7 +104,9 @@ class WarmProcess:
         with theirs, os.fdopen(pipe, "wb"):
             socket.send_fds(_servers[0][1], [b"."], [theirs.fileno(), pipe])
         self._status = os.fdopen(status, "rb")
-        self.pid = int(self._status.readline())
+        told = self._status.readline()
+        assert told, "the server of warm processes has ended; what it printed says why"
+        self.pid = int(told)
         send(self.link, (sys.path, pickle.dumps(work)))
 
     @property

@@ -54,19 +54,40 @@ def test_a_killed_server_is_replaced_where_a_restart_is_left(tmp_path: Path) -> 
     assert SERVER_KILLED in log.read_text()
 
 
+# The first server of a command waits in the midst of importing torch.
+HOLD = """
+import pathlib, sys, time
+
+class Hold:
+    def find_spec(self, name, *_):
+        held = pathlib.Path("held")
+        if name == "torch._dynamo" and not held.exists():
+            held.touch()
+            time.sleep(600)
+
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
+    sys.meta_path.insert(0, Hold())
+"""
+
+
+def importing_server(launcher_pid: int) -> psutil.Process:
+    """Return the fork server of a new interpreter, once it is there."""
+    return wait_for(
+        lambda: [
+            one
+            for one in psutil.Process(launcher_pid).children()
+            if "multiprocessing.forkserver" in command_line(one)
+        ]
+    )[0]
+
+
 def test_a_server_that_is_killed_while_it_imports_is_replaced(tmp_path: Path) -> None:
     """No rank has started yet, so nothing is lost."""
-    with background(*LONG, folder=tmp_path, fresh=True) as process:
-        wait_for(lambda: run_dirs(tmp_path))
-        server = wait_for(
-            lambda: [
-                one
-                for one in psutil.Process(process.pid).children()
-                if "multiprocessing.forkserver" in command_line(one)
-            ]
-        )[0]
-        wait_for(lambda: any("libtorch" in one.path for one in server.memory_maps()))
-        server.kill()
+    (tmp_path / "sitecustomize.py").write_text(HOLD)
+    environ = {"PYTHONPATH": str(tmp_path)}
+    with background(*LONG, folder=tmp_path, environ=environ, fresh=True) as process:
+        wait_for((tmp_path / "held").exists)
+        importing_server(process.pid).kill()
         wait_for(lambda: is_training(process, tmp_path))
         process.terminate()
         end = wait_for_end(process, tmp_path)
@@ -77,7 +98,7 @@ def test_a_server_that_is_killed_while_it_imports_is_replaced(tmp_path: Path) ->
 def test_a_lost_trainer_costs_the_launcher_nothing_and_its_child_ends_with_it(
     tmp_path: Path,
 ) -> None:
-    """An asynchronous parameter server goes on without a trainer, whose pipe stays at its end."""
+    """An asynchronous parameter server goes on without a trainer, whose pipe stays at EOF."""
     keys = ("parallelism=ps", "parallelism.mode=async", "world_size=3")
     with starting_children(tmp_path, *keys) as process:
         wait_for(lambda: is_training(process, tmp_path))
@@ -123,11 +144,26 @@ def test_an_error_of_a_megabyte_is_cut(tmp_path: Path) -> None:
     assert len(record(end.run_dir)["error"]["sentence"]) < 10_000
 
 
-@pytest.mark.parametrize("after_s", first_of([0.5, 1.5, 3.0]))
-def test_ctrl_c_while_a_command_starts_ends_it(tmp_path: Path, after_s: float) -> None:
-    """At whatever moment: before its folder, while the server imports, or once ranks train."""
+def test_torch_that_fails_to_import_is_an_error_of_a_rank(tmp_path: Path) -> None:
+    """As where a library of CUDA is missing; the server that imports it first survives it."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: no file')")
+    environ = {"PYTHONPATH": str(tmp_path)}
+    with background("model=toy", folder=tmp_path, environ=environ, fresh=True) as process:
+        end = wait_for_end(process, tmp_path)
+    assert end.exit_code == 1
+    assert end.stderr.count("raised OSError: libcudart.so.12: no file") == 1
+    assert record(end.run_dir)["error"]["kind"] == "crash"
+
+
+@pytest.mark.parametrize("is_training_yet", first_of([False, True]))
+def test_ctrl_c_while_a_command_starts_ends_it(tmp_path: Path, *, is_training_yet: bool) -> None:
+    """While the server imports torch, or as soon as the ranks train."""
     with background(*LONG, folder=tmp_path, fresh=True) as process:
-        time.sleep(after_s)
+        if is_training_yet:
+            wait_for(lambda: is_training(process, tmp_path))
+        else:
+            importing_server(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         end = wait_for_end(process, tmp_path)
         wait_until_gone(process)

@@ -33,7 +33,7 @@ run = Path("run")
 write_run_record(run, status="running")
 runs, timeout_s = [run], float(sys.argv[1])
 stop = StopRequests(running=lambda: runs)
-stop.has_ranks = True
+stop.may_save = True
 is_training = False
 
 def watch(seconds):  # as between two looks at the ranks

@@ -57,8 +57,8 @@ ROWS = {  # by fault: rank and kind of the failure, the beginning of its sentenc
 def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) -> None:
     """A sweep has a job for each fault; its launcher survives all of them.
 
-    A failure that the user must fix is not restarted, and restarts without progress stop. The
-    supervisor kills a suspended rank. Children of ranks end with them.
+    A failure that the user must fix is not restarted, and restarts without progress stop. A
+    suspended rank is killed. Children of ranks end with them.
     """
     (tmp_path / "faulty.py").write_text(FAULTY)
     for fault, (*_, restarts) in ROWS.items():
