@@ -29,6 +29,13 @@ def pytest_sessionstart() -> None:
         signal.signal(ignored, signal.SIG_DFL)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a test that is given by its name run, whatever its tier."""
+    is_default = config.option.markexpr == "not full and not slow"
+    if is_default and config.args and all("::" in argument for argument in config.args):
+        config.option.markexpr = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: of those that begin last, one would run alone at the end."""
     longest = ("test_parity.py", "test_exact_resume.py", "test_new_project.py", "test_runs.py")

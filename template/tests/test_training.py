@@ -32,7 +32,10 @@ def test_two_ranks_learn_the_digits(two_ranks: list[dict[str, Any]]) -> None:
 
 
 def test_one_rank_takes_the_same_steps(two_ranks: list[dict[str, Any]], tmp_path: Path) -> None:
-    """One seed and one global batch give one curve; only rounding differs."""
+    """One seed and one global batch give one curve; only rounding differs.
+
+    Not with dropout, whose random numbers differ by rank, nor with BatchNorm, whose statistics do.
+    """
     one_rank = train(tmp_path / "one", "world_size=1")
     losses, expected = (
         [line["train/loss"] for line in lines if "train/loss" in line]
