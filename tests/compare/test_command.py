@@ -202,6 +202,31 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert (shown["skew_ms"], shown["mfu"]) == ("skew ms", "MFU")
 
 
+def test_a_setting_has_one_colour_in_all_plots(tmp_path: Path) -> None:
+    """Whichever has the lowest loss, and whichever is the fastest."""
+    for rate, loss, time_s in ((0.1, 3.0, 1.0), (0.2, 1.0, 3.0), (0.3, 2.0, 2.0)):
+        lines = [
+            {
+                "step": step,
+                "epoch": 1,
+                "time_s": step * time_s,
+                "train/loss": loss,
+                "train/lr": rate,
+            }
+            for step in (1, 2)
+        ]
+        write_run(tmp_path / str(rate), config={"optimizer.lr": rate}, lines=lines)
+    plots = figures(compare(read_runs([tmp_path])))
+    colours = []
+    for name in ("loss_by_step", "loss_by_time"):
+        plot = plots[name]
+        assert not isinstance(plot, str)
+        drawn = plot.axes[0].get_lines()
+        colours.append({str(one.get_label()).split("\n")[0]: one.get_color() for one in drawn})
+    assert colours[0] == colours[1]
+    assert len(set(colours[0].values())) == 3
+
+
 @pytest.mark.filterwarnings("error:constrained_layout")
 def test_settings_of_many_keys_have_short_names_in_plots(tmp_path: Path) -> None:
     """Names of all keys would leave no room, and be cut before the one that differs."""

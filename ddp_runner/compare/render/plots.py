@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.parity import LOSS
 from ddp_runner.compare.render.columns import digits
-from ddp_runner.compare.render.drawing import STYLE, Line, draw_lines, new_figure
+from ddp_runner.compare.render.drawing import COLOURS, STYLE, Line, draw_lines, new_figure
 from ddp_runner.compare.render.step_parts import step_parts
 from ddp_runner.compare.rows import ComparisonRow, Scaling
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, GLOBAL_BATCH, labels
@@ -101,7 +101,7 @@ def _scaling(comparison: Comparison) -> "Figure | str":
 
 
 def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
-    """Return a line for each setting that ran on several numbers of devices, the fastest first."""
+    """Return a line for each setting that ran on several numbers of devices, in colour first."""
     sizes = ("world_size", "num_devices", *BATCH_SIZES)
     keys = [key for key in comparison.keys if key not in sizes]
     scaled = [(row, row.scalings[kind]) for row in comparison.rows if kind in row.scalings]
@@ -139,7 +139,7 @@ def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
                 doubtful=list(remarks),
             )
         )
-    return sorted(lines, key=lambda line: -line.ys[-1])
+    return sorted(lines, key=lambda line: -line.ys[-1]) if len(lines) > len(COLOURS) else lines
 
 
 def _at(xs: Sequence[float], values: Mapping[float, float | None]) -> list[float]:
@@ -156,10 +156,10 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
         return f"no run has logged {LOSS}"
     if by_time:
         title, first, xlabel = "time", "fastest", "seconds of training, without start-up"
-        lines.sort(key=lambda line: line.xs[-1])
     else:
         title, first, xlabel = "optimizer step", "lowest", "optimizer step"
-        lines.sort(key=lambda line: line.ys[-1])
+    if len(lines) > len(COLOURS):  # else the table's order gives a setting one colour everywhere
+        lines.sort(key=lambda line: (line.xs if by_time else line.ys)[-1])
     figure, (axes,) = new_figure(f"Training loss by {title}")
     values = [value for line in lines for value in line.ys]
     if min(values) > 0 and max(values) / min(values) > 20:
