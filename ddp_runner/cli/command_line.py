@@ -211,7 +211,7 @@ def _compose_groups(arguments: Sequence[str]) -> DictConfig:
     overrides = OverridesParser.create().parse_overrides(written)
     folders = own_folders(parsed.config_dir, overrides)
     groups = {path.name for root in group_folders(folders) for path in root.glob("*")}
-    chosen = []
+    chosen = default_experiment(parsed.overrides, folders)
     for override in overrides:
         group = override.key_or_group
         is_group = group in groups or group.startswith("hydra/")
