@@ -48,8 +48,9 @@ def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
     task = TASKS.get(job.config.task, run_own_loop)  # any other is a function of the user's own
     with open_session(job, env) as session:
         status = task(session, stop_requested)
-        if (signum := stop_requested.received) is not None:
-            session.log(f"rank {env.rank} received {signal.Signals(signum).name}")
+        signum = stop_requested.received
+        if signum is not None and job.wire is not None and not job.wire.stop:
+            session.log(f"rank {env.rank} alone received {signal.Signals(signum).name}")
     run_dir = str(session.run_dir)
     return {"status": status, "run_dir": run_dir, "signal": stop_requested.received}
 
