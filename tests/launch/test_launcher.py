@@ -353,28 +353,25 @@ def test_a_save_is_waited_for(tmp_path: Path) -> None:
     assert record(end.run_dir)["error"] is None
 
 
+def hang(job: Job) -> NoReturn:
+    """Never hear a request."""
+    Path("hangs").touch()
+    time.sleep(10 * TIME_LIMIT_S)
+    raise AssertionError
+
+
 def hang_in_a_save(job: Job) -> NoReturn:
     """Begin a save that never ends."""
     assert job.wire is not None
-    job.wire.ready()
     job.wire.send("saving", True)
-    Path("saving").touch()
-    time.sleep(10 * TIME_LIMIT_S)
-    raise AssertionError
-
-
-def hang(job: Job) -> NoReturn:
-    """Never hear a request."""
-    Path("saving").touch()
-    time.sleep(10 * TIME_LIMIT_S)
-    raise AssertionError
+    hang(job)
 
 
 @pytest.mark.parametrize("work", [hang_in_a_save, hang])
 def test_what_hangs_is_not_waited_for_for_ever(tmp_path: Path, work: Work) -> None:
     """After shutdown_timeout_s, or ten times that during a save, the run ends all the same."""
     with working(tmp_path, work, keys=["launch.shutdown_timeout_s=0.2"]) as process:
-        wait_for((tmp_path / "saving").exists)
+        wait_for((tmp_path / "hangs").exists)
         process.terminate()
         end = wait_for_end(process, tmp_path)
         wait_for(lambda: is_gone(process.pid))

@@ -101,7 +101,7 @@ def _scaling(comparison: Comparison) -> "Figure | str":
 
 
 def _scaling_lines(comparison: Comparison, kind: str) -> list[Line]:
-    """Return a line for each setting that ran on several numbers of devices, in colour first."""
+    """Return a line for each setting with several numbers of devices; the first are coloured."""
     sizes = ("world_size", "num_devices", *BATCH_SIZES)
     keys = [key for key in comparison.keys if key not in sizes]
     scaled = [(row, row.scalings[kind]) for row in comparison.rows if kind in row.scalings]
