@@ -79,7 +79,7 @@ ALLOWED = {
     "__main__": {"cli", "new"},
 }
 TORCH_FREE = {
-    *GROUND,
+    *GROUND - {"seeds"},
     "cli",
     "compare",
     "dist_env",

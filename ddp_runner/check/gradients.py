@@ -26,7 +26,7 @@ from ddp_runner.errors import listed
 from ddp_runner.parallelism.shards import has_shards, whole
 from ddp_runner.train.clipping import scale_gradients
 from ddp_runner.train.evaluation import forward
-from ddp_runner.train.loop import backward, token_factor
+from ddp_runner.train.loop import backward, seed_step, token_factor
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 
@@ -40,18 +40,17 @@ SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by parallelism.comm
 def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     """Return the gradients of only this rank's samples, without changing the state.
 
-    A whole copy of the model computes them, with the random numbers that the next backward will
-    draw. They are scaled like the reduced ones. Collective: every rank must call.
+    A whole copy of the model computes them, with the same random numbers. They are scaled like the
+    reduced ones. Collective: every rank must call.
     """
     factor, num_tokens = 1.0, torch.zeros((), device=state.setup.devices[-1])
     copied = whole_copy(state).train(_draws_alike(state))  # parameters, without their gradients
-    cuda = [device for device in state.setup.devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda):
-        for micro_batch in batch.micro_batches:
-            step = forward(state, copied, micro_batch)
-            share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
-            (step.loss_sum * share).backward()
-            num_tokens += step.count * micro_batch.weight
+    seed_step(state)
+    for micro_batch in batch.micro_batches:
+        step = forward(state, copied, micro_batch)
+        share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
+        (step.loss_sum * share).backward()
+        num_tokens += step.count * micro_batch.weight
     if state.setup.config.batch.count == "tokens":
         factor = token_factor(num_tokens, batch, group=state.setup.data_group).item()
     return {
@@ -78,6 +77,7 @@ def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | 
 def _backward(state: TrainState, batch: StepBatch) -> None:
     state.model.train(_draws_alike(state))
     state.module.zero_grad(set_to_none=True)
+    seed_step(state)
     backward(state, batch)
     if state.gradient_factor is not None:
         scale_gradients(state.module.parameters(), state.gradient_factor)

@@ -15,7 +15,7 @@ from ddp_runner.check.compare_ranks import Finding
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted, listed
 from ddp_runner.parallelism.shards import gathered, has_shards, like, own_part, whole
-from ddp_runner.rank.rng import rng_state, seed_rng, set_rng_state
+from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import alone, place_model
 from ddp_runner.train.parameters import freeze
 from ddp_runner.train.state import TrainState
@@ -137,14 +137,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _one_process_model(state: TrainState) -> nn.Module:
-    """Return the whole model as a process on its own builds it; random numbers stay as they are."""
+    """Return the whole model as a process on its own builds it."""
     setup = state.setup
-    before = rng_state(setup.devices[0])
-    try:
-        seed_rng(setup.config.seed)
-        mode, devices = alone(setup.config, setup.devices[0])
-        module = place_model(setup.config, mode, setup.dataset.model_arguments, devices)
-    finally:
-        set_rng_state(before, setup.devices[0])
+    seed_all(setup.config.seed)
+    mode, devices = alone(setup.config, setup.devices[0])
+    module = place_model(setup.config, mode, setup.dataset.model_arguments, devices)
     freeze(module, setup.config.params.freeze)
     return module

@@ -24,13 +24,15 @@ def make(
     kind: type | UnionType | None = None,
     allowed: Collection[str] = (),
     partial: bool = False,
+    before_each: Callable[[], object] = object,
     **arguments: Any,
 ) -> Any:
     """Build what the ``_target_`` of a group, or of ``metrics.NAME``, names from its keys.
 
     `kind` is the class or protocol that the object must have, or a union of them, and `allowed` the
     user's own packages. The `arguments` win over the keys. With `partial` return a
-    functools.partial: see ``complete``.
+    functools.partial: see ``complete``. `before_each` is called before each key's value is built,
+    and before the object itself.
 
     Raises:
         UserError: the target may not be named, cannot be imported, does not take the keys, or
@@ -46,7 +48,7 @@ def make(
     keys |= arguments
     if partial:
         keys["_partial_"] = True
-    call = functools.partial(construct, keys, key=group, allowed=allowed)
+    call = functools.partial(construct, keys, key=group, allowed=allowed, before_each=before_each)
     return _report_errors(call, named, kind=None if partial else kind, hint=hint)
 
 
@@ -163,11 +165,17 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
     return found
 
 
-def construct(value: Any, *, key: str, allowed: Collection[str] = ()) -> Any:
+def construct(
+    value: Any,
+    *,
+    key: str,
+    allowed: Collection[str] = (),
+    before_each: Callable[[], object] = object,
+) -> Any:
     """Return a value of the config; call each ``_target_`` in it with the keys beside it.
 
     Of these keys ``_args_`` holds positional arguments, and ``_partial_: true`` asks for a
-    functools.partial.
+    functools.partial. `before_each` is as in ``make``.
 
     Raises:
         UserError: a name is not allowed.
@@ -182,13 +190,14 @@ def construct(value: Any, *, key: str, allowed: Collection[str] = ()) -> Any:
     target = None
     if "_target_" in value:
         target = find(value["_target_"], key=f"{key}._target_", allowed=allowed)
-    built = {
-        name: construct(one, key=f"{key}.{name}", allowed=allowed)
-        for name, one in value.items()
-        if target is None or name not in ("_target_", "_partial_")
-    }
+    built = {}
+    for name, one in value.items():
+        if target is None or name not in ("_target_", "_partial_"):
+            before_each()
+            built[name] = construct(one, key=f"{key}.{name}", allowed=allowed)
     if target is None:
         return built
+    before_each()
     call = functools.partial(target, *built.pop("_args_", []), **built)
     return call if value.get("_partial_") is True else call()
 

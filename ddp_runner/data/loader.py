@@ -15,11 +15,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ddp_runner.data.random_states import GENERATORS, moved, random_states, restore, seed_all
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.workers import Failure, loaded, sendable, start_worker
 from ddp_runner.errors import UserError, typed
-from ddp_runner.seeds import derive
+from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
 
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 
@@ -82,7 +81,7 @@ class LoaderSplit:
     def _loader(self) -> "DataLoader[Any]":
         has_workers = self.num_workers > 0
         return DataLoader(
-            _Fetcher(self.name, self.dataset, self.collate_fn, restores=not has_workers),
+            _Fetcher(self.name, self.dataset, self.collate_fn, sends=has_workers),
             batch_sampler=cast(Any, self._orders),  # each order takes the place of a list
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
@@ -92,7 +91,7 @@ class LoaderSplit:
             worker_init_fn=start_worker if has_workers else None,
             # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
             multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
-            generator=torch.Generator(),  # else each epoch takes a number from the model's dropout
+            generator=torch.Generator(),  # workers begin with the same seeds in each run
         )
 
 
@@ -123,12 +122,10 @@ class _Fetcher(Dataset[Any]):
     loaded again, and from then on each sample seeds this generator.
     """
 
-    def __init__(
-        self, name: str, dataset: MapDataset, collate_fn: Collate, *, restores: bool
-    ) -> None:
+    def __init__(self, name: str, dataset: MapDataset, collate_fn: Collate, *, sends: bool) -> None:
         self._name, self._dataset, self._collate_fn = name, dataset, collate_fn
         self._fetch_many = getattr(dataset, "__getitems__", None)
-        self._restores = restores  # the rank's own generators are the model's
+        self._sends = sends  # to another process
         self._drawn = set[str]()  # the generators that samples draw from
         self._at: int | None = None  # the sample that is being loaded by itself
         self._is_first = True
@@ -139,8 +136,7 @@ class _Fetcher(Dataset[Any]):
     def __getitems__(self, order: _Order) -> Any:
         """Return a batch, or why it cannot be loaded. DataLoader asks for its batches so."""
         others = GENERATORS.keys() - self._drawn
-        own = random_states(self._drawn) if self._restores else {}
-        before = random_states(others)
+        before = generator_states(others)
         while True:
             self._at = None
             try:
@@ -152,10 +148,8 @@ class _Fetcher(Dataset[Any]):
             if not (newly := moved(before)):
                 break
             self._drawn |= newly  # so that even a failure depends on the samples alone
-            own |= {name: before.pop(name) for name in newly}
-        if self._restores:
-            restore(own)
-        elif self._is_first:
+            before = {name: state for name, state in before.items() if name not in newly}
+        if self._sends and self._is_first:
             self._is_first, result = False, sendable(result, name=self._name)
         return result
 
@@ -173,10 +167,12 @@ class _Fetcher(Dataset[Any]):
     def _seeded_batch(self, order: _Order) -> Any:
         samples = list[Any]()
         for index in order.indices:
-            seed_all(derive(order.seed, self._name, "sample", order.epoch, index), self._drawn)
+            seed = derive(order.seed, self._name, "sample", order.epoch, index)
+            seed_generators(seed, self._drawn)
             samples.append(self._sample(index))
         first = order.indices[:1]
-        seed_all(derive(order.seed, self._name, "batch", order.epoch, *first), self._drawn)
+        seed = derive(order.seed, self._name, "batch", order.epoch, *first)
+        seed_generators(seed, self._drawn)
         return self._collate_fn(samples)
 
     def _sample(self, index: int) -> Any:

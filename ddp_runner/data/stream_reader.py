@@ -12,11 +12,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_runner.data.loader import Collate
-from ddp_runner.data.random_states import random_states, restore, seed_all
 from ddp_runner.data.stream_state import BlockStart, state_of
 from ddp_runner.data.workers import Failure
 from ddp_runner.errors import UserError, typed
-from ddp_runner.seeds import derive
+from ddp_runner.seeds import derive, seed_generators
 
 
 class Loaded(NamedTuple):
@@ -107,7 +106,6 @@ class _Reader:
         return self
 
     def __next__(self) -> Loaded | Failure:
-        before = random_states()
         try:
             batch = self._next_batch()
         except UserError as error:
@@ -119,8 +117,6 @@ class _Reader:
                 "is in logs/)",
                 traceback.format_exc(),
             )
-        finally:
-            restore(before)  # without workers they are the model's
         if batch is None:
             raise StopIteration
         return batch
@@ -145,7 +141,7 @@ class _Reader:
         if not self._ready:
             return None
         samples = self._ready.popleft()
-        seed_all(self._seed("batch", self._start.block, self._num_taken))
+        seed_generators(self._seed("batch", self._start.block, self._num_taken))
         self._num_taken += 1
         transform, part = self._of.transform, self._of.part
         if transform is not None:
@@ -177,7 +173,7 @@ class _Reader:
         start, size = self._next, self._of.part.batch_size
         if self._samples is None:
             self._open(start)
-        seed_all(self._stream_seed("block", start.block))
+        seed_generators(self._stream_seed("block", start.block))
         stride, own = (1, 0) if self._is_sharded else (self._of.count, self._number)
         samples, num_read, most = list[Any](), 0, self._of.block_size * stride
         for number, sample in enumerate(islice(self._samples, most)):
@@ -202,7 +198,7 @@ class _Reader:
 
     def _open(self, start: "BlockStart") -> None:
         """Begin to read this reader's part of the epoch, or go on from a user's own state."""
-        seed_all(self._stream_seed("start"))
+        seed_generators(self._stream_seed("start"))
         if self._is_sharded:
             count, number = self._of.count, self._number
             self._dataset = self._dataset.shard(num_shards=count, index=number)

@@ -159,7 +159,7 @@ def _stateful_loader(split: StreamSplit, readers: Readers) -> Any:
             # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
             multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
             collate_fn=_as_it_is,
-            generator=torch.Generator(),  # else each epoch takes a number from the model's dropout
+            generator=torch.Generator(),  # workers begin with the same seeds in each run
         )
 
 

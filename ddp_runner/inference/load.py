@@ -17,7 +17,7 @@ from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import is_missing
 from ddp_runner.inference.run_files import model_arguments
 from ddp_runner.inference.weights import Weights, find_weights
-from ddp_runner.rank.rng import seed_rng
+from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_model import alone, place_model
 
@@ -52,9 +52,8 @@ def load_model(
         raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
     found = find_weights(run_dir, config, weights, log=log)
     mode, devices = alone(config, place)
-    with torch.random.fork_rng():
-        seed_rng(config.seed)  # equal buffers that no file keeps
-        module = place_model(config, mode, model_arguments(run_dir), devices)
+    seed_all(config.seed)  # equal buffers that no file keeps
+    module = place_model(config, mode, model_arguments(run_dir), devices)
     load_tensors(module, found.tensors, named=str(found.path))
     return LoadedModel(module.eval(), found)
 

@@ -24,8 +24,8 @@ from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Role
 from ddp_runner.parallelism.shards import send_module
-from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build import build_dataset, build_metrics, build_step
 from ddp_runner.train.build_model import place_model
@@ -94,7 +94,7 @@ def open_model(session: Session) -> TrainedModel | None:
     if role.loop is None:
         return None
     dataset = build_dataset(config, log=session.log)
-    seed_rng(config.seed)  # equal buffers that no file keeps
+    seed_all(config.seed)  # equal buffers that no file keeps
     module = place_model(config, session.mode, arguments, session.devices)
     tensors = None
     if found:  # on rank 0

@@ -44,10 +44,10 @@ def load(
         UserError: the folder holds no such run, its config names what is not allowed, the weights
             are missing, damaged or of another model.
     """
-    from ddp_runner.data.random_states import random_states, restore
+    from ddp_runner.seeds import generator_states, restore_generators
 
     packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
-    before = random_states()
+    before = generator_states()
     try:
         from ddp_runner.inference.load import load_model  # some libraries draw when imported
 
@@ -55,7 +55,7 @@ def load(
             Path(run), weights=weights, device=device, allowed_targets=packages
         ).module
     finally:
-        restore(before)
+        restore_generators(before)
 
 
 def load_tokenizer(run: AnyPath) -> "TextTokenizer":

@@ -21,6 +21,7 @@ from ddp_runner.data.splits import MOST_GPU_DATA, Split
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.session import Session
+from ddp_runner.seeds import seed_all
 
 
 def build_model(session: Session, **arguments: Any) -> nn.Module:
@@ -51,9 +52,15 @@ def build_dataset(session: Session) -> Dataset:
     Raises:
         UserError: its keys or files are unusable.
     """
-    config = session.config
-    source: Source | TensorSource = make("dataset", config.dataset, allowed=config.allowed_targets)
-    return load_dataset(source, data_root=Path(config.data_root), log=session.log)
+    config, allowed = session.config, session.config.allowed_targets
+    seed = partial(seed_all, config.seed, "dataset")  # as the training's own data
+    source: Source | TensorSource = make(
+        "dataset", config.dataset, allowed=allowed, before_each=seed
+    )
+    seed()
+    dataset = load_dataset(source, data_root=Path(config.data_root), log=session.log)
+    seed_all(config.seed, "own loop")  # one rank may have prepared it for the others
+    return dataset
 
 
 def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:

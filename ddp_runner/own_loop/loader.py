@@ -11,6 +11,7 @@ import torch
 from ddp_runner.data.batches import ORDER_VERSION, GlobalBatches, eval_batches
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
+from ddp_runner.seeds import seed_all
 
 
 @dataclass(frozen=True)
@@ -88,18 +89,21 @@ class Loader:
             self.weight = share * self._batches.num_shares
             self._step += 1  # before the loop's body, which may save
             self.num_seen += step.global_count
+            seed_all(self._batches.seed, "batch", self.epoch, self._step, self._batches.share)
             yield to_device(batch.data, self._device)
         self.epoch, self._step = self.epoch + 1, 0
 
     def _in_order(self) -> Iterator[Any]:
         batches = self._batches
-        for batch in eval_batches(
+        in_order = eval_batches(
             batches.split,
             batch_size=batches.micro_size,
             rank=batches.share,
             world_size=batches.num_shares,
             seed=batches.seed,
-        ):
+        )
+        for index, batch in enumerate(in_order):
+            seed_all(batches.seed, "batch", index, batches.share)
             yield to_device(batch.data, self._device)
 
     def state_dict(self) -> dict[str, Any]:

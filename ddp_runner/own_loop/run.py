@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +21,16 @@ from ddp_runner.own_loop.records import Records
 from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced, validate_made_after
 from ddp_runner.parallelism.shards import gathered
-from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.seeds import derive
+from ddp_runner.seeds import derive, seed_all
 
 
 class Run:
     """One rank's part of a run, for a function with a loop of its own.
 
-    Until ``restore`` all ranks draw the same random numbers, so that they build equal modules;
-    from then on each with samples of its own draws its own.
+    Until ``restore`` all ranks draw the same random numbers, so that they build equal modules. Then
+    each ``should_stop`` and each batch of a loader seeds torch, NumPy and ``random`` by the step:
+    alike on ranks that share samples, differently on others.
 
     Attributes:
         rank, world_size: this rank, from 0, and how many there are.
@@ -46,21 +45,20 @@ class Run:
     def __init__(
         self, session: Session, *, stop_requested: Callable[[], bool], stack: ExitStack
     ) -> None:
-        self.rank, self.world_size = session.env.rank, session.env.world_size
-        self.is_rank_zero = session.env.is_rank_zero
+        env = session.env
+        self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
         self.devices, self.device = session.devices, session.devices[0]
         self.config: RunConfig = session.config
-        self.seed: int = session.config.seed
-        self.run_dir: Path = session.run_dir.path
+        self.seed, self.run_dir = session.config.seed, session.run_dir.path
         self._session, self._stop_requested, self._stack = session, stop_requested, stack
+        self._share = session.mode.role(env).share
         self._vote = StopVote()
         self._objects: dict[str, Any] = {}
         self._loaders: list[Loader] = []
         self._records: Records | None = None
         self._uses = set[str]()  # groups of the config
-        self._step = 0  # the last one that this rank reported
+        self._step, self._saved_step = 0, -1  # the last ones that this rank reported and saved
         self._gone = list[Any]()  # references to parameters that ``wrap`` has replaced
-        self._saved_step = -1
         self._is_stopped = False
 
     def model(self, **arguments: Any) -> nn.Module:
@@ -162,9 +160,9 @@ class Run:
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects)
         validate_made_after(self._objects, self._gone)
-        seed_rng(derive(self.seed, "own loop", self.rank))
         resume_step = load_newest(self._objects, self._session)
         self._step = resume_step or 0
+        seed_all(self.seed, "own loop", self._step, self._share)
         note_restart(self._session, step=self._step)
         self._records = Records(
             self._session, uses=self._uses, resume_step=resume_step, stack=self._stack
@@ -224,6 +222,7 @@ class Run:
         self._is_stopped = self._vote.agreed(self._stop_requested())
         if (is_due or self._is_stopped) and self._objects and step != self._saved_step:
             self.save(step)
+        seed_all(self.seed, "own loop", step, self._share)
         return self._is_stopped
 
     def export(self, module: nn.Module) -> None:

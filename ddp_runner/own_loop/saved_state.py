@@ -10,13 +10,12 @@ from torch.optim import Optimizer
 from ddp_runner.checkpoint.fetched import on_every_machine
 from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
-from ddp_runner.distributed import from_rank_zero, gather_objects
+from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, load_module, load_optimizer
-from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.rank.session import Session
 
-PARTS = {"task", "step", "objects", "rng"}
+PARTS = {"task", "step", "objects"}
 
 
 def validate_objects(objects: Mapping[str, Any]) -> None:
@@ -37,7 +36,7 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
 def state_of(
     objects: Mapping[str, Any], session: Session, step: int, copies: set[int]
 ) -> dict[str, Any]:
-    """Return the state of the objects and of all ranks' random numbers. Collective.
+    """Return the state of the objects. Collective.
 
     Args:
         objects: by name; rank 0's state is the one that is saved.
@@ -64,8 +63,7 @@ def state_of(
     }
     states = gathered(states, keep=session.env.is_rank_zero, copies=copies)
     reject_sharded(states)
-    rng = gather_objects(rng_state(session.devices[0]))
-    return {"task": session.config.task, "step": step, "objects": states, "rng": rng}
+    return {"task": session.config.task, "step": step, "objects": states}
 
 
 def load_newest(objects: Mapping[str, Any], session: Session) -> int | None:
@@ -86,10 +84,6 @@ def load_newest(objects: Mapping[str, Any], session: Session) -> int | None:
     with on_every_machine(path) as found:
         content: Any = load_checkpoint(found)
     _load(objects, content, path, task=session.config.task)
-    if len(content["rng"]) == session.env.world_size:
-        set_rng_state(content["rng"][session.env.rank], session.devices[0])
-    else:
-        log("the world size differs from the checkpoint's: each rank draws new random numbers")
     log(f"resumed from {path}, step {content['step']}")
     return int(content["step"])
 

@@ -12,8 +12,8 @@ from ddp_runner.errors import UserError, nearest
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
 from ddp_runner.rank.rank_log import log_to_file
-from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
+from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.start_block import (
     fact_lines,
     gpu_names,
@@ -43,7 +43,7 @@ def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status
     }
     validate_arguments(function, arguments, named=config.task)
     _log_start(session)
-    seed_rng(config.seed)  # equal modules on all ranks
+    seed_all(config.seed)  # equal modules on all ranks
     with ExitStack() as stack:
         run = Run(session, stop_requested=stop_requested, stack=stack)
         with place_noted(function):

@@ -49,13 +49,12 @@ def initialise(model: nn.Module) -> None:
     """Fill the parameters of a model that offers ``init_weights``, whole or in shards.
 
     Besides the parameters there is never more than one module's own at a time. The seed is
-    torch's; the generator is left as it was.
+    torch's.
 
     Raises:
         UserError: ``init_weights`` leaves a parameter without values.
     """
     seed, done = torch.initial_seed(), set[nn.Parameter]()
-    before = torch.get_rng_state()
     for name, module in model.named_modules():
         own = {key: one for key, one in module._parameters.items() if one is not None}
         if not own.keys() or done.issuperset(own.values()):
@@ -79,4 +78,3 @@ def initialise(model: nn.Module) -> None:
             if one not in done:
                 copy_shard(one, whole[key])
         done |= {*own.values()}
-    torch.set_rng_state(before)

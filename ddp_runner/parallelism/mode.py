@@ -54,7 +54,6 @@ class Duties:
     num_steps: int  # number of steps that the loop will take
     outstanding: Sequence[int]  # batches to compute before any new one
     compute: Callable[[int], Tensor]  # (batch number) -> loss; leaves the gradients
-    seed: int
     timeout_s: float  # a rank that sends nothing for this long counts as lost
     ended: Callable[[], Collection[int]]  # ranks whose processes have ended
     mark: Callable[[StepPart], None]  # adds the time since the last mark to a part

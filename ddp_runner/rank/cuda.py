@@ -1,11 +1,10 @@
-"""The GPUs of a rank: whether they work, their memory, and their random numbers."""
+"""The GPUs of a rank: whether they work, and their memory."""
 
 import resource
 import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import GET_TORCH
@@ -39,17 +38,6 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
                 )
 
 
-def rng_states(first: torch.device) -> list[Tensor]:
-    """Return the random state of each visible GPU, by number from the rank's first one on."""
-    return [torch.cuda.get_rng_state(device) for device in _from(first)]
-
-
-def set_rng_states(states: Sequence[Tensor], first: torch.device) -> None:
-    """Set what `rng_states` returned, perhaps in a process that sees other GPUs."""
-    for device, state in zip(_from(first), states, strict=False):
-        torch.cuda.set_rng_state(state, device)
-
-
 def peak_memory_gib() -> float:
     """Return this process's peak memory: what torch allocated on its fullest GPU, else RAM."""
     if not torch.cuda.is_initialized():
@@ -57,8 +45,3 @@ def peak_memory_gib() -> float:
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
     peaks = [torch.cuda.max_memory_allocated(one) for one in range(torch.cuda.device_count())]
     return max(peaks) / 2**30
-
-
-def _from(first: torch.device) -> list[torch.device]:
-    count = torch.cuda.device_count()
-    return [torch.device("cuda", (first.index + offset) % count) for offset in range(count)]

@@ -31,6 +31,7 @@ from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
+from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.claims import claim_run, freeze, own_marks, with_global_size
 from ddp_runner.tracking.heartbeat import Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
@@ -106,6 +107,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
 
 def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.device, ...]]:
     """Return the config's mode and this rank's devices, which are ready to compute."""
+    seed_all(config.seed)  # what is imported and built from here on may draw
     validate_targets(config)  # again: the config may come from somebody else's run
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -19,9 +19,8 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode
-from ddp_runner.rank.rng import seed_rng
 from ddp_runner.rank.session import Session
-from ddp_runner.seeds import derive
+from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_batches import build_batches
 from ddp_runner.train.build_model import build_module, place_model
 from ddp_runner.train.build_schedule import build_schedule
@@ -103,17 +102,26 @@ def build_metrics(config: RunConfig) -> dict[str, Metric]:
 
 def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:
     """Return the config's dataset; see ``load_dataset``."""
-    return load_dataset(build_source(config), data_root=Path(config.data_root), log=log)
+    source = build_source(config)
+    seed_all(config.seed, "dataset")
+    return load_dataset(source, data_root=Path(config.data_root), log=log)
 
 
 def build_source(config: Config) -> Source | TensorSource:
     """Return what opens the config's dataset.
 
+    Its parts, such as train and eval, are each built with the same random numbers. So a function
+    that splits samples at random gives both the two sides of one split.
+
     Raises:
         UserError: it cannot be built.
     """
     found: Source | TensorSource = make(
-        "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
+        "dataset",
+        config.dataset,
+        kind=Source | TensorSource,
+        allowed=config.allowed_targets,
+        before_each=partial(seed_all, config.seed, "dataset"),
     )
     return found
 
@@ -129,7 +137,7 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
         UserError: a name is not allowed or does not exist, or its keys do not fit.
     """
     allowed = config.allowed_targets
-    torch.manual_seed(derive(config.seed, "step"))  # it may be a module with weights
+    seed_all(config.seed, "step module")  # it may be a module with weights
 
     def loss() -> Any:
         own = make_function(config.model.get("loss"), key="model.loss", allowed=allowed)
@@ -155,13 +163,11 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
             train.
     """
     config = setup.config
-    seed_rng(config.seed)  # the same weights on every rank and in every mode
+    seed_all(config.seed)  # the same weights on every rank and in every mode
     arguments = setup.dataset.model_arguments
     module = build_module(config, setup.mode, arguments, setup.devices, weights=weights)
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
     model = setup.mode.wrap(compiled, setup.devices)
-    # Each share drops other units.
-    seed_rng(derive(config.seed, "dropout", setup.env.rank // setup.role.model_ranks))
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
     if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps

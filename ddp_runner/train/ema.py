@@ -39,8 +39,7 @@ class Ema:
         self._decay = decay
         if has_shards(module):
             self._averaged = AveragedModel(nn.Identity(), multi_avg_fn=_lerp(decay))
-            with torch.random.fork_rng():
-                self._averaged.module = build()
+            self._averaged.module = build()
             self._averaged.module.load_state_dict(module.state_dict())
             return
         try:

@@ -12,6 +12,7 @@ from ddp_runner.data.splits import Piece
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.distributed import broadcast_buffers, sum_over_ranks
 from ddp_runner.parallelism.shards import reshard
+from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import EvalSetup, EvalTotals
 from ddp_runner.train.step import Step
 
@@ -30,6 +31,10 @@ class Evaluable(Protocol):
     def evaluated(self) -> nn.Module:
         """Return the bare model."""
 
+    @property
+    def step(self) -> int:
+        """Return the optimizer steps that made the weights."""
+
 
 def forward(state: Evaluable, model: nn.Module, batch: MicroBatch) -> Step:
     """Run the training step on the devices, and return what it returns."""
@@ -46,7 +51,9 @@ def evaluate(
 ) -> tuple[dict[str, float], list[list[int]] | None]:
     """Evaluate whole splits; without any, the evaluation set. Each sample counts once.
 
-    That holds at every world size. Collective: every rank of the loop must call.
+    That holds at every world size. A model that draws random numbers draws those of this step, so
+    the same weights give the same metrics whenever they are evaluated on as many ranks. Collective:
+    every rank of the loop must call.
 
     Returns:
         Metrics: eval/loss, the scalars of the training step, the configured metrics and, if the
@@ -68,7 +75,9 @@ def evaluate(
             world_size=num_shares,
             seed=setup.config.seed,
         )
-        for batch in together(batches, split, setup):
+        for index, batch in enumerate(together(batches, split, setup)):
+            # For each batch, since loading one may draw in this process.
+            seed_all(setup.config.seed, "eval", state.step, share, index)
             step = forward(state, module, batch)
             if batch.weight:
                 totals.add(step)

@@ -128,7 +128,7 @@ def rehearse(state: TrainState) -> None:
     DDP rebuilds its buckets after its first backward, with a static graph after the second. A
     gradient's place in its bucket decides in which order three or more ranks are added, and so how
     the sum is rounded. A resumed run must therefore not take its first step with the initial
-    buckets. Call this before loading the state, since it changes random numbers and buffers.
+    buckets. Call this before loading the state, since it changes buffers.
     """
     if state.model is state.module or state.setup.env.world_size < 3:
         return  # the mode wraps nothing, or the sum has only one order

@@ -10,6 +10,7 @@ from ddp_runner.data.batches import StepBatch
 from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Duties
+from ddp_runner.seeds import seed_all
 from ddp_runner.train.loop import backward
 from ddp_runner.train.state import TrainState
 
@@ -84,7 +85,6 @@ def take_role(
         num_steps=max(0, state.last_step - state.position.step),
         outstanding=state.position.outstanding,
         compute=partial(backward_by_number, state, lru_cache(maxsize=2)(state.numbered.order)),
-        seed=config.seed,
         timeout_s=config.backend.timeout_s,
         ended=ended,
         mark=state.setup.timer.mark,
@@ -100,6 +100,7 @@ def take_role(
 
 def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
     """Run backward on this rank's part of a batch of the run; return its part of the mean loss."""
-    batches = state.numbered
+    batches, seed = state.numbered, state.setup.config.seed
     epoch, index = divmod(number, batches.steps_per_epoch)
+    seed_all(seed, "step", number, batches.share)
     return backward(state, batches.step(epoch, index, order=order(epoch)))

@@ -16,6 +16,7 @@ from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
+from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
@@ -106,6 +107,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
         global batch.
     """
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
+    seed_step(state)
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
     scale_and_clip(state)
@@ -118,6 +120,11 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
             state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
+
+
+def seed_step(state: TrainState) -> None:
+    """Seed what the next step draws. Ranks that compute one share together draw the same."""
+    seed_all(state.setup.config.seed, "step", state.position.step, state.setup.role.share)
 
 
 def backward(state: TrainState, batch: StepBatch) -> Tensor:

@@ -59,9 +59,8 @@ def export_programs(
         UserError: torch cannot trace the model, or a file cannot be written.
     """
     mode, devices = alone(config, CPU)
-    with torch.random.fork_rng():
-        module = place_model(config, mode, arguments, devices)
-        step = build_step(config, devices)
+    module = place_model(config, mode, arguments, devices)
+    step = build_step(config, devices)
     load_tensors(module, tensors, named="the exported model")
     module.eval()
     written = []

@@ -14,7 +14,6 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, load_module, load_optimizer
-from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
@@ -60,7 +59,6 @@ def snapshot(
         "scheduler": state.schedule.scheduler.state_dict(),
         "scaler": state.scaler.state_dict(),
         "position": position,
-        "rng": gather_objects(rng_state(state.setup.devices[0]), group=state.setup.group),
         "model_ranks": state.setup.role.model_ranks,
         **identity(config, state.setup.dataset),
     }
@@ -93,7 +91,7 @@ def restore(
     validate_same_run(content, position, state.setup, config, path)
     rehearse(state)
     try:
-        _load(state, content, position, config, log=log)
+        _load(state, content, position, config)
     except Exception as error:  # torch raises anything for a foreign state
         reason = typed(error)
         raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
@@ -116,23 +114,14 @@ def _load(
     content: dict[str, Any],
     position: Position,
     config: RunConfig,
-    *,
-    log: Callable[[str], None],
 ) -> None:
-    """Load the model, optimizer, schedule, scaler and random numbers of a checkpoint."""
-    setup, saved_rngs = state.setup, content["rng"]
+    """Load the model, optimizer, schedule and scaler of a checkpoint."""
     load_module(state.module, content["model"])
     _load_optimizer(state, content, position, config)
     if state.ema is not None:
         state.ema.load_state_dict(content["ema"])
     if content["scaler"]:  # empty if the run's precision scaled no loss
         state.scaler.load_state_dict(content["scaler"])
-    has_same_shares = content["model_ranks"] == setup.role.model_ranks
-    if len(saved_rngs) == setup.env.world_size and has_same_shares:
-        set_rng_state(saved_rngs[setup.env.rank], setup.devices[0])
-    elif setup.env.is_rank_zero:
-        what = "world size" if has_same_shares else "number of ranks that share samples"
-        log(f"the {what} differs from the checkpoint's: dropout draws new random numbers")
 
 
 def _load_optimizer(

@@ -21,7 +21,7 @@ NESTED = (
 )
 HOW_LOADED = ("prepared", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 SNAPSHOT_PARTS = {
-    *("model", "optimizer", "scheduler", "scaler", "position", "rng", "model_ranks", "made_of"),
+    *("model", "optimizer", "scheduler", "scaler", "position", "model_ranks", "made_of"),
     *("data", "order_version"),
 }
 

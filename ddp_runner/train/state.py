@@ -17,7 +17,6 @@ from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import GradientSource, Mode, Role
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
-from ddp_runner.rank.rng import rng_state, set_rng_state
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.flops import FlopCounter
@@ -102,6 +101,11 @@ class TrainState:
         return self.module
 
     @property
+    def step(self) -> int:
+        """The optimizer steps taken."""
+        return self.position.step
+
+    @property
     def numbered(self) -> GlobalBatches:
         """The batches, whose numbers are known: not those of a stream."""
         assert isinstance(self.setup.batches, GlobalBatches)
@@ -174,11 +178,11 @@ class TrainState:
 
 @contextmanager
 def restored_after(state: TrainState) -> Iterator[None]:
-    """Evaluate in the block, then restore random numbers, buffers and each module's mode.
+    """Evaluate in the block, then restore buffers and each module's mode.
 
     The modules are those of the model, and of a training step that is a module.
     """
-    step, device = state.setup.step, state.setup.devices[0]
+    step = state.setup.step
     roots = [state.module, *([step] if isinstance(step, nn.Module) else [])]
     modules = [(one, one.training) for root in roots for one in root.modules()]
     buffers = [
@@ -186,12 +190,10 @@ def restored_after(state: TrainState) -> Iterator[None]:
         for owner, _ in modules
         for name, buffer in owner._buffers.items()
     ]
-    before = rng_state(device)
     state.module.eval()
     try:
         yield
     finally:
-        set_rng_state(before, device)
         reshard(state.module)
         for module, was_training in modules:
             module.training = was_training

@@ -16,6 +16,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, typed
+from ddp_runner.seeds import seed_all
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step, supervised
@@ -66,7 +67,7 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     twice_batch = batches.samples([*range(NUM_SAMPLES)] * 2)
     steps = []
     for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
-        torch.default_generator.manual_seed(seed)
+        seed_all(seed)
         step = forward(state, state.module, data)
         _validate_step(step, name)
         steps.append((step, step.loss_sum.item(), float(step.count)))

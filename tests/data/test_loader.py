@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from ddp_runner.data.batches import GlobalBatches, StepBatch, eval_batches
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.random_states import GENERATORS, moved, random_states
 from ddp_runner.data.splits import Piece, TensorSplit
 from ddp_runner.errors import UserError
+from ddp_runner.seeds import GENERATORS
 
 NUM_SAMPLES = 23
 INPUTS = torch.arange(NUM_SAMPLES * 6.0).reshape(NUM_SAMPLES, 2, 3)
@@ -226,34 +226,6 @@ def test_a_batchs_random_numbers_depend_on_seed_epoch_and_batch_alone() -> None:
         assert found[0] == found[1] == found[2]
         assert found[0] == steps(batches_of(split_of(dataset, collate_fn=noisy_collate)).epoch(0))
         assert len({str(one["of batch"]) for step in found[0] for one in step}) == len(found[0])
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_the_ranks_own_generators_stay_as_they_were(num_workers: int) -> None:
-    """They are the model's, for dropout; also after a failure."""
-    for dataset in (*DATASETS.values(), Failing(7)):
-        split = split_of(dataset, num_workers=num_workers, collate_fn=noisy_collate)
-        before = random_states()
-        for _ in range(2):
-            try:
-                steps(batches_of(split).epoch(0))
-            except UserError:
-                assert isinstance(dataset, Failing)
-            assert moved(before) == set()
-
-
-def test_the_model_may_draw_between_two_batches() -> None:
-    """Its numbers are those that it would draw without a dataset."""
-    for dataset in (TensorDataset(INPUTS, TARGETS), Drawing()):
-        for seeded in GENERATORS.values():
-            seeded.seed(5)
-        expected = [[draw(name) for name in GENERATORS] for _ in range(4)]
-        for seeded in GENERATORS.values():
-            seeded.seed(5)
-        found = [
-            [draw(name) for name in GENERATORS] for _ in batches_of(split_of(dataset)).epoch(0)
-        ]
-        assert found == expected
 
 
 @pytest.mark.parametrize("pinned", first_of([True, False]))

@@ -114,16 +114,6 @@ def test_a_state_after_the_end_begins_nothing_anew() -> None:
     assert list(split.open(part, state=stream.state())) == []
 
 
-def test_the_model_draws_what_it_draws_without_a_stream() -> None:
-    """A stream that is read in the rank leaves the rank's generators as they were."""
-    torch.manual_seed(3)
-    stream = StreamSplit("train", Plain(SIZE)).open(Part(BATCH, rank=0, num_ranks=1, seed=7))
-    next(stream)
-    drawn = torch.rand(5)
-    torch.manual_seed(3)
-    assert torch.equal(drawn, torch.rand(5))
-
-
 def test_epochs_seeds_and_readers_draw_other_numbers() -> None:
     """The same samples come with other noise."""
     split = StreamSplit("train", Plain(SIZE))

@@ -10,7 +10,6 @@ the loss scaler, clipping, torch.save and torch.load. What asks the CUDA driver 
 * DataParallel copies between GPUs with ``Tensor.to``, and its threads run one after another;
 * DDP has no reducer, and in a collective every rank has the value of this rank;
 * streams and events only record their device and their order;
-* random numbers have a state that can be saved and set, but none are drawn.
 """
 
 import sys
@@ -40,9 +39,6 @@ COUNT = torch.ops.aten.bincount.default
 class FakeGpus:
     """What the code under test did with the GPUs besides making tensors."""
 
-    rng: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # each device's state; its size identifies it
     marks: list["FakeEvent"] = field(default_factory=list)  # timed events, in order
     num_events: int = 0
 
@@ -115,7 +111,7 @@ def fake_gpus(count: int, *, ranks: int = 1) -> Iterator[FakeGpus]:
         count: the number of visible GPUs.
         ranks: the size of the process group; nothing is reduced.
     """
-    gpus = FakeGpus(rng={index: torch.zeros(16 + index).byte() for index in range(count)})
+    gpus = FakeGpus()
     streams: dict[torch.device, FakeStream] = {}
 
     def stream(device: Any) -> FakeStream:
@@ -127,12 +123,6 @@ def fake_gpus(count: int, *, ranks: int = 1) -> Iterator[FakeGpus]:
         gpus.marks.append(FakeEvent(gpus))
         return gpus.marks[-1]
 
-    def save_rng(device: Any = "cuda") -> Tensor:
-        return gpus.rng[index_of(device)]
-
-    def set_rng(state: Tensor, device: Any = "cuda") -> None:
-        gpus.rng[index_of(device)] = state
-
     def gather(box: list[Any], value: Any, group: Any = None) -> None:
         box[:] = [value] * len(box)
 
@@ -141,17 +131,12 @@ def fake_gpus(count: int, *, ranks: int = 1) -> Iterator[FakeGpus]:
         with pytest.MonkeyPatch.context() as patch, FakeMode():
             for name, stub in {
                 "device_count": lambda: count,
-                "get_rng_state": save_rng,
-                "set_rng_state": set_rng,
                 "current_stream": stream,
                 "Event": event,
                 "is_bf16_supported": lambda including_emulation=True: True,
             }.items():
                 patch.setattr(torch.cuda, name, stub)
             patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-            patch.setattr(
-                torch, "set_rng_state", lambda state: None
-            )  # the CPU's state has no numbers here
             patch.setattr(nn.Module, "_apply", _apply)
             patch.setattr(Tensor, "backward", _backward)
             for name, stub in {

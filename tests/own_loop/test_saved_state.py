@@ -1,12 +1,10 @@
 """What run.restore names is saved and restored, and a checkpoint of something else is one line."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -57,38 +55,29 @@ def save(given: dict[str, Any], ours: Any) -> None:
     torch.distributed.barrier()
 
 
-def draw() -> tuple[float, ...]:
-    """Draw a number from each generator."""
-    return random.random(), float(np.random.rand()), torch.rand(1).item()
-
-
 def saved_and_restored(env: DistEnv, folder: Path) -> tuple[Any, ...]:
     """Return what a rank had when it saved, and what it has after it has restored."""
     ours, given = session(env, folder), objects()
-    random.seed(env.rank)
-    np.random.seed(env.rank)
     torch.manual_seed(env.rank)
     given["module"](torch.ones(1, 2)).sum().backward()
     given["optimizer"].step()
     given["scheduler"].step()
     given["best"].update(score=0.5)
     save(given, ours)
-    drawn, again = draw(), objects()
+    again = objects()
     again["best"]["other"] = 1
     step = load_newest(again, ours)
     equal = torch.equal(again["module"].weight, given["module"].weight)
     rates = [one["optimizer"].param_groups[0]["lr"] for one in (given, again)]
-    return step, drawn, draw(), equal, rates[0] == rates[1] != 1e-3, again["best"]
+    return step, equal, rates[0] == rates[1] != 1e-3, again["best"]
 
 
-def test_objects_and_the_random_numbers_of_each_rank_come_back(tmp_path: Path) -> None:
-    """A dict of plain values is updated in place; each rank has its own random numbers."""
+def test_objects_come_back(tmp_path: Path) -> None:
+    """A dict of plain values is updated in place."""
     ranks = run_ranks(saved_and_restored, 2, tmp_path)
-    for step, drawn, redrawn, _, has_rate, best in ranks:
+    for step, _, has_rate, best in ranks:
         assert (step, has_rate, best) == (3, True, {"score": 0.5, "at": [1, 2]})
-        assert drawn == redrawn
-    assert ranks[0][3], "rank 0's weights"
-    assert ranks[0][1] != ranks[1][1]
+    assert ranks[0][1], "rank 0's weights"
 
 
 def error_of(call: Callable[[], object]) -> str:

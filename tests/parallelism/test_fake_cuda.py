@@ -25,7 +25,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import rank_devices
-from ddp_runner.rank.cuda import peak_memory_gib, rng_states, set_rng_states
+from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import build as building
 from ddp_runner.train import export
@@ -191,21 +191,17 @@ def test_a_resumed_run_steps_as_before(
 ) -> None:
     """Adam's moments are with their parameters, its step counts on the CPU, where they began.
 
-    Nothing is loaded onto a GPU by itself, where it would lie beside what is there already; and the
-    random numbers of all GPUs are taken up, the rank's own first.
+    Nothing is loaded onto a GPU by itself, where it would lie beside what is there already.
     """
     # What torch chooses by itself for tensors on a GPU, though not for fake ones.
     keys = ("optimizer=adamw", "+optimizer.foreach=true", "train.precision=fp16")
     config, real, loaded_onto = case.config(*keys), real_dataset(), spy_on_loads(monkeypatch)
-    with fake_gpus(case.gpus, ranks=case.ranks) as gpus:
+    with fake_gpus(case.gpus, ranks=case.ranks):
         state = build(case, config, real)
         take_epoch(state)
-        sizes = {index: content.numel() for index, content in gpus.rng.items()}
         save(state, config, tmp_path, step=4, epoch=1)
         state = build(case, config, real)
-        gpus.rng.clear()
         assert restore(state, config, tmp_path, log=print) == 4
-        assert {index: content.numel() for index, content in gpus.rng.items()} == sizes
         take_epoch(state, 1)
         for parameter, content in state.optimizer.state.items():
             assert content["step"].device.type == "cpu"
@@ -223,15 +219,6 @@ def spy_on_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch, "load", spy)
     return loaded_onto
-
-
-def test_random_numbers_follow_a_rank_to_other_gpus() -> None:
-    """Saved on GPUs 2 and 3 of four, they are taken up on the only two that the rank sees now."""
-    with fake_gpus(4):
-        states = rng_states(torch.device("cuda", 2))
-    with fake_gpus(2) as gpus:
-        set_rng_states(states, torch.device("cuda", 0))
-        assert {index: content.numel() for index, content in gpus.rng.items()} == {0: 18, 1: 19}
 
 
 @of("dp", "ddp_mp")

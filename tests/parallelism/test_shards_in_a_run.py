@@ -85,20 +85,6 @@ def test_values_are_clipped_after_the_sum_over_ranks() -> None:
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
 
 
-def logged(env: DistEnv, config: Config, folder: Path) -> list[str]:
-    """Take one more step from the newest checkpoint; return what is logged."""
-    return run_loop(env, config, max_steps=2, folder=folder).logged
-
-
-def test_ranks_that_share_samples_do_not_take_the_random_numbers_of_others(tmp_path: Path) -> None:
-    """They would drop different units of one activation."""
-    first = compose_config(*GPT, "parallelism=fsdp", "model.dropout=0.1", world_size=2)
-    run_ranks(weights_of, 2, first, 1, tmp_path)
-    together = compose_config(*GPT, "parallelism=tp", "model.dropout=0.1", world_size=2)
-    lines = run_ranks(logged, 2, together, tmp_path)[0]
-    assert any("the number of ranks that share samples differs" in line for line in lines)
-
-
 class Counts(torch.optim.SGD):
     """Keeps a count in its state, which belongs to no parameter."""
 

@@ -175,7 +175,6 @@ def test_run_resumes_at_another_world_size_and_mode(
     config = config_of(*MNIST_NET, *NO_DROPOUT, *keys, world_size=world_size)
     found = run_ranks(loop, world_size, config, tmp_path)[0]
     expected = uninterrupted(*MNIST_NET, *NO_DROPOUT)[0]
-    assert any("world size differs" in sentence for sentence in found.logged)
     tolerances = TOLERANCES[torch.float32]
     torch.testing.assert_close(found.losses, expected.losses[MID_EPOCH:], **tolerances)
     torch.testing.assert_close(found.weights, expected.weights, **tolerances)
@@ -428,7 +427,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
     return lambda content: {name: part for name, part in content.items() if name != key}
 
 
-PARTS = ("model", "optimizer", "scheduler", "scaler", "position", "rng", "made_of")
+PARTS = ("model", "optimizer", "scheduler", "scaler", "position", "made_of")
 STANDS = {"epoch": 0, "step": 1, "step_in_epoch": 1}
 FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda content: [content],
@@ -441,9 +440,6 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "odd batches": lambda content: content | {"position": STANDS | {"outstanding": ("a",)}},
     "position": lambda content: content | {"position": [1]},
     "made of": lambda content: content | {"made_of": [1]},
-    "rng": lambda content: content | {"rng": [{"cpu": torch.zeros(3)}]},
-    "rng's key": lambda content: content | {"rng": [{}]},
-    "rng's type": lambda content: content | {"rng": 7},
     "optimizer": lambda content: content | {"optimizer": []},
     "schedule": lambda content: content | {"scheduler": {}},
     "parameters": lambda content: content | {"model": {"a": 1}},

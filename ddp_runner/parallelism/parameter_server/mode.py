@@ -33,7 +33,6 @@ from ddp_runner.parallelism.parameter_server.messages import (
     flatten_parameters,
 )
 from ddp_runner.parallelism.parameter_server.server import Server
-from ddp_runner.seeds import derive
 
 SERVER = 0
 
@@ -76,8 +75,6 @@ class ParameterServer:
             dist.recv(values, src=SERVER, group=group)
             copy_parts(values, list(module.parameters()))
             waited_s = time.perf_counter() - pushed_at
-            # Dropout depends only on the step, so a resumed run draws the same numbers.
-            torch.manual_seed(derive(duties.seed, "trainer", step, dist.get_rank()))
             module.zero_grad(set_to_none=True)
             loss, num_tokens = duties.compute(step), duties.tokens()
             if all(parameter.grad is None for parameter in module.parameters()):
