@@ -26,7 +26,7 @@ ALLOWED = {
     "models": set(),
     "data": {*GROUND, "config"},
     "tracking": {*GROUND, "config", "dist_env", "job"},
-    "checkpoint": {*GROUND, "config", "distributed", "job", "tracking"},
+    "checkpoint": {*GROUND, "config", "distributed", "job", "parallelism", "tracking"},
     "rank": {
         *(*GROUND, "config", "dist_env", "distributed", "job", "parallelism"),
         "tracking",

@@ -132,7 +132,7 @@ def equal_buffers(state: TrainState) -> Finding:
     dataset = replace(setup.dataset, eval=part)
     # Without metrics: some cannot be computed from a part.
     evaluate(replace(state, setup=replace(setup, dataset=dataset, metrics={})))
-    saved = snapshot(state, setup.config)["model"]
+    saved = snapshot(state)["objects"]["model"]
     if has_shards(state.module):  # only rank 0 keeps what it saves; the others have it, too
         own = gathered(state.module.state_dict(), keep=True)
         saved = {key: own[key] if value is None else value for key, value in saved.items()}

@@ -11,7 +11,7 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.files import file_sha256, json_safe
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"  # of the manifest's other fields

@@ -203,7 +203,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     """Return the state_dict of a file, given by itself or under the key model or state_dict."""
     named = f"model.weights ({path})"
     if path.is_dir():
-        loaded: Any = load_checkpoint(path)
+        loaded: Any = load_checkpoint(path).get("objects")
     elif path.suffix == ".safetensors":
         return read_export(path, named=named)[0]
     else:

@@ -1,6 +1,6 @@
 """Builds, for a loop of the user's own, from the groups of a resolved config."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_runner.checkpoint.optimizer_state import settings_of
+from ddp_runner.checkpoint.state import Saver
 from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
@@ -73,6 +75,19 @@ def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:
     factory = make("optimizer", keys, allowed=allowed, partial=True)
     optimizer: Optimizer = complete("optimizer", keys, factory, parameters, kind=Optimizer)
     return optimizer
+
+
+def build_saver(session: Session, objects: Mapping[str, Any]) -> Saver:
+    """Return what saves and restores the objects that the loop names."""
+    return Saver(
+        objects,
+        settings_of(objects),
+        task=session.config.task,
+        num_shares=session.mode.role(session.env).num_shares,
+        rank=session.env.rank,
+        num_ranks=session.env.world_size,
+        compares_buffers=True,
+    )
 
 
 def build_loader(

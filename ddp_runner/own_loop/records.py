@@ -122,17 +122,17 @@ class Records:
         """Note that a step is done: the first one ends the start-up."""
         self._logger.step_done(step=step, epoch=_epoch(loaders))
 
-    def save(self, content: Callable[[set[int]], dict[str, Any]], *, step: int) -> None:
+    def save(self, content: Callable[..., dict[str, Any]], *, step: int) -> None:
         """Start to write a checkpoint, with the metrics of its step. Collective.
 
         Args:
-            content: returns what to save, and adds addresses to its argument as ``gathered`` does.
+            content: returns what to save, and adds addresses to `copies` as ``gathered`` does.
             step: of the loop.
         """
         if self._writer is not None:
             self._writer.wait()  # so that only one state is in memory
         copies = set[int]()
-        found = content(copies)
+        found = content(copies=copies)
         if self._writer is not None:
             metrics = self.metrics if step == self._metrics_step else {}
             self._writer.save(found, step=step, metrics=metrics, copies=copies)

@@ -15,11 +15,10 @@ from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
-from ddp_runner.own_loop.build import build_dataset, build_loader, build_model, build_optimizer
+from ddp_runner.own_loop import build
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.own_loop.records import Records
-from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
-from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced, validate_made_after
+from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced, validate_objects
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive, seed_all
@@ -51,10 +50,9 @@ class Run:
         self.config: RunConfig = session.config
         self.seed, self.run_dir = session.config.seed, session.run_dir.path
         self._session, self._stop_requested, self._stack = session, stop_requested, stack
-        self._share = session.mode.role(env).share
-        self._vote = StopVote()
+        self._role = session.mode.role(env)
+        self._vote, self._loaders = StopVote(), list[Loader]()
         self._objects: dict[str, Any] = {}
-        self._loaders: list[Loader] = []
         self._records: Records | None = None
         self._uses = set[str]()  # groups of the config
         self._step, self._saved_step = 0, -1  # the last ones that this rank reported and saved
@@ -70,7 +68,7 @@ class Run:
             UserError: the keys do not fit the model, or the weights do not.
         """
         self._uses.add("model")
-        return build_model(self._session, **arguments)
+        return build.build_model(self._session, **arguments)
 
     def dataset(self) -> Dataset:
         """Return the dataset of the config's group; ``loader`` takes its splits train and eval.
@@ -79,7 +77,7 @@ class Run:
             UserError: the keys or the files of the dataset are unusable.
         """
         self._uses.add("dataset")
-        return build_dataset(self._session)
+        return build.build_dataset(self._session)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """Return the optimizer of the config's group for parameters, or for groups of them.
@@ -88,7 +86,7 @@ class Run:
             UserError: the keys do not fit the optimizer.
         """
         self._uses.add("optimizer")
-        return build_optimizer(self.config, parameters)
+        return build.build_optimizer(self.config, parameters)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in the run's mode of parallelism, on this rank's devices.
@@ -127,7 +125,7 @@ class Run:
             UserError: there are fewer samples than ranks.
         """
         number = len(self._loaders)
-        loader = build_loader(
+        loader = build.build_loader(
             self._session,
             dataset,
             name=f"loader {number + 1}",
@@ -148,6 +146,7 @@ class Run:
         Args:
             objects: whatever has ``state_dict`` and ``load_state_dict``: modules, optimizers,
                 schedulers, scalers, loaders. Or a dict of plain values, which is updated in place.
+                Dicts, other objects and buffers may differ between ranks: each gets its own back.
 
         Returns:
             The steps taken: 0 in a new run.
@@ -158,11 +157,13 @@ class Run:
         if self._records is not None:
             raise UserError("run.restore was called twice; call it once, with all that is saved")
         self._objects = {name: bare(value) for name, value in objects.items()}
-        validate_objects(self._objects)
-        validate_made_after(self._objects, self._gone)
-        resume_step = load_newest(self._objects, self._session)
+        validate_objects(self._objects, gone=self._gone)
+        self._saver = build.build_saver(self._session, self._objects)
+        folder, is_resumed = self._session.run_dir.checkpoints, self.config.resume is not None
+        found = self._saver.restore(folder, is_resumed=is_resumed, log=self._session.log)
+        resume_step = found and found.step
         self._step = resume_step or 0
-        seed_all(self.seed, "own loop", self._step, self._share)
+        seed_all(self.seed, "own loop", self._step, self._role.share)
         note_restart(self._session, step=self._step)
         self._records = Records(
             self._session, uses=self._uses, resume_step=resume_step, stack=self._stack
@@ -206,7 +207,7 @@ class Run:
         """
         if not self._objects:
             raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
-        content = partial(state_of, self._objects, self._session, self._at(step))
+        content = partial(self._saver.snapshot, self._at(step))
         self._recording().save(content, step=step)
         self._saved_step = step
 
@@ -222,7 +223,7 @@ class Run:
         self._is_stopped = self._vote.agreed(self._stop_requested())
         if (is_due or self._is_stopped) and self._objects and step != self._saved_step:
             self.save(step)
-        seed_all(self.seed, "own loop", step, self._share)
+        seed_all(self.seed, "own loop", step, self._role.share)
         return self._is_stopped
 
     def export(self, module: nn.Module) -> None:
@@ -231,8 +232,8 @@ class Run:
         Raises:
             UserError: the file cannot be written.
         """
-        state, metrics = bare(module).state_dict(), json_safe(self._recording().metrics)
-        state = gathered(state, keep=self.is_rank_zero)
+        metrics = json_safe(self._recording().metrics)
+        state = gathered(bare(module).state_dict(), keep=self.is_rank_zero)
         if self.is_rank_zero:
             export_weights(self._session.run_dir.export, state, step=self._step, metrics=metrics)
 

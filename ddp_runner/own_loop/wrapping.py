@@ -56,14 +56,25 @@ def replaced(before: Sequence[nn.Parameter], module: nn.Module) -> list[ref[nn.P
     return [ref(one) for one in before if id(one) not in now]
 
 
-def validate_made_after(objects: Mapping[str, Any], gone: Sequence[ref[nn.Parameter]]) -> None:
-    """Reject an optimizer of parameters that ``replaced`` has returned: it would train nothing.
+def validate_objects(objects: Mapping[str, Any], *, gone: Sequence[ref[nn.Parameter]]) -> None:
+    """Reject what cannot be saved and restored in place, or would train nothing.
+
+    Args:
+        objects: by name.
+        gone: from ``replaced``: an optimizer of these would train nothing.
 
     Raises:
-        UserError: naming the optimizer.
+        UserError: an object has no ``state_dict`` and ``load_state_dict``, and is not a dict; or an
+            optimizer was made before ``wrap``.
     """
     old = {id(one) for one in (reference() for reference in gone) if one is not None}
     for name, value in objects.items():
+        has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        if not has_state and not isinstance(value, dict):
+            raise UserError(
+                f"{name}, a {type(value).__name__}, has no state_dict and load_state_dict; give "
+                "run.restore an object that has, or plain values in a dict, which it updates"
+            )
         if not isinstance(value, torch.optim.Optimizer):
             continue
         held = [one for group in value.param_groups for one in group["params"]]

@@ -114,36 +114,6 @@ def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict(found if expected else state)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state_dict with whole tensors, which every rank has, into an optimizer.
-
-    What has a parameter's shape is split as the parameter is. A state of another form is the
-    optimizer's own affair.
-    """
-    if not state.keys() >= {"state", "param_groups"}:
-        optimizer.load_state_dict(copy.deepcopy(dict(state)))
-        return
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    own = dict(zip(numbers, parameters, strict=True))
-    of_parameters = {
-        number: {key: _owned(value, own.get(number)) for key, value in values.items()}
-        if isinstance(values, Mapping)
-        else copy.deepcopy(values)  # an optimizer's own, such as a count
-        for number, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": of_parameters})
-
-
-def _owned(value: Any, parameter: Tensor | None) -> Any:
-    """Return a tensor of the optimizer's own: it may come from a file that is mapped to memory."""
-    if not isinstance(value, Tensor):
-        return value
-    if parameter is None or not is_shard(parameter) or value.shape != parameter.shape:
-        return value.clone()
-    return like(value, parameter).clone()
-
-
 def send_module(
     module: nn.Module, tensors: Mapping[str, Tensor] | None, *, group: dist.ProcessGroup | None
 ) -> None:

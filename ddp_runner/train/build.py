@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.config.instantiate import make, make_function
 from ddp_runner.config.schema import Config, RunConfig
@@ -27,6 +28,7 @@ from ddp_runner.train.build_schedule import build_schedule
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.optimizers import build_optimizer
+from ddp_runner.train.snapshot import saved_objects
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
@@ -180,7 +182,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     schedule = build_schedule(
         config, optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch
     )
-    return TrainState(
+    state = TrainState(
         module=module,
         model=model,
         optimizer=optimizer,
@@ -190,3 +192,5 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         gradients=OwnGradients(),
         ema=ema,
     )
+    state.settings = settings_of(saved_objects(state))
+    return state

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_runner.errors import UserError, typed
-from ddp_runner.parallelism.shards import has_shards, load_module
+from ddp_runner.parallelism.shards import has_shards
 
 STATISTICS = ("running_mean", "running_var")  # the buffers of BatchNorm that are averaged
 PREFIX = "module."  # of the model's names in the state of an AveragedModel
@@ -27,6 +27,8 @@ class Ema:
     def __init__(self, module: nn.Module, *, decay: float, build: Callable[[], nn.Module]) -> None:
         """Copy a bare model, on its devices.
 
+        ``averaged`` is the module that a checkpoint holds: torch's, with the number of its steps.
+
         Args:
             module: it may be split over ranks.
             decay: of the average.
@@ -38,13 +40,13 @@ class Ema:
         """
         self._decay = decay
         if has_shards(module):
-            self._averaged = AveragedModel(nn.Identity(), multi_avg_fn=_lerp(decay))
-            self._averaged.module = build()
-            self._averaged.module.load_state_dict(module.state_dict())
+            self.averaged = AveragedModel(nn.Identity(), multi_avg_fn=_lerp(decay))
+            self.averaged.module = build()
+            self.averaged.module.load_state_dict(module.state_dict())
             return
         try:
             average = get_ema_multi_avg_fn(decay)
-            self._averaged = AveragedModel(module, multi_avg_fn=average)
+            self.averaged = AveragedModel(module, multi_avg_fn=average)
         except Exception as error:  # deepcopy raises anything
             raise UserError(
                 f"ema.decay needs a copy of the model, which cannot be copied ({typed(error)}); "
@@ -54,7 +56,7 @@ class Ema:
     @property
     def module(self) -> nn.Module:
         """The model with the averaged weights."""
-        return self._averaged.module
+        return self.averaged.module
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
@@ -65,19 +67,11 @@ class Ema:
             if name.rpartition(".")[2] in STATISTICS
         ]
         before = [buffer.clone() for buffer in statistics]
-        is_first = bool(self._averaged.n_averaged == 0)
-        self._averaged.update_parameters(module)  # copies all buffers
+        is_first = bool(self.averaged.n_averaged == 0)
+        self.averaged.update_parameters(module)  # copies all buffers
         if not is_first:
             for buffer, old in zip(statistics, before, strict=True):
                 buffer.copy_(old.lerp(buffer, 1 - self._decay))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights and the number of steps in them."""
-        return self._averaged.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        load_module(self._averaged, state)
 
 
 def _lerp(decay: float) -> Callable[..., None]:

@@ -142,5 +142,6 @@ def model_state(content: Any, *, is_average: bool) -> object:
 
     None, or nothing in it: the content is of another program.
     """
-    found = content.get("ema" if is_average else "model") if isinstance(content, Mapping) else None
+    objects = content.get("objects") if isinstance(content, Mapping) else None
+    found = objects.get("ema" if is_average else "model") if isinstance(objects, Mapping) else None
     return averaged_weights(found) if is_average and isinstance(found, Mapping) else found

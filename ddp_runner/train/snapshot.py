@@ -1,72 +1,40 @@
-"""Saves everything that the next step depends on, and restores it."""
+"""A training's state: what its checkpoints hold, and how a run continues from one."""
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_runner.checkpoint.fetched import on_every_machine
-from ddp_runner.checkpoint.plain_data import reject_sharded
-from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
-from ddp_runner.config.schema import RunConfig
-from ddp_runner.distributed import from_rank_zero, gather_objects
-from ddp_runner.errors import UserError, typed
-from ddp_runner.parallelism.shards import first_not_finite, gathered, load_module, load_optimizer
+from ddp_runner.checkpoint.optimizer_state import set_rates
+from ddp_runner.checkpoint.state import Saver
+from ddp_runner.data.batches import ORDER_VERSION
+from ddp_runner.data.streams import num_samples
+from ddp_runner.errors import UserError
 from ddp_runner.train.first_batch import rehearse
-from ddp_runner.train.snapshot_checks import identity, read_position, validate_same_run
 from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.step import modules_of
 from ddp_runner.train.stream_batches import StreamBatches
 
-RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # that schedulers keep in the optimizer's groups
+GLOBAL_SIZE = "batch.global_size"
+NOUNS = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
 
 
-def snapshot(
-    state: TrainState, config: RunConfig, *, copies: set[int] | None = None
-) -> dict[str, Any]:
+def snapshot(state: TrainState, *, copies: set[int] | None = None) -> dict[str, Any]:
     """Return everything that the next step depends on. Collective: every rank must call.
 
     Args:
         state: of this rank.
-        config: without secrets; see ``Secrets.written``.
         copies: takes the addresses of tensors that are copies already, as ``gathered``.
 
     Raises:
-        UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard and not
-            a DTensor. Such a state is never saved.
+        UserError: see ``checkpoint.state.Saver``.
     """
-    if (name := first_not_finite(state.module.named_parameters())) is not None:
-        raise UserError(
-            f"parameter {name} became NaN or infinite by step {state.position.step}; it was "
-            "not saved: start again with a smaller optimizer.lr, or resume from a checkpoint "
-            "whose loss was still small"
-        )
-    content: dict[str, Any] = {
-        "model": state.module.state_dict(),
-        "optimizer": state.optimizer.state_dict(),
-    }
-    if state.ema is not None:
-        content["ema"] = state.ema.state_dict()
-    content = gathered(content, keep=state.setup.env.is_rank_zero, copies=copies)
-    reject_sharded(content)
-    position = asdict(replace(state.position, outstanding=state.gradients.outstanding(state)))
-    del position["metrics"]  # the manifest keeps them
-    if isinstance(state.setup.batches, StreamBatches):  # where each rank is in its part
-        content["stream"] = gather_objects(state.setup.batches.state, group=state.setup.group)
-    return {
-        **content,
-        "scheduler": state.schedule.scheduler.state_dict(),
-        "scaler": state.scaler.state_dict(),
-        "position": position,
-        "model_ranks": state.setup.role.model_ranks,
-        **identity(config, state.setup.dataset),
-    }
+    return _saver(state).snapshot(state.position.step, copies=copies)
 
 
-def restore(
-    state: TrainState, config: RunConfig, folder: Path, *, log: Callable[[str], None]
-) -> int | None:
+def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> int | None:
     """Load the newest valid checkpoint of a folder into the state, if there is one.
 
     Every rank loads onto its own devices. Collective: every rank must call.
@@ -78,89 +46,183 @@ def restore(
         UserError: the checkpoint belongs to another model, optimizer or dataset, or every
             checkpoint is damaged. All ranks raise the same error.
     """
-    path = from_rank_zero(lambda: latest_checkpoint(folder, log=log))
-    if path is None:
-        if config.resume is not None:
-            log(f"{folder} holds no checkpoint: the run begins at step 0")
+    setup, saver = state.setup, _saver(state)
+    found = saver.restore(
+        folder,
+        is_resumed=setup.config.resume is not None,
+        log=log,
+        before=lambda: rehearse(state),
+    )
+    if found is None:
         return None
-    # On the CPU: load_state_dict copies each tensor to its own device, and leaves Adam's step
-    # counts on the CPU, where a step reads them without waiting for a GPU.
-    with on_every_machine(path) as found:
-        content = load_checkpoint(found, is_mapped=True)  # a rank may need only its shards of it
-        position = read_position(content, found)
-    validate_same_run(content, position, state.setup, config, path)
-    rehearse(state)
-    try:
-        _load(state, content, position, config)
-    except Exception as error:  # torch raises anything for a foreign state
-        reason = typed(error)
-        raise UserError(f"checkpoint {path} does not fit this model: {reason}") from error
-    state.position = position
-    if isinstance(state.setup.batches, StreamBatches):
-        if position.step_in_epoch:
-            own = content["stream"][state.setup.env.rank]
-            state.setup = replace(state.setup, batches=replace(state.setup.batches, resumed=own))
+    objects: Mapping[str, Any] = saver.objects
+    place: _Place = objects["position"]
+    state.position = replace(place.found, metrics=found.metrics)
+    if isinstance(setup.batches, StreamBatches):
+        if state.position.step_in_epoch:
+            batches = replace(setup.batches, resumed=objects["stream"].found)
+            state.setup = replace(setup, batches=batches)
     else:
         # The loop begins with the batches that an asynchronous run never applied.
-        instead = dict(enumerate(position.outstanding, start=state.next_batch))
-        batches = replace(state.setup.batches, instead=instead)
-        state.setup = replace(state.setup, batches=batches)
-    log(f"resumed from {path}, step {position.step}")
-    return position.step
+        instead = dict(enumerate(state.position.outstanding, start=state.next_batch))
+        state.setup = replace(setup, batches=replace(setup.batches, instead=instead))
+    _count_in_epochs(state, then=place.order.get(GLOBAL_SIZE))
+    return found.step
 
 
-def _load(
-    state: TrainState,
-    content: dict[str, Any],
-    position: Position,
-    config: RunConfig,
-) -> None:
-    """Load the model, optimizer, schedule and scaler of a checkpoint."""
-    load_module(state.module, content["model"])
-    _load_optimizer(state, content, position, config)
-    if state.ema is not None:
-        state.ema.load_state_dict(content["ema"])
-    if content["scaler"]:  # empty if the run's precision scaled no loss
-        state.scaler.load_state_dict(content["scaler"])
+def saved_objects(state: TrainState) -> dict[str, Any]:
+    """Return what a checkpoint holds, by name. Where the run stands comes first: it says most."""
+    return {
+        "position": _Place(state),
+        "model": state.module,
+        "optimizer": state.optimizer,
+        "scheduler": state.schedule.scheduler,
+        "scaler": state.scaler,
+        **({} if state.ema is None else {"ema": state.ema.averaged}),
+        **modules_of(state.setup.step),
+        **({"stream": _Stream(state)} if isinstance(state.setup.batches, StreamBatches) else {}),
+    }
 
 
-def _load_optimizer(
-    state: TrainState, content: dict[str, Any], position: Position, config: RunConfig
-) -> None:
-    """Load the optimizer and the schedule, but keep the settings of this run's config.
+def _saver(state: TrainState) -> Saver:
+    setup = state.setup
+    return Saver(
+        saved_objects(state),
+        state.settings,
+        task="train",
+        num_shares=setup.role.num_shares,
+        rank=setup.env.rank,
+        num_ranks=setup.env.world_size,
+        group=setup.group,
+        takes_all=setup.role.loop is not None,
+    )
 
-    So a diverged run can be resumed with a smaller optimizer.lr. If a schedule's rates are part of
-    its state, they are scaled by the ratio of the configured rates. What the optimizer keeps in
-    its groups besides its settings is loaded: some optimizers count their steps there.
+
+def _count_in_epochs(state: TrainState, *, then: int | None) -> None:
+    """Let our schedules continue as if all epochs had had batches of this run's size.
+
+    Only if the run is measured in epochs, and its batches had another size, `then`.
     """
-    optimizer, scheduler = state.optimizer, state.schedule.scheduler
-    of_groups = [key for group in config.params.groups for key in group]
-    saved, settings = content["scheduler"], {*config.optimizer, *of_groups, "initial_lr"}
-    chosen = [
-        {key: value for key, value in group.items() if key in settings}
-        for group in optimizer.param_groups
-    ]
-    load_optimizer(optimizer, content["optimizer"])
-    if not isinstance(scheduler, LambdaLR):  # its saved rates are part of its state
-        scheduler.load_state_dict(saved)
-        for index, (group, own) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
-            ratio = own["initial_lr"] / group["initial_lr"]
-            for key in RATES & group.keys():
-                group[key] *= ratio
-            # SequentialLR and ChainedScheduler hold others.
-            for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
-                if hasattr(one, "base_lrs"):
-                    one.base_lrs[index] *= ratio
-        return
-    scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
-    has_other_size = content["made_of"].get("batch.global_size") != config.batch.global_size
+    config, scheduler = state.setup.config, state.schedule.scheduler
     steps_per_epoch = state.setup.batches.steps_per_epoch
-    if has_other_size and config.train.max_steps is None and steps_per_epoch is not None:
-        # The run is measured in epochs, so our schedules continue as if all epochs had had
-        # batches of this size.
-        scheduler.last_epoch = position.epoch * steps_per_epoch
-    for group, own, factor in zip(
-        optimizer.param_groups, chosen, scheduler.lr_lambdas, strict=True
+    if (
+        isinstance(scheduler, LambdaLR)
+        and then not in (None, config.batch.global_size)
+        and config.train.max_steps is None
+        and steps_per_epoch is not None
     ):
-        group.update(own)
-        group["lr"] = own["initial_lr"] * factor(scheduler.last_epoch)
+        scheduler.last_epoch = state.position.epoch * steps_per_epoch
+        set_rates(scheduler)
+
+
+class _Place:
+    """Where a run stands in which order of which samples."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self.found = Position()  # as it was loaded
+        self.order: Mapping[str, Any] = {}  # likewise
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._state
+        outstanding = state.gradients.outstanding(state)
+        position = asdict(replace(state.position, outstanding=outstanding))
+        del position["metrics"]  # the manifest keeps them
+        return {**position, "order": self._order(), "data": self._data()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take the position.
+
+        Raises:
+            UserError: the samples changed, or the run stands amid an epoch of another order.
+        """
+        names = {one.name for one in fields(Position)} - {"metrics"}
+        found = Position(**{name: saved[name] for name in names})
+        counts = (found.epoch, found.step, found.step_in_epoch, found.bad_evaluations)
+        steps = self._state.setup.batches.steps_per_epoch
+        are_whole = all(type(one) is int and one >= 0 for one in (*counts, *found.outstanding))
+        if not are_whole or (steps is not None and found.step_in_epoch > steps):
+            raise UserError(f"no run stands at {found}; use a checkpoint that this program wrote")
+        self._validate_data(saved["data"])
+        if found.step_in_epoch or found.outstanding:
+            self._validate_order(saved["order"], found)
+        self.found, self.order = found, saved["order"]
+
+    def _order(self) -> dict[str, Any]:
+        """Return what decides which samples are still to come in an epoch."""
+        batches = self._state.setup.batches
+        if isinstance(batches, StreamBatches):
+            return {
+                "seed": batches.seed,
+                "ranks with samples of their own": batches.num_shares,
+                "dataset.num_workers": batches.split.num_workers,
+                "samples of a micro-batch": batches.micro_size,
+            }
+        order = {"seed": batches.seed, GLOBAL_SIZE: batches.global_size}
+        return {**order, "the version of the order": ORDER_VERSION}
+
+    def _data(self) -> dict[str, Any]:
+        dataset = self._state.setup.dataset
+        return {
+            "train_samples": num_samples(dataset.train),
+            "eval_samples": num_samples(dataset.eval),
+            "digest": dataset.digest,
+            "samples": self._state.setup.samples_digest,
+        }
+
+    def _validate_order(self, saved: Mapping[str, Any], found: Position) -> None:
+        now = self._order()
+        if changed := [key for key in {**now, **saved} if saved.get(key) != now.get(key)]:
+            then = ", ".join(f"{key}={saved.get(key)}" for key in changed)
+            raise UserError(
+                f"it was saved amid epoch {found.epoch + 1} with {then}, and this run has "
+                f"{', '.join(f'{key}={now.get(key)}' for key in changed)}, so that some samples "
+                "would be used twice and others never; leave these as they were, or resume from a "
+                "checkpoint between epochs"
+            )
+
+    def _validate_data(self, saved: Mapping[str, Any]) -> None:
+        """Validate that the samples did not change: the order of an epoch depends on their number.
+
+        Raises:
+            UserError: they did.
+        """
+        current, name = self._data(), self._state.setup.dataset.name
+        changed = [
+            f"{_shown(saved[key])} {noun} then, {_shown(current[key])} now"
+            for key, noun in NOUNS.items()
+            if saved[key] != current[key]
+        ]
+        digests = [str(one["digest"]) for one in (saved, current) if one["digest"] is not None]
+        # A run whose pictures were prepared may go on with those in their files.
+        kinds = {one.rpartition(":")[0] for one in digests}
+        is_other = len(kinds) == 1 and len(set(digests)) > 1
+        if not digests and None not in (saved["samples"], current["samples"]):
+            is_other = saved["samples"] != current["samples"]
+        if is_other and not changed:
+            changed = [f"{_shown(current['train_samples'])} training samples, but different ones"]
+        if changed:
+            raise UserError(
+                f"the data changed: {'; '.join(changed)}; put the data of dataset={name} back as "
+                "it was, or start a new run"
+            )
+
+
+class _Stream:
+    """Where this rank's readers are in a stream; None between two epochs."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state, self.found = state, None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        batches = self._state.setup.batches
+        assert isinstance(batches, StreamBatches)
+        return batches.state if self._state.position.step_in_epoch else None
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Take what the rank needs to read on."""
+        self.found = saved
+
+
+def _shown(count: int | None) -> str:
+    return "a stream of" if count is None else f"{count:,}"

@@ -1,9 +1,11 @@
 """What a rank trains: the state that a checkpoint saves, and the setup that stays the same."""
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from ddp_runner.train.flops import FlopCounter
 from ddp_runner.train.peaks import Peaks
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
-from ddp_runner.train.step import StepFunction
+from ddp_runner.train.step import StepFunction, modules_of
 from ddp_runner.train.step_timer import StepTimer
 from ddp_runner.train.stream_batches import StreamBatches
 
@@ -65,6 +67,7 @@ class Setup:
     group: ProcessGroup | None  # the ranks of the loop; None: all
     data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
     profiler: AnyProfiler = field(default_factory=NullProfiler)
+    samples_digest: str | None = None  # of a few samples; equal on all ranks
 
 
 @dataclass
@@ -79,6 +82,10 @@ class TrainState:
     setup: Setup
     gradients: GradientSource  # this rank's backward, unless the mode has another source
     position: Position = field(default_factory=Position)
+    # What the optimizer and the schedule held when they were built: see ``checkpoint.state``.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    # The buffers, by owner and name, that training changes: all ranks take rank 0's each step.
+    changing: Sequence[tuple[nn.Module, str]] = ()
     grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping
     gradient_factor: Tensor | None = None  # what the gradients have yet to be multiplied by
     # Of the last step: this rank's part of the mean of each scalar that the training step returned.
@@ -180,16 +187,18 @@ class TrainState:
 def restored_after(state: TrainState) -> Iterator[None]:
     """Evaluate in the block, then restore buffers and each module's mode.
 
-    The modules are those of the model, and of a training step that is a module.
+    That goes for the model, and for what keeps a state in the training step: of this also the
+    parameters, since a step may average weights into them.
     """
-    step = state.setup.step
-    roots = [state.module, *([step] if isinstance(step, nn.Module) else [])]
-    modules = [(one, one.training) for root in roots for one in root.modules()]
+    parts = modules_of(state.setup.step)
+    others = [value for value in parts.values() if isinstance(value, nn.Module)]
+    modules = [(one, one.training) for root in (state.module, *others) for one in root.modules()]
     buffers = [
         (owner, name, buffer, None if buffer is None else buffer.clone())
         for owner, _ in modules
         for name, buffer in owner._buffers.items()
     ]
+    states = [(value, copy.deepcopy(value.state_dict())) for value in parts.values()]
     state.module.eval()
     try:
         yield
@@ -202,3 +211,5 @@ def restored_after(state: TrainState) -> Iterator[None]:
                 owner._buffers[name] = buffer  # the block may have assigned another tensor
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
+        for part, content in states:
+            part.load_state_dict(content)

@@ -5,6 +5,7 @@ The key ``train.step`` names it. The ordinary one, ``supervised``, is the defaul
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,6 +79,26 @@ def supervised(
         )
     counted = len(labels) if count == "samples" else labels.ne(IGNORED).sum()
     return Step(loss(outputs, expected), counted, outputs=outputs, targets=expected)
+
+
+def modules_of(step: StepFunction) -> dict[str, Any]:
+    """Return by name what keeps a state in a training step: the step itself, its loss, its parts.
+
+    That is every module, and whatever else has ``state_dict`` and ``load_state_dict``: the step, a
+    keyword that it was given, or an attribute of an object that is called.
+    """
+    parts = {"step": step}
+    if isinstance(step, partial):
+        parts = {f"step.{name}": value for name, value in step.keywords.items()}
+        parts |= {"step": step.func}
+    elif not isinstance(step, nn.Module) and not _has_state(step):
+        parts |= {f"step.{name}": value for name, value in getattr(step, "__dict__", {}).items()}
+    return {name: value for name, value in parts.items() if _has_state(value)}
+
+
+def _has_state(value: object) -> bool:
+    methods = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in methods)
 
 
 def _misfit(batch: Any, targets: str | None) -> str:

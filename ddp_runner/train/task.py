@@ -43,8 +43,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     validate_known(config, known)
     if config.train.compile:
         count_before_compiling(state)
-    written = session.job.secrets.written(config)
-    resume_step = restore(state, written, run_dir.checkpoints, log=session.log)
+    resume_step = restore(state, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.position.step)
     if session.env.is_rank_zero:
         freeze(session.job, run_dir)  # only now, so that a failed resume changes nothing
@@ -69,7 +68,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
                 if writer is not None:
                     writer.wait()  # so that only one state is in memory
                 copies, position = set[int](), state.position
-                content = snapshot(state, written, copies=copies)
+                content = snapshot(state, copies=copies)
                 if writer is not None:
                     metrics = dict(position.metrics)
                     writer.save(content, step=position.step, metrics=metrics, copies=copies)

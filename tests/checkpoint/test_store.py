@@ -309,7 +309,7 @@ def drop_state(checkpoint: Path) -> str:
 def change_format(checkpoint: Path) -> str:
     """Give the manifest a future format."""
     rewrite_manifest(checkpoint, format_version=99)
-    return "format version 99, this program reads 2"
+    return "format version 99, this program reads 3"
 
 
 def change_step(checkpoint: Path) -> str:

@@ -52,7 +52,12 @@ def prefixed(prefix: str, content: dict[str, Tensor]) -> dict[str, Tensor]:
 def as_checkpoint(path: Path, content: dict[str, Tensor]) -> Path:
     """Save a state_dict as our checkpoint."""
     return save_checkpoint(
-        path, {"model": content}, step=3, metrics={}, config=CheckpointConfig(keep=1), log=print
+        path,
+        {"objects": {"model": content}},
+        step=3,
+        metrics={},
+        config=CheckpointConfig(keep=1),
+        log=print,
     )
 
 

@@ -84,9 +84,9 @@ def assert_same_state(run_dir: Path, other: Path) -> None:
         torch.load(checkpoint_dir(run, step) / "state.pt", weights_only=True)
         for run in (run_dir, other)
     ]
-    assert states[0]["position"] == states[1]["position"]
+    assert states[0]["objects"]["position"] == states[1]["objects"]["position"]
     for part in ("model", "optimizer"):
-        tensors = [dict(tensors_in(state[part])) for state in states]
+        tensors = [dict(tensors_in(state["objects"][part])) for state in states]
         assert tensors[0].keys() == tensors[1].keys()
         assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
 

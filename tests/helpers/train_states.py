@@ -206,11 +206,11 @@ def run_loop(
     """
     state, trace = state or build(env, config), Trace()
     if folder is not None:
-        restore(state, config, folder, log=trace.logged.append)
+        restore(state, folder, log=trace.logged.append)
     position = state.position
 
     def save() -> None:
-        content, metrics = snapshot(state, config), dict(state.position.metrics)
+        content, metrics = snapshot(state), dict(state.position.metrics)
         trace.saved_steps.append(position.step)
         trace.saved[position.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
         if folder is not None and env.is_rank_zero:

@@ -68,7 +68,7 @@ def test_weights_are_those_that_are_asked_for(sweep: Path) -> None:
     best, last = (ddp_runner.load(run_dir, weights=one).state_dict() for one in ("best", "last"))
     assert all(best[name].equal(last[name]) for name in best)
     checkpoint = next(iter(sorted((run_dir / "checkpoints").glob("step-*"))))
-    trained = torch.load(checkpoint / "state.pt", weights_only=True)["model"]
+    trained = torch.load(checkpoint / "state.pt", weights_only=True)["objects"]["model"]
     assert any(not best[name].equal(trained[name]) for name in best)
     with pytest.raises(UserError, match="no checkpoint of that step"):
         ddp_runner.load(run_dir, weights=4711)

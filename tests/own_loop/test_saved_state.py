@@ -11,11 +11,14 @@ from ranks import run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from ddp_runner.checkpoint.state import Saver
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.own_loop.saved_state import load_newest, state_of, validate_objects
+from ddp_runner.own_loop.build import build_saver
+from ddp_runner.own_loop.wrapping import validate_objects
+from ddp_runner.parallelism.mode import same_role
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -23,8 +26,14 @@ def session(env: DistEnv, folder: Path, *, task: str = "mine.train") -> Any:
     """Return the parts of a session that saving needs."""
     config = SimpleNamespace(task=task, resume=None)
     devices = (torch.device("cpu"),)
+    mode = SimpleNamespace(role=same_role)
     return SimpleNamespace(
-        config=config, env=env, devices=devices, run_dir=RunDir(folder), log=lambda _: None
+        mode=mode,
+        config=config,
+        env=env,
+        devices=devices,
+        run_dir=RunDir(folder),
+        log=lambda _: None,
     )
 
 
@@ -40,9 +49,9 @@ def objects() -> dict[str, Any]:
     }
 
 
-def save(given: dict[str, Any], ours: Any) -> None:
+def save(saver: Saver, ours: Any) -> None:
     """Save the state of step 3."""
-    content = state_of(given, ours, 3, set())
+    content = saver.snapshot(3)
     if ours.env.is_rank_zero:
         save_checkpoint(
             ours.run_dir.checkpoints,
@@ -55,18 +64,26 @@ def save(given: dict[str, Any], ours: Any) -> None:
     torch.distributed.barrier()
 
 
+def load(given: dict[str, Any], ours: Any) -> int | None:
+    """Load the newest checkpoint; return its step."""
+    folder = ours.run_dir.checkpoints
+    found = build_saver(ours, given).restore(folder, is_resumed=True, log=ours.log)
+    return found and found.step
+
+
 def saved_and_restored(env: DistEnv, folder: Path) -> tuple[Any, ...]:
     """Return what a rank had when it saved, and what it has after it has restored."""
     ours, given = session(env, folder), objects()
+    saver = build_saver(ours, given)
     torch.manual_seed(env.rank)
     given["module"](torch.ones(1, 2)).sum().backward()
     given["optimizer"].step()
     given["scheduler"].step()
     given["best"].update(score=0.5)
-    save(given, ours)
+    save(saver, ours)
     again = objects()
     again["best"]["other"] = 1
-    step = load_newest(again, ours)
+    step = load(again, ours)
     equal = torch.equal(again["module"].weight, given["module"].weight)
     rates = [one["optimizer"].param_groups[0]["lr"] for one in (given, again)]
     return step, equal, rates[0] == rates[1] != 1e-3, again["best"]
@@ -90,16 +107,16 @@ def error_of(call: Callable[[], object]) -> str:
 def errors(env: DistEnv, folder: Path) -> list[str]:
     """Return what is said of each checkpoint that does not fit."""
     ours, given = session(env, folder), objects()
-    save(given, ours)
+    save(build_saver(ours, given), ours)
     other = given | {"module": nn.Linear(3, 3)}
     lines = [
-        error_of(lambda: load_newest({"module": given["module"]}, ours)),
-        error_of(lambda: load_newest(other, ours)),
-        error_of(lambda: load_newest(given, session(env, folder, task="other.train"))),
+        error_of(lambda: load({"module": given["module"]}, ours)),
+        error_of(lambda: load(other, ours)),
+        error_of(lambda: load(given, session(env, folder, task="other.train"))),
     ]
     with torch.no_grad():
         given["module"].bias[0] = torch.nan
-    return [*lines, error_of(lambda: state_of(given, ours, 3, set()))]
+    return [*lines, error_of(lambda: build_saver(ours, given).snapshot(3))]
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
@@ -107,8 +124,8 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     (lines,) = run_ranks(errors, 1, tmp_path)
     path = tmp_path / "checkpoints" / "step-00000003"
     assert lines[0] == (
-        f"checkpoint {path} has best, module, optimizer, scheduler, and run.restore was called "
-        "with module; give it the same names, or start a new run"
+        f"checkpoint {path} has best, module, optimizer, scheduler, and this run restores module; "
+        f"give it the same, or start a new run with model.weights={path}"
     )
     assert lines[1].startswith(f"checkpoint {path} does not fit module: RuntimeError: ")
     assert lines[2].startswith(f"checkpoint {path} was made by task=mine.train, and this is task=")
@@ -118,4 +135,4 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
 def test_an_object_without_a_state_is_refused_at_once() -> None:
     """Long before the first checkpoint would fail."""
     with pytest.raises(UserError, match="best, a float, has no state_dict and load_state_dict"):
-        validate_objects({"best": 0.5})
+        validate_objects({"best": 0.5}, gone=())

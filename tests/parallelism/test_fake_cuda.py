@@ -120,7 +120,7 @@ def take_epoch(state: TrainState, epoch: int = 0) -> None:
 
 def save(state: TrainState, config: Config, folder: Path, *, step: int, epoch: int) -> None:
     """Write a checkpoint as a rank does, without the numbers of its tensors."""
-    content = snapshot(at(state, epoch=epoch, step=step), config)
+    content = snapshot(at(state, epoch=epoch, step=step))
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         save_checkpoint(
             folder,
@@ -176,13 +176,13 @@ def test_the_bare_model_is_evaluated_and_saved(case: Case, tmp_path: Path) -> No
     with fake_gpus(case.gpus, ranks=case.ranks):
         state = build(case, config, real)
         results, confusion = evaluate(state)
-        content = snapshot(state, config)
+        content = snapshot(state)
     assert "eval/loss" in results
     assert confusion is not None
     single = CASES["single"]
     with fake_gpus(single.gpus):
         expected = build(single, single.config("optimizer=adamw"), real).module.state_dict()
-    assert list(content["model"]) == list(expected)
+    assert list(content["objects"]["model"]) == list(expected)
 
 
 @of(*MODES)
@@ -201,7 +201,7 @@ def test_a_resumed_run_steps_as_before(
         take_epoch(state)
         save(state, config, tmp_path, step=4, epoch=1)
         state = build(case, config, real)
-        assert restore(state, config, tmp_path, log=print) == 4
+        assert restore(state, tmp_path, log=print) == 4
         take_epoch(state, 1)
         for parameter, content in state.optimizer.state.items():
             assert content["step"].device.type == "cpu"

@@ -178,7 +178,6 @@ def duties(
         num_steps=num_steps,
         outstanding=outstanding,
         compute=compute,
-        seed=0,
         timeout_s=timeout_s,
         ended=set,
         mark=lambda part: None,
@@ -353,32 +352,6 @@ def test_a_server_that_stands_still_is_noticed() -> None:
     """Its signs of life come from its process: a stopped one sends none."""
     _, sentence = run_ranks(silent_server, 2)
     assert "imed out" in sentence
-
-
-def drawn_numbers(env: DistEnv) -> list[float]:
-    """Return what each step of a trainer draws, as its dropout would."""
-    mode = ParameterServer("ps", mode="sync")
-    module, drawn = nn.Linear(3, 1), list[float]()
-    if env.rank == 0:
-        server = mode.start_server(duties(module, num_steps=2))
-        for step in range(2):
-            collected(server, step)
-        server.close("completed")
-        return drawn
-
-    def compute(step: int) -> Tensor:
-        drawn.append(float(torch.rand(())))
-        module(torch.ones(1, 3)).sum().backward()
-        return torch.zeros(())
-
-    assert mode.run_trainer(duties(module, compute)) == "completed"
-    return drawn
-
-
-def test_each_step_of_each_trainer_draws_its_own_dropout() -> None:
-    """With one mask for all, a batch would drop the same units in each of its shares or steps."""
-    _, first, second = run_ranks(drawn_numbers, 3)
-    assert len({*first, *second}) == 4
 
 
 def served_buffers(env: DistEnv) -> list[float]:

@@ -9,10 +9,16 @@ from tiers import first_of
 from torch import nn
 from train_states import build, compose_config, equal, refusal, run_loop, take_steps
 
+from ddp_runner.checkpoint.optimizer_state import (
+    by_names,
+    load_optimizer,
+    parameter_names,
+    settings_of,
+)
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.shards import has_shards, load_optimizer
+from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.train.first_batch import try_evaluation
 from ddp_runner.train.measuring import count_before_compiling
 from ddp_runner.train.state import restored_after
@@ -100,7 +106,10 @@ def test_an_optimizer_keeps_what_belongs_to_no_parameter() -> None:
     first, second = (Counts(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
     model(torch.ones(2)).sum().backward()
     first.step()
-    load_optimizer(second, first.state_dict())
+    before = settings_of({"model": model, "optimizer": second})["optimizer"]
+    names = parameter_names({"model": model})
+    saved = {**by_names(first, names), "settings": before}
+    load_optimizer(second, saved, before, names)
     assert second.state["count"] == 1
     assert equal(second.state_dict()["state"], first.state_dict()["state"])
 

@@ -115,7 +115,7 @@ def same(state: dict[str, Any], other: dict[str, Any]) -> bool:
 def saved_weights(folder: Path, step: int) -> dict[str, Any]:
     """Return the weights in a checkpoint."""
     path = checkpoint_dir(folder, step) / "state.pt"
-    model: dict[str, Any] = torch.load(path, weights_only=True)["model"]
+    model: dict[str, Any] = torch.load(path, weights_only=True)["objects"]["model"]
     return model
 
 

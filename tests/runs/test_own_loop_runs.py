@@ -112,9 +112,6 @@ def assert_same(run: Path, other: Path) -> None:
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
     assert states[0]["objects"]["loader"] == states[1]["objects"]["loader"]
-    for mine, theirs in zip(states[0]["rng"], states[1]["rng"], strict=True):
-        assert torch.equal(mine.pop("cpu"), theirs.pop("cpu"))
-        assert mine == theirs
     assert reproducible_metrics(run) == reproducible_metrics(other)
     pictures = [sorted((one / "images").rglob("*.png")) for one in (run, other)]
     assert pictures[0]

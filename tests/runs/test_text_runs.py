@@ -89,7 +89,7 @@ def reloaded(run_dir: Path, data_root: Path) -> tuple[Any, Any]:
     dataset = load_dataset(make("dataset", config["dataset"]), data_root=data_root, log=print)
     model = make("model", config["model"], **dataset.model_arguments)
     path = checkpoint_dir(run_dir, checkpoint_steps(run_dir)[-1]) / "state.pt"
-    model.load_state_dict(torch.load(path, weights_only=True)["model"])
+    model.load_state_dict(torch.load(path, weights_only=True)["objects"]["model"])
     return dataset, model.eval()
 
 

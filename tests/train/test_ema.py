@@ -124,7 +124,7 @@ def skipped(env: DistEnv, config: Config) -> tuple[int, int]:
         before = flat_weights(state.module)
         train_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))
-    return updates, int(state.ema.state_dict()["n_averaged"])
+    return updates, int(state.ema.averaged.n_averaged)
 
 
 def test_a_step_that_the_scaler_skipped_is_not_averaged() -> None:
@@ -145,7 +145,7 @@ def test_a_resumed_run_has_the_same_average_bit_for_bit(tmp_path: Path) -> None:
     first, _ = run_ranks(loop, 2, config, tmp_path / "cut", 3)
     rest, _ = run_ranks(loop, 2, config, tmp_path / "cut")
     name = f"step-{NUM_STEPS:08d}"
-    one, other = (load_checkpoint(tmp_path / run / name) for run in ("whole", "cut"))
+    one, other = (load_checkpoint(tmp_path / run / name)["objects"] for run in ("whole", "cut"))
     assert "module.conv1.weight" in one["ema"]
     assert equal(one["ema"], other["ema"])
     losses = [
@@ -198,7 +198,7 @@ def test_the_average_is_exported_and_says_so(
     (trained, evaluated, _), (_, other, _) = run_ranks(export, 2, config, tmp_path)
     path = tmp_path / "model.safetensors"
     content = load_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}")
-    assert equal(load_file(path), averaged_weights(content["ema"]))
+    assert equal(load_file(path), averaged_weights(content["objects"]["ema"]))
     with safe_open(path, "pt") as file:
         assert (file.metadata()["weights"], file.metadata()["step"]) == ("ema", str(step))
     assert torch.equal(evaluated, other)
@@ -208,7 +208,7 @@ def test_the_average_is_exported_and_says_so(
 def parts_of(env: DistEnv, config: Config) -> tuple[bool, list[str]]:
     """Return whether a state has an average, and the parts of its snapshot."""
     state = build(env, config)
-    return state.ema is None, sorted(snapshot(state, config))
+    return state.ema is None, sorted(snapshot(state)["objects"])
 
 
 def test_without_the_key_there_is_no_copy() -> None:
@@ -222,7 +222,7 @@ def serve(env: DistEnv, config: Config) -> int | None:
     """Train under a parameter server; return how many steps this rank has averaged."""
     state = build(env, config)
     run_loop(env, config, max_steps=NUM_STEPS, state=state)
-    return None if state.ema is None else int(state.ema.state_dict()["n_averaged"])
+    return None if state.ema is None else int(state.ema.averaged.n_averaged)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

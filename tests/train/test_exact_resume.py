@@ -339,9 +339,11 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one(
     for step, content in enumerate(found.states):
         whole_state = found.states[0]
         assert content.keys() == whole_state.keys()
-        assert [key for key in content if not equal(content[key], whole_state[key])] == [], step
+        ours, theirs = content["objects"], whole_state["objects"]
+        assert [key for key in ours if not equal(ours[key], theirs[key])] == [], step
     if case == "scaled loss":
-        assert 0 < found.states[0]["scheduler"]["last_epoch"] < NUM_STEPS, "all steps were taken"
+        schedule = found.states[0]["objects"]["scheduler"]["state"]["state"]
+        assert 0 < schedule["last_epoch"] < NUM_STEPS, "all steps were taken"
 
 
 def rehearsed(env: DistEnv, config: Config) -> list[tuple[int, bool]]:
@@ -474,7 +476,9 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
     assert min(b - a for a, b in pairwise(ordered)) > 1e-3
     for step in PLACES.values():
         content = load_checkpoint(tmp_path / "asynchronous" / f"step-{step:08d}")
-        assert content["position"]["outstanding"] == (1,), "later ones were not taken before it"
+        assert content["objects"]["position"]["outstanding"] == (1,), (
+            "later ones were not taken before it"
+        )
     ways = {
         "asynchronous": list(sources),
         "single": ["asynchronous"],

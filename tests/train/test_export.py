@@ -38,7 +38,7 @@ def export_from(
     state, trace = build(env, config), Trace()
     for step, loss in LOSSES.items():
         fill(state.module, step)
-        content: dict[str, Any] = snapshot(at(state, step=step), config)
+        content: dict[str, Any] = snapshot(at(state, step=step))
         if env.is_rank_zero:
             save_checkpoint(
                 run_dir / "checkpoints",

@@ -16,6 +16,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.build import build_schedule
+from ddp_runner.train.snapshot import restore
 
 NUM_STEPS = 12
 TORCHS = "scheduler._target_=torch.optim.lr_scheduler."
@@ -274,9 +275,60 @@ def test_all_rates_that_a_scheduler_remembers_change_in_proportion(
     assert len(rates(resumed)) == NUM_STEPS - 9
 
 
-def test_more_steps_than_a_schedule_was_made_for_is_one_line(tmp_path: Path) -> None:
-    """OneCycleLR ends with its run; a longer one cannot go on from it."""
-    keys = (*TOY, f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.1")
+def test_a_longer_run_takes_the_schedule_of_its_own_length(tmp_path: Path) -> None:
+    """OneCycleLR ends with its run; resumed for more steps, it has so many to go."""
+    keys = (*TOY, f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.1", "train.log_every_steps=1")
+    longer = compose_config(*keys, "train.max_steps=8")
     run_ranks(loop, 1, compose_config(*keys, "train.max_steps=4"), tmp_path)
-    (longer,) = run_ranks(loop, 1, compose_config(*keys, "train.max_steps=8"), tmp_path)
-    assert "UserError: OneCycleLR: Tried to step 5 times" in longer.error
+    (resumed,) = run_ranks(loop, 1, longer, tmp_path)
+    (whole,) = run_ranks(loop, 1, longer, tmp_path / "whole")
+    assert resumed.error == ""
+    assert rates(resumed)[1:] == rates(whole)[5:], "the first one was set by the step before"
+
+
+# By scheduler: its keys, one that a resume changes, and its value then.
+CHANGED = {
+    "ReduceLROnPlateau": ({"patience": 0, "factor": 0.5}, "factor", 0.25),
+    "StepLR": ({"step_size": 2, "gamma": 0.5}, "gamma", 0.25),
+    "MultiStepLR": ({"milestones": [2, 9], "gamma": 0.5}, "gamma", 0.25),
+    "ExponentialLR": ({"gamma": 0.9}, "gamma", 0.8),
+    "CosineAnnealingLR": ({"T_max": 20, "eta_min": 0.0}, "eta_min", 0.01),
+    "CosineAnnealingWarmRestarts": ({"T_0": 5, "eta_min": 0.0}, "eta_min", 0.01),
+    "PolynomialLR": ({"total_iters": 20, "power": 1.0}, "power", 2.0),
+}
+
+
+def taken_keys(
+    env: DistEnv, config: Config, changes: dict[str, tuple[Config, Config]], folder: Path
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Train under each scheduler, resume with other keys; return both objects' settings."""
+    found = {}
+    for name, (first, other) in changes.items():
+        run_loop(env, first, max_steps=6, folder=folder / name)
+        state = build(env, other)
+        assert restore(state, folder / name, log=print) == 6
+        found[name] = (vars(state.schedule.scheduler), state.optimizer.param_groups[0])
+        assert state.schedule.scheduler.last_epoch > 0
+    return {
+        name: ({key: one for key, one in of.items() if isinstance(one, int | float)}, dict(group))
+        for name, (of, group) in found.items()
+    }
+
+
+def test_every_key_that_a_resume_gives_wins_under_every_scheduler(tmp_path: Path) -> None:
+    """Those of the optimizer, too, whatever the scheduler keeps in its groups."""
+    config, changes = compose_config(*TOY, "train.log_every_steps=1"), {}
+    for name, (keys, key, value) in CHANGED.items():
+        scheduler = {"name": "x", **torchs(name, **keys)}
+        other = replace(
+            config,
+            optimizer={**config.optimizer, "weight_decay": 0.5, "momentum": 0.25},
+            scheduler={**scheduler, key: value},
+        )
+        changes[name] = replace(config, scheduler=scheduler), other
+    (found,) = run_ranks(taken_keys, 1, config, changes, tmp_path)
+    for name, (settings, group) in found.items():
+        _, key, value = CHANGED[name]
+        assert settings[key] == value, name
+        assert group["weight_decay"] == 0.5, name
+        assert group["momentum"] == 0.25, name
