@@ -1,10 +1,11 @@
 """An evaluation's metrics: the same numbers on every rank, and mistakes by the metric's name."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from metric_batches import CPU, NUM_CLASSES, OUTPUTS, TARGETS, classified, name_of
+from metric_batches import CPU, OUTPUTS, TARGETS, classified, name_of, some_ignored
 from own_metrics import (
     Appended,
     Counted,
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.classification import AUC, TopKAccuracy
+from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, TopKAccuracy
 from ddp_runner.metrics.evaluation import Evaluation, try_metrics
 from ddp_runner.metrics.merge import packed
 from ddp_runner.metrics.metric import Metric, direction, summed
@@ -44,7 +45,7 @@ def evaluated(env: DistEnv, metrics: dict[str, Metric], num_batches: list[int]) 
     results: list[Any] = []
     for _ in range(2):
         evaluation = Evaluation(metrics, device=CPU)
-        for outputs, targets in classified(23)[first : first + num_batches[env.rank]]:
+        for outputs, targets in some_ignored(23)[first : first + num_batches[env.rank]]:
             evaluation.update(outputs, targets)
         results.append(evaluation.compute())
     return results
@@ -53,22 +54,28 @@ def evaluated(env: DistEnv, metrics: dict[str, Metric], num_batches: list[int]) 
 METRICS: dict[str, Metric] = {
     "top": TopKAccuracy(k=2),
     "auc": AUC(),
+    "iou": MeanIoU(),
+    "perplexity": Perplexity(),
     "summed": Summed(),
+    "largest": Largest(),
     "vector": Vector(),
 }
 
 
-def test_an_evaluation_over_gloo_is_that_of_one_rank() -> None:
-    """Two evaluations give the same, and all ranks get it."""
-    (alone,) = run_ranks(evaluated, 1, METRICS, [6])
-    by_rank = run_ranks(evaluated, 3, METRICS, [4, 0, 2])
-    assert by_rank[0] == by_rank[1] == by_rank[2]
-    assert by_rank[0][0] == by_rank[0][1]
-    assert by_rank[0][0] == pytest.approx(alone[0])
-    assert list(alone[0]) == [
-        *("eval/top", "eval/auc", "eval/summed"),
-        *(f"eval/vector_{index}" for index in range(NUM_CLASSES)),
-    ]
+@pytest.mark.parametrize("num_batches", [[6], [4, 2], [4, 0, 2]], ids=len)
+def test_an_evaluation_over_gloo_is_that_of_one_process(num_batches: list[int]) -> None:
+    """Some targets are ignored, and a rank may have no batch. Two evaluations give the same."""
+    alone = {name: copy.deepcopy(metric) for name, metric in METRICS.items()}
+    for outputs, targets in some_ignored(23):
+        for metric in alone.values():
+            metric.update(outputs, targets)
+    vector = alone.pop("vector").compute().tolist()
+    expected = {f"eval/{name}": float(metric.compute()) for name, metric in alone.items()}
+    expected |= {f"eval/vector_{index}": value for index, value in enumerate(vector)}
+    by_rank = run_ranks(evaluated, len(num_batches), METRICS, num_batches)
+    for once, again in by_rank:
+        assert once == again == by_rank[0][0]
+        assert once == pytest.approx(expected)
 
 
 def test_a_metric_that_cannot_take_a_batch_is_named() -> None:
