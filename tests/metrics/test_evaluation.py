@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from metric_batches import CPU, OUTPUTS, TARGETS, classified, name_of, some_ignored
+from metric_batches import CPU, OUTPUTS, TARGETS, Batch, classified, name_of, some_ignored
 from own_metrics import (
     Appended,
     Counted,
@@ -111,9 +111,9 @@ def test_ranks_raise_the_same_error() -> None:
 BATCHES = classified(23)[:2]
 
 
-def tried(metric: Metric) -> tuple[set[str], set[str]]:
+def tried(metric: Metric, batches: list[Batch] = BATCHES) -> tuple[set[str], set[str]]:
     """Try a metric on two batches."""
-    return try_metrics({"mine": metric}, *BATCHES, device=CPU)
+    return try_metrics({"mine": metric}, *batches, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,12 @@ def test_a_merge_that_is_right_is_let_through(metric: Metric) -> None:
     names, without = tried(metric)
     assert all(name.startswith("eval/mine") for name in names)
     assert (bool(names), without) == (True, set())
+
+
+def test_rounding_is_no_difference() -> None:
+    """A sum of 16 bits depends on its order by more than one of float32."""
+    batches = [(outputs.bfloat16(), targets) for outputs, targets in BATCHES]
+    assert tried(Vector(), batches) == tried(Vector())
 
 
 @pytest.mark.parametrize(
