@@ -1,5 +1,6 @@
 """`ddp-runner new`: what it writes, and which names it rejects."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -179,3 +180,17 @@ def test_an_installed_project_finds_its_config_groups(tmp_path: Path) -> None:
         conf = Path(done.stdout.strip())
         assert conf.is_relative_to(place)
         assert (conf / "model" / "small_net.yaml").is_file()
+
+
+def test_its_metric_counts_on_the_device_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the runner puts its tensors: on a GPU, if there is one."""
+    import torch
+
+    from ddp_runner.metrics.evaluation import Evaluation
+
+    monkeypatch.syspath_prepend(TEMPLATE)
+    metrics = importlib.import_module("my_project.metrics")
+    device = torch.device("meta")
+    evaluation = Evaluation({"worst": metrics.WorstClass(num_classes=3)}, device=device)
+    with device:
+        evaluation.update(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))

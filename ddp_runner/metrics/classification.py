@@ -6,16 +6,18 @@ from torch.nn import functional as F
 
 from ddp_runner.data.dataset import IGNORED
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import confusion_counts, validate_scores
+from ddp_runner.metrics.confusion import confusion_counts, validate_classes, validate_scores
+from ddp_runner.metrics.metric import summed
 
 
 class TopKAccuracy:
-    """The share of samples whose true class is among the k highest scores.
+    """The share of samples, or pixels, whose true class is among the k highest scores.
 
     Outputs (batch, classes, ...), targets (batch, ...). Targets of -100 do not count.
     """
 
     higher_is_better = True
+    merge = summed("hits", "count")
 
     def __init__(self, *, k: int) -> None:
         if k < 1:
@@ -27,9 +29,11 @@ class TopKAccuracy:
         """Count the hits of a batch.
 
         Raises:
-            UserError: there are fewer classes than k, or no score for each target.
+            UserError: there are fewer classes than k, no score for each target, or a target is not
+                a class.
         """
         validate_scores(outputs, targets)
+        validate_classes(targets, num_classes=outputs.shape[1])
         if outputs.shape[1] < self.k:
             raise UserError(f"k ({self.k}) must be {outputs.shape[1]} or less, the model's classes")
         highest = outputs.topk(self.k, dim=1).indices
@@ -48,10 +52,11 @@ class AUC:
     classes. Outputs are (batch,) or (batch, 1), scores of class 1; (batch, 2), logits; or
     (batch, classes), logits or log-probabilities: then it is the unweighted mean over the classes,
     each against the rest. A class of which no sample, or every sample, is true has no area and is
-    left out of the mean.
+    left out of the mean. Targets of -100 do not count.
     """
 
     higher_is_better = True
+    merge = summed("scores", "targets")
 
     def __init__(self) -> None:
         self.scores: list[Tensor] = []
@@ -61,7 +66,7 @@ class AUC:
         """Keep the scores of a batch.
 
         Raises:
-            UserError: the outputs are no scores of samples.
+            UserError: the outputs are no scores of samples, or a target is not a class.
         """
         if outputs.ndim == 1:
             outputs = outputs.unsqueeze(1)
@@ -70,6 +75,7 @@ class AUC:
                 f"the area under the ROC curve needs a score for each sample and class, not "
                 f"outputs {tuple(outputs.shape)} with targets {tuple(targets.shape)}"
             )
+        validate_classes(targets, num_classes=max(2, outputs.shape[1]))
         scores = outputs.double()
         if scores.shape[1] == 2:
             scores = scores[:, 1:] - scores[:, :1]  # in the order of softmax, without its ties
@@ -83,6 +89,7 @@ class AUC:
         if not self.scores:
             return float("nan")
         scores, targets = torch.cat(self.scores), torch.cat(self.targets)
+        scores, targets = scores[targets != IGNORED], targets[targets != IGNORED]
         classes = range(scores.shape[1]) if scores.shape[1] > 1 else [1]
         areas = [
             _area(column, targets == label)
@@ -120,6 +127,7 @@ class MeanIoU:
     """
 
     higher_is_better = True
+    merge = summed("counts")
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None  # (classes, classes + 1), see confusion_counts
@@ -143,29 +151,6 @@ class MeanIoU:
         return float((shared[occurs] / either[occurs]).mean())
 
 
-class PixelAccuracy:
-    """The share of pixels whose class is predicted; outputs and targets as of ``MeanIoU``."""
-
-    higher_is_better = True
-
-    def __init__(self) -> None:
-        self.hits = self.count = 0
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Count the pixels of a batch.
-
-        Raises:
-            UserError: see ``confusion_counts``.
-        """
-        counts = confusion_counts(outputs, targets, num_classes=outputs.shape[1])
-        self.hits += int(counts.diagonal().sum())
-        self.count += int(counts.sum())
-
-    def compute(self) -> float:
-        """Return the share; NaN without a pixel."""
-        return self.hits / self.count if self.count else float("nan")
-
-
 class Perplexity:
     """The exponential of the mean cross-entropy of a token. Targets of -100 do not count.
 
@@ -174,6 +159,7 @@ class Perplexity:
     """
 
     higher_is_better = False
+    merge = summed("total", "count")
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
@@ -186,11 +172,7 @@ class Perplexity:
         """
         if outputs.shape[:-1] == targets.shape:
             outputs = outputs.movedim(-1, 1)
-        elif (outputs.shape[0], *outputs.shape[2:]) != tuple(targets.shape):
-            raise UserError(
-                f"perplexity needs logits (batch, tokens, vocabulary), not outputs "
-                f"{tuple(outputs.shape)} with targets {tuple(targets.shape)}"
-            )
+        validate_scores(outputs, targets)
         losses = F.cross_entropy(outputs.float(), targets, reduction="none")  # 0 where ignored
         self.total += float(losses.double().sum())
         self.count += int((targets != IGNORED).sum())

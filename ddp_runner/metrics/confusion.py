@@ -28,19 +28,12 @@ def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> T
         UserError: the outputs have no score for each target, or a target is not a class.
     """
     validate_scores(outputs, targets)
+    validate_classes(targets, num_classes=num_classes)
     predicted = outputs.argmax(dim=1).clamp(max=num_classes)
     num_pairs = num_classes * (num_classes + 1)
     pairs = targets * (num_classes + 1) + predicted
-    # Two more bins: of ignored targets, and of those that are no class. A mask makes a GPU wait.
-    is_class = (targets >= 0) & (targets < num_classes)
-    pairs = torch.where(is_class, pairs, num_pairs + (targets != IGNORED).long())
-    counts = torch.bincount(pairs.flatten(), minlength=num_pairs + 2)
-    if int(counts[-1]):
-        true = targets[targets != IGNORED]
-        raise UserError(
-            f"targets go from {int(true.min())} to {int(true.max())}; {num_classes} classes are "
-            f"numbered from 0 to {num_classes - 1}, and {IGNORED} is a target that does not count"
-        )
+    pairs = torch.where(targets == IGNORED, num_pairs, pairs)  # a mask makes a GPU wait
+    counts = torch.bincount(pairs.flatten(), minlength=num_pairs + 1)
     return counts[:num_pairs].reshape(num_classes, num_classes + 1)
 
 
@@ -54,6 +47,20 @@ def validate_scores(outputs: Tensor, targets: Tensor) -> None:
         raise UserError(
             f"outputs {tuple(outputs.shape)} have no scores of classes for targets "
             f"{tuple(targets.shape)}; return (batch, classes, ...) for targets (batch, ...)"
+        )
+
+
+def validate_classes(targets: Tensor, *, num_classes: int) -> None:
+    """Reject targets that are neither classes nor -100, such as 255 for what does not count.
+
+    Raises:
+        UserError: a target is not a class.
+    """
+    true = targets.where(targets != IGNORED, 0)
+    if bool(((true < 0) | (true >= num_classes)).any()):
+        raise UserError(
+            f"targets go from {int(true.min())} to {int(true.max())}; {num_classes} classes are "
+            f"numbered from 0 to {num_classes - 1}, and {IGNORED} is a target that does not count"
         )
 
 

@@ -1,13 +1,16 @@
-"""What a metric is: any object with ``update`` and ``compute``."""
+"""What a metric is: any object with ``update``, ``compute`` and ``merge``."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """What an evaluation needs of a metric.
+    """What every metric has.
 
-    It may also have ``higher_is_better``: True or False.
+    It also has ``merge(other)``, which takes in what the object of the next rank has taken in,
+    maybe no batch; classes of torchmetrics need none. ``higher_is_better``, True or False, may say
+    which value is best.
     """
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -17,12 +20,29 @@ class Metric(Protocol):
         """Return a number, a vector of numbers, or a mapping from names to numbers."""
 
 
-@runtime_checkable
-class Mergeable(Metric, Protocol):
-    """A metric whose state is not a sum: it says itself how the states of two ranks become one."""
+def summed(*names: str) -> Callable[[Any, Any], None]:
+    """Return the ``merge`` of a metric whose attributes only grow.
 
-    def merge(self, other: Any) -> None:
-        """Take in what the object of another rank has taken in."""
+    A class has the line ``merge = summed("hits", "count")``. Numbers, tensors and arrays are added,
+    lists are joined in the order of the ranks, and dicts are added key by key. Before the first
+    batch an attribute is 0, empty or None.
+    """
+
+    def merge(self: Any, other: Any) -> None:
+        for name in names:
+            setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
+
+    return merge
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, dict):  # changed in place: it may be a Counter
+        for key, value in other.items():
+            one[key] = _sum(one[key], value) if key in one else value
+        return one
+    return one + other
 
 
 def direction(metric: Metric) -> str | None:

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 
 from ddp_runner.errors import UserError
+from ddp_runner.metrics.metric import summed
 
 
 class MAE:
     """The mean absolute error over all values."""
 
     higher_is_better = False
+    merge = summed("total", "count")
 
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0

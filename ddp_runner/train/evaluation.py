@@ -1,6 +1,6 @@
 """The forward of a batch, and the evaluation of a whole split, while training and afterwards."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, Protocol
 
@@ -109,9 +109,8 @@ def together(
         yield one
 
 
-def first_samples(split: AnySplit, *, seed: int) -> Any:
-    """Return a batch of a split's first samples, as it loads them; of one alone, it twice."""
-    numbers = range(NUM_FIRST)
+def first_samples(split: AnySplit, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int) -> Any:
+    """Return a batch of a split's first samples by their numbers; past the end it is the last."""
     if isinstance(split, StreamSplit):
         return split.first(numbers)
     piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))

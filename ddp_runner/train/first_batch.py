@@ -13,7 +13,7 @@ from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, is_lost_peer, typed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
-from ddp_runner.metrics.evaluation import Evaluation
+from ddp_runner.metrics.evaluation import try_metrics
 from ddp_runner.metrics.metric import direction
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import forward
@@ -64,19 +64,22 @@ def try_first_batch(state: TrainState) -> Trial:
 
 @torch.no_grad()
 def try_evaluation(state: TrainState) -> KnownMetrics:
-    """Evaluate two training samples on this rank, and return which metrics the run will have.
+    """Evaluate a few training samples on this rank, and return which metrics the run will have.
 
     A metric that cannot take the outputs would otherwise end the run after its first epoch.
 
     Raises:
-        UserError: a metric cannot take the outputs of the training step, or computes no number.
+        UserError: see ``try_metrics``.
     """
     setup, names = state.setup, {"eval/loss"}
+    own, unknown = set[str](), set[str]()
     with restored_after(state):
         step = forward(state, state.module, setup.batches.samples(range(NUM_SAMPLES)))
-        metrics = Evaluation(setup.metrics, device=setup.devices[-1])
-        metrics.update(step.outputs, step.targets)
-        own, unknown = metrics.try_compute()
+        if setup.metrics:
+            others = setup.batches.samples(range(NUM_SAMPLES, 2 * NUM_SAMPLES))
+            steps = (step, forward(state, state.module, others))
+            batches = [(one.outputs, one.targets) for one in steps]
+            own, unknown = try_metrics(setup.metrics, *batches, device=setup.devices[-1])
     num_classes = setup.dataset.num_classes
     if num_classes and has_classes(step):
         targets = step.targets.to(step.outputs.device)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.metrics.merge import merged, state_of
+from ddp_runner.metrics.merge import merged, packed
 from ddp_runner.metrics.metric import Metric
 
+CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(0)
 NUM_CLASSES = 5
 OUTPUTS = torch.randn(23, NUM_CLASSES, generator=GENERATOR)
@@ -22,6 +23,13 @@ def classified(num_samples: int) -> list[Batch]:
     """Return batches of scores and classes."""
     outputs, targets = OUTPUTS[:num_samples], TARGETS[:num_samples]
     return list(zip(outputs.split(4), targets.split(4), strict=True))
+
+
+def some_ignored(num_samples: int) -> list[Batch]:
+    """Return the same, every third target and all of the last two batches ignored."""
+    targets = TARGETS[:num_samples].clone()
+    targets[::3] = targets[-8:] = -100
+    return list(zip(OUTPUTS[:num_samples].split(4), targets.split(4), strict=True))
 
 
 def regressed(num_samples: int) -> list[Batch]:
@@ -40,8 +48,8 @@ def on_ranks(metric: Metric, by_rank: list[list[Batch]]) -> Any:
     for one, batches in zip(objects, by_rank, strict=True):
         for outputs, targets in batches:
             one.update(outputs, targets)
-    states = [copy.deepcopy(state_of(one)) for one in objects]
-    results = [merged(one, copy.deepcopy(metric), states).compute() for one in objects]
+    states = [packed(one) for one in objects]
+    results = [merged(one, states, CPU).compute() for one in objects]
     for other in results[1:]:
         assert_equal(other, results[0])
     return results[0]

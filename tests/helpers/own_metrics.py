@@ -1,17 +1,22 @@
 """Metrics as users write them, good and bad ones; a module, since ranks import them by name."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ddp_runner.metrics.metric import summed
 from ddp_runner.train.step import Step
 
 
 class Summed:
     """Sums tensors, weighted."""
+
+    merge = summed("total", "count")
 
     def __init__(self) -> None:
         self.weight = torch.tensor(2.0)
@@ -28,26 +33,34 @@ class Summed:
 
 
 class Counted:
-    """Counts in plain numbers, from a start that is not 0, in a dict and a list."""
+    """Counts in plain numbers, in a dict, in a list of outputs and in an array."""
+
+    merge = summed("hits", "by_class", "kept", "halves")
 
     def __init__(self) -> None:
-        self.k, self.hits, self.by_class = 3, 0.5, {}
-        self.halves = [0, 0]
+        self.k, self.hits, self.by_class = 3, 0, Counter[int]()
+        self.kept: list[Tensor] = []
+        self.halves = np.zeros(2)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take in a batch."""
-        self.hits += float((outputs.argmax(dim=1) == targets).sum())
+        self.hits += int((outputs.argmax(dim=1) == targets).sum())
+        self.kept.append(outputs[:, 0])
         for label in targets.tolist():
-            self.by_class[label] = self.by_class.get(label, 0) + self.k
+            self.by_class[label] += self.k
             self.halves[label % 2] += 1
 
     def compute(self) -> dict[str, float]:
-        """Return the counts."""
-        return {"hits": self.hits, "odd": self.halves[1], **self.by_class}
+        """Return the counts, and the first and last output."""
+        ends = {"first": float(self.kept[0][0]), "last": float(self.kept[-1][-1])}
+        by_class = {str(label): count for label, count in self.by_class.items()}
+        return {"hits": self.hits, "odd": self.halves[1], **ends, **by_class}
 
 
 class Appended:
     """Keeps outputs in a list that it makes with its first batch."""
+
+    merge = summed("kept")
 
     def __init__(self) -> None:
         self.kept: Any = None
@@ -91,8 +104,8 @@ class Last:
         self.last = targets
 
     def merge(self, other: "Last") -> None:
-        """Take in another rank's."""
-        self.last = other.last
+        """Take in another rank's, if it has any."""
+        self.last = self.last if other.last is None else other.last
 
     def compute(self) -> int:
         """Return its size."""
@@ -103,20 +116,27 @@ class Nested:
     """Is made of two metrics."""
 
     def __init__(self) -> None:
-        self.first, self.others = Summed(), [Largest()]
+        self.first, self.other = Summed(), Largest()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take in a batch."""
-        for metric in (self.first, *self.others):
-            metric.update(outputs, targets)
+        self.first.update(outputs, targets)
+        self.other.update(outputs, targets)
+
+    def merge(self, other: "Nested") -> None:
+        """Take in another rank's."""
+        self.first.merge(other.first)
+        self.other.merge(other.other)
 
     def compute(self) -> Tensor:
         """Return their difference."""
-        return self.first.compute() - self.others[0].compute()
+        return self.first.compute() - self.other.compute()
 
 
 class Vector:
     """Computes a number for each class."""
+
+    merge = summed("totals")
 
     def __init__(self) -> None:
         self.totals: Tensor | None = None
@@ -135,6 +155,8 @@ class Vector:
 class Nothing:
     """Computes no number."""
 
+    merge = summed()
+
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Do nothing."""
 
@@ -142,49 +164,69 @@ class Nothing:
         """Return nothing."""
 
 
-class Seen:
-    """Keeps a set, which has no sum."""
+class Unmerged:
+    """Keeps a maximum, and says nothing about ranks."""
 
     def __init__(self) -> None:
-        self.seen: set[float] = set()
+        self.largest = 0.0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take in a batch."""
-        self.seen |= set(outputs.flatten().tolist())
-
-    def compute(self) -> int:
-        """Return how many there are."""
-        return len(self.seen)
-
-
-class Growing:
-    """Keeps a tensor that grows; it should be a list."""
-
-    def __init__(self) -> None:
-        self.scores = torch.zeros(0)
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take in a batch."""
-        self.scores = torch.cat([self.scores, outputs.flatten()])
-
-    def compute(self) -> Tensor:
-        """Return the mean."""
-        return self.scores.mean()
-
-
-class Shortened:
-    """Takes items out of a list."""
-
-    def __init__(self) -> None:
-        self.kept = [0.0, 1.0]
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take in a batch."""
-        self.kept = self.kept[:1]
+        self.largest = max(self.largest, float(outputs.abs().max()))
 
     def compute(self) -> float:
-        """Return the sum."""
-        return sum(self.kept)
+        """Return the maximum."""
+        return self.largest
+
+
+class SumOfLargest(Unmerged):
+    """Adds what is no sum."""
+
+    merge = summed("largest")
+
+
+class MeanOfMeans:
+    """Is right for ranks with equally many samples."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take in a batch."""
+        self.total += float(outputs.sum())
+        self.count += len(outputs)
+
+    def merge(self, other: "MeanOfMeans") -> None:
+        """Take the mean of the means of those that have one."""
+        means = [one.total / one.count for one in (self, other) if one.count]
+        self.total, self.count = sum(means), len(means)
+
+    def compute(self) -> float:
+        """Return the mean."""
+        return self.total / self.count
+
+
+class Forgetful(Appended):
+    """Leaves out the other's."""
+
+    def merge(self, other: Appended) -> None:
+        """Do nothing."""
+
+
+class Fragile(Vector):
+    """Cannot merge with a rank that had no batch."""
+
+    def merge(self, other: Vector) -> None:
+        """Take in another rank's."""
+        self.totals += other.totals
+
+
+class Drawn(Vector):
+    """Draws random numbers."""
+
+    def compute(self) -> Tensor:
+        """Return noise."""
+        return torch.randn(3)
 
 
 @dataclass(frozen=True)
@@ -223,10 +265,10 @@ def with_scalar(model: nn.Module, batch: Any) -> Step:
 
 
 class Demanding(Summed):
-    """Cannot be computed from less than three samples; then it is a mapping."""
+    """Cannot be computed from less than eight samples; then it is a mapping."""
 
     def compute(self) -> Any:
         """Return the mean by a name."""
-        if self.count < 3:
+        if self.count < 8:
             raise ValueError("too few")
         return {"mean": float(self.total)}

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import own_metrics
 import pytest
 from commands import TORCHRUN, error_line, run_command
 from run_folders import metrics, record
@@ -141,6 +142,16 @@ def test_another_dataset_is_evaluated_with_its_own_keys(tmp_path: Path) -> None:
     assert other["eval/loss"] != evaluated(tmp_path)["eval/loss"]
     end = run_command("task=evaluate", f"resume={RUN}", "dataset=digits", folder=tmp_path)
     assert error_line(end).startswith(f"the model of {tmp_path / RUN} cannot take dataset=digits")
+
+
+@pytest.mark.full
+def test_a_metric_that_is_added_must_merge_rightly(tmp_path: Path) -> None:
+    """Its run has not tried it."""
+    train(tmp_path, "model=toy")
+    mine = ("+metrics.mine._target_=own_metrics.SumOfLargest", "allowed_targets=[own_metrics]")
+    environ = {"PYTHONPATH": str(Path(own_metrics.__file__).parent)}
+    end = run_command("task=evaluate", f"resume={RUN}", *mine, folder=tmp_path, environ=environ)
+    assert error_line(end).startswith("metrics.mine (SumOfLargest) depends on how many ranks")
 
 
 @pytest.mark.full

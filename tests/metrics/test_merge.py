@@ -1,44 +1,32 @@
-"""What a metric takes in on several ranks gives the value of one rank that takes in everything."""
+"""Over several ranks a metric has the value of one process, or its merge is refused."""
 
-import math
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from metric_batches import (
     CUTS,
-    OUTPUTS,
-    TARGETS,
     assert_same_on_ranks,
     classified,
     name_of,
     on_ranks,
     regressed,
+    some_ignored,
 )
-from own_metrics import (
-    Appended,
-    Counted,
-    Growing,
-    Largest,
-    Nested,
-    Seen,
-    Shortened,
-    Summed,
-    Vector,
-)
-from torch import Tensor
+from own_metrics import Appended, Counted, Largest, Nested, Summed, Vector
 
-from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, PixelAccuracy, TopKAccuracy
-from ddp_runner.metrics.merge import UnmergeableError, merged, state_of
-from ddp_runner.metrics.metric import Metric
+from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, TopKAccuracy
+from ddp_runner.metrics.metric import Metric, summed
 from ddp_runner.metrics.regression import MAE, R2, RMSE
 
+OF_CLASSES: tuple[Metric, ...] = (
+    *(TopKAccuracy(k=2), AUC(), MeanIoU(), TopKAccuracy(k=1), Perplexity()),
+)
 PLAIN: list[tuple[Any, Any]] = [
     *((metric, classified) for metric in (
-        TopKAccuracy(k=2), AUC(), MeanIoU(), PixelAccuracy(), Perplexity(), Summed(), Counted(),
-        Appended(), Largest(), Nested(), Vector())),
+        *OF_CLASSES, Summed(), Counted(), Appended(), Largest(), Nested(), Vector())),
+    *((metric, some_ignored) for metric in OF_CLASSES),
     *((metric, regressed) for metric in (MAE(), RMSE(), R2())),
 ]  # fmt: skip
 
@@ -50,50 +38,34 @@ def test_ranks_give_the_value_of_one_process(metric: Metric, batches: Any, cuts:
     assert_same_on_ranks(metric, batches(23), cuts)
 
 
-def test_arrays_and_counters_are_summed() -> None:
-    """NumPy's arrays, and the entries of a dict that only some ranks have."""
-
-    class Mixed:
-        def __init__(self) -> None:
-            self.array = np.ones(2)
-            self.labels: Counter[int] = Counter({7: 1})
-            self.flags = torch.tensor([False, True, False])
-            self.is_used = False
-            self.name, self.weights = "mixed", (torch.ones(2), math.inf)
-
-        def update(self, outputs: Tensor, targets: Tensor) -> None:
-            self.array[0] += len(targets)
-            self.labels.update(targets.tolist())
-            self.flags[int(targets[0])] = True
-            self.is_used = True
-
-        def compute(self) -> Any:
-            return self
-
-    parts = [[(OUTPUTS[:2], torch.tensor([0, 7]))], [], [(OUTPUTS[:1], torch.tensor([0]))]]
-    objects = [Mixed() for _ in parts]
-    for one, batches in zip(objects, parts, strict=True):
-        for outputs, targets in batches:
-            one.update(outputs, targets)
-    whole: Any = merged(objects[1], Mixed(), [state_of(one) for one in objects])
-    assert whole.array.tolist() == [4, 1]
-    assert whole.labels == {7: 2, 0: 2}
-    assert whole.flags.tolist() == [True, True, False]
-    assert (whole.is_used, whole.name, whole.weights[1]) == (True, "mixed", math.inf)
+@pytest.mark.parametrize("metric", OF_CLASSES, ids=name_of)
+def test_ignored_targets_are_as_if_they_were_not_there(metric: Metric) -> None:
+    """Outputs of 16 bits, as with train.precision=bf16, count as their own values do."""
+    batches = [(outputs.bfloat16(), targets) for outputs, targets in some_ignored(23)]
+    kept = [(outputs[targets >= 0], targets[targets >= 0]) for outputs, targets in batches]
+    found = on_ranks(metric, [batches[:3], batches[3:]])
+    whole = [(outputs.float(), targets) for outputs, targets in kept if len(targets)]
+    assert found == pytest.approx(on_ranks(metric, [whole]), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("metric", "sentence"),
-    [
-        (Seen(), "has a set in seen that differs between ranks"),
-        (Growing(), r"has shapes \(0,\) and \(4,\) in scores"),
-        (Shortened(), "takes items out of the list kept"),
-    ],
-    ids=name_of,
-)
-def test_a_state_that_is_no_sum_is_an_error(metric: Metric, sentence: str) -> None:
-    """A number that is silently wrong on several ranks would be worse."""
-    targets = TARGETS[:4].reshape(2, 2)
-    by_rank = [[(OUTPUTS[:4, 0].reshape(2, 2), targets)], [(targets + 1, targets + 1)], []]
-    with pytest.raises(UnmergeableError, match=sentence):
-        on_ranks(metric, by_rank)
+def test_what_only_grows_is_summed() -> None:
+    """Dicts key by key, lists in order; None is what a rank without a batch has."""
+
+    class Holder:
+        merge = summed("number", "tensor", "kept", "by_key")
+
+        def __init__(self, **state: Any) -> None:
+            vars(self).update(state)
+
+    own = Holder(
+        number=1.5, tensor=None, kept=["a"], by_key=Counter({"both": 1, "own": 1}), untouched=7
+    )
+    own.merge(
+        Holder(number=2, tensor=torch.ones(2), kept=["b", "c"], by_key={"other": [1], "both": 3})
+    )
+    assert (own.number, own.kept, own.untouched) == (3.5, ["a", "b", "c"], 7)
+    assert own.tensor.tolist() == [1, 1]
+    assert own.by_key == Counter({"both": 4, "own": 1, "other": [1]})
+    own.merge(Holder(number=0, tensor=None, kept=[], by_key={"other": [2]}))
+    assert own.tensor.tolist() == [1, 1]
+    assert own.by_key["other"] == [1, 2]

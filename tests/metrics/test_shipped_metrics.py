@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, PixelAccuracy, TopKAccuracy
+from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, TopKAccuracy
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.metrics.regression import MAE, R2, RMSE
 
@@ -74,7 +74,7 @@ def macro_area() -> float:
          lambda: sk().r2_score(VALUES[:, 0].double(), PREDICTIONS[:, 0].double())),
         (MeanIoU(), PIXEL_LOGITS, PIXELS, lambda: sk().jaccard_score(
             PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten(), average="macro")),
-        (PixelAccuracy(), PIXEL_LOGITS, PIXELS, lambda: sk().accuracy_score(
+        (TopKAccuracy(k=1), PIXEL_LOGITS, PIXELS, lambda: sk().accuracy_score(
             PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten())),
         (Perplexity(), TOKEN_LOGITS, TOKENS, lambda: math.exp(sk().log_loss(
             TOKENS.flatten(), TOKEN_LOGITS.reshape(-1, 13).double().softmax(dim=1)))),
@@ -95,8 +95,10 @@ def test_it_is_scikit_learns(
     [
         (TopKAccuracy(k=2), PIXEL_LOGITS, PIXELS),
         (MeanIoU(), PIXEL_LOGITS, PIXELS),
-        (PixelAccuracy(), PIXEL_LOGITS, PIXELS),
+        (TopKAccuracy(k=1), PIXEL_LOGITS, PIXELS),
         (Perplexity(), TOKEN_LOGITS, TOKENS),
+        (AUC(), LOGITS, CLASSES),
+        (AUC(), LOGITS[:, :1], LABELS),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Metric) else "",
 )
@@ -131,8 +133,7 @@ def test_a_class_that_never_occurs_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "metric", [TopKAccuracy(k=1), AUC(), MAE(), RMSE(), R2(), MeanIoU(), PixelAccuracy(),
-               Perplexity()],
+    "metric", [TopKAccuracy(k=1), AUC(), MAE(), RMSE(), R2(), MeanIoU(), Perplexity()],
     ids=lambda metric: type(metric).__name__,
 )  # fmt: skip
 def test_without_a_sample_it_is_not_a_number(metric: Metric) -> None:
@@ -146,11 +147,13 @@ def test_without_a_sample_it_is_not_a_number(metric: Metric) -> None:
         (lambda: TopKAccuracy(k=0), LOGITS, CLASSES, r"k \(0\) must be 1 or greater"),
         (lambda: TopKAccuracy(k=8), LOGITS, CLASSES, r"k \(8\) must be 7 or less"),
         (lambda: TopKAccuracy(k=2), LOGITS, CLASSES[:, None], "have no scores of classes"),
+        (lambda: TopKAccuracy(k=1), PIXEL_LOGITS, PIXELS + 252, "targets go from 252 to 255; 4 cl"),
         (AUC, PIXEL_LOGITS, PIXELS, "needs a score for each sample"),
+        (AUC, LOGITS[:, 0], LABELS + 1, "targets go from 1 to 2; 2 classes are numbered from 0"),
         (MAE, VALUES[:, :1], VALUES[:, 0], "outputs and targets of one shape"),
         (R2, VALUES[:, :1], VALUES[:, 0], "outputs and targets of one shape"),
         (MeanIoU, LOGITS, PIXELS, "have no scores of classes"),
-        (Perplexity, LOGITS, TOKENS, "perplexity needs logits"),
+        (Perplexity, LOGITS, TOKENS, "have no scores of classes"),
     ],
 )
 def test_outputs_that_do_not_fit_are_an_error(

@@ -20,8 +20,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.metrics.evaluation import Evaluation
-from ddp_runner.metrics.merge import UnmergeableError
+from ddp_runner.errors import UserError
+from ddp_runner.metrics.evaluation import Evaluation, try_metrics
 from ddp_runner.metrics.metric import direction
 
 # Made in a test: the library takes two seconds to import.
@@ -73,6 +73,37 @@ def test_ranks_give_the_value_of_one_process(name: str, cuts: list[int]) -> None
     assert_same_on_ranks(make(torchmetrics), batches(23), cuts)
 
 
+@pytest.mark.parametrize("name", THEIRS.keys() - {"ConfusionMatrix"})  # which is no number
+def test_the_trial_lets_them_through(name: str) -> None:
+    """Their states are merged as they ask."""
+    import torchmetrics
+
+    make, batches = THEIRS[name]
+    metrics = {"theirs": make(torchmetrics)}
+    names, without = try_metrics(metrics, *batches(23)[:2], device=torch.device("cpu"))
+    assert (bool(names), without) == (True, set())
+
+
+def test_an_attribute_that_is_no_state_of_theirs_is_refused() -> None:
+    """Nobody would merge it."""
+    import torchmetrics
+
+    class Attribute(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hits = 0
+
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            self.hits += int((outputs.argmax(dim=1) >= targets).sum())
+
+        def compute(self) -> int:
+            return self.hits
+
+    batches = classified(23)[:2]
+    with pytest.raises(UserError, match=r"metrics.mine \(Attribute\) depends on how many ranks"):
+        try_metrics({"mine": Attribute()}, *batches, device=torch.device("cpu"))
+
+
 def test_states_that_only_some_ranks_have_are_an_error() -> None:
     """A rank without samples could not compute the metric."""
     import torchmetrics
@@ -88,7 +119,7 @@ def test_states_that_only_some_ranks_have_are_an_error() -> None:
             """Return the state."""
             return self.total
 
-    with pytest.raises(UnmergeableError, match="adds states with its first batch"):
+    with pytest.raises(UserError, match="adds states with its first batch"):
         on_ranks(Lazy(), [[(OUTPUTS, TARGETS)], []])
 
 

@@ -18,6 +18,7 @@ from ddp_runner.train.first_batch import try_evaluation
 
 OWN = "allowed_targets=[own_metrics]"
 SUMMED = "+metrics.mine._target_=own_metrics.Summed"
+LARGEST = "+metrics.largest._target_=own_metrics.Largest"
 DIGITS = ("model=mnist_net", "dataset=fake_images", "dataset.num_samples=20")
 PICTURES = (
     "model=toy",
@@ -44,7 +45,14 @@ def evaluated(env: DistEnv, config: Config) -> dict[str, float]:
 @pytest.mark.parametrize(
     "keys",
     [
-        (*DIGITS, "dataset.eval_samples=37", "metrics=[top_k,auc,perplexity]", SUMMED, OWN),
+        (
+            *DIGITS,
+            "dataset.eval_samples=37",
+            "metrics=[top_k,auc,perplexity]",
+            SUMMED,
+            LARGEST,
+            OWN,
+        ),
         (*DIGITS, "dataset.eval_samples=2", "metrics=[top_k,auc]"),
         (*TOY, "batch.global_size=6", "dataset.eval_samples=2", "metrics=[mae,rmse,r2]"),
     ],
@@ -116,7 +124,7 @@ def test_a_schedule_may_follow_an_own_metric() -> None:
 
 
 def test_a_metric_that_no_evaluation_gives_is_named() -> None:
-    """Two samples could not tell; the first evaluation can."""
+    """A few samples could not tell; the first evaluation can."""
     late = "+metrics.late._target_=own_metrics.Demanding"
     keys = (late, "scheduler=plateau", "scheduler.monitor=eval/late_other", OWN)
     (trace,) = run_ranks(trained, 1, compose_config(*TOY, *keys, "train.epochs=1"))
@@ -127,7 +135,7 @@ def test_a_metric_that_no_evaluation_gives_is_named() -> None:
 
 
 def tried(env: DistEnv, config: Config) -> tuple[set[str], set[str], dict[str, str]] | str:
-    """Return what two samples tell of a run's metrics, or the error; leave the state as it was."""
+    """Return what a few samples tell of the metrics, or the error; leave the state as it was."""
     state = build(env, config)
     random, was_training = torch.get_rng_state(), state.module.training
     try:
@@ -140,7 +148,7 @@ def tried(env: DistEnv, config: Config) -> tuple[set[str], set[str], dict[str, s
     return set(known.names), set(known.unknown), dict(known.directions)
 
 
-def test_two_samples_tell_which_metrics_there_are() -> None:
+def test_a_few_samples_tell_which_metrics_there_are() -> None:
     """But for one that needs more samples."""
     demanding = "+metrics.late._target_=own_metrics.Demanding"
     by_class = "+metrics.each._target_=own_metrics.Vector"
@@ -162,6 +170,10 @@ def test_two_samples_tell_which_metrics_there_are() -> None:
          "train.step=own_metrics.with_scalar returns the scalar mae, and eval/mae is another"),
         (("metrics=[mae,iou]",), "metrics.iou (MeanIoU): outputs (2, "),
         (("+metrics.mine._target_=own_metrics.Nothing",), "metrics.mine computes a NoneType"),
+        (("+metrics.mine._target_=own_metrics.Unmerged",),
+         "metrics.mine (Unmerged): it has no merge(self, other)"),
+        (("+metrics.mine._target_=own_metrics.SumOfLargest",),
+         "metrics.mine (SumOfLargest) depends on how many ranks there are: eval/mine is "),
         (("+metrics.late._target_=own_metrics.Demanding", "checkpoint.monitor=eval/lat_mean"),
          "checkpoint.monitor (eval/lat_mean) must be one of"),
         (("checkpoint.monitor=eval/mae_0", "checkpoint.mode=min"),
