@@ -23,6 +23,7 @@ from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_re
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.measuring import measure_once_settled
 from ddp_runner.train.metrics import step_metrics
+from ddp_runner.train.optimizers import refusing_sparse
 from ddp_runner.train.state import Position, TrainState
 
 
@@ -112,7 +113,9 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     loss = state.gradients.compute(state, batch)
     scale_and_clip(state)
     scale = scaler.get_scale()
-    scaler.step(optimizer)
+    named = f"optimizer={setup.config.optimizer.get('name')}"
+    with refusing_sparse(named, instead="optimizer=sgd optimizer.weight_decay=0"):
+        scaler.step(optimizer)
     scaler.update()
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
         state.schedule.step()

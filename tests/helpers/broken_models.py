@@ -84,6 +84,20 @@ class Idle(ToyModel):
         self.idle = nn.Linear(2, 2)
 
 
+class SparseBag(nn.Module):
+    """Looks up embeddings, whose gradients have values for the rows of the batch alone."""
+
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 8, sparse=sparse, mode="sum")
+        self.classify = nn.Linear(8, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs: Tensor = self.classify(self.bag(inputs.abs().mul(5).long().clamp(max=19)))
+        return outputs
+
+
 class Cursed(ToyModel):
     """Raises in its forward."""
 

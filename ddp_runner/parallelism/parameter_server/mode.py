@@ -81,6 +81,11 @@ class ParameterServer:
                 raise UserError(
                     "no parameter of the model has a gradient; there is nothing to push"
                 )
+            if any(one.grad is not None and one.grad.is_sparse for one in module.parameters()):
+                raise UserError(
+                    f"parallelism={self.name} cannot push sparse gradients; leave out sparse=True "
+                    "in the model, or write parallelism=ddp"
+                )
             tokens = 0.0 if num_tokens is None else float(num_tokens)
             numbers = torch.tensor([tokens, float(loss), waited_s], dtype=torch.float64)
             dist.send(flatten_gradients(module, numbers), dst=SERVER, group=group)
