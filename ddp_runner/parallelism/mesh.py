@@ -154,6 +154,7 @@ class Mesh:
             )
         # The backward begins with the last block and what is outside of blocks: they stay whole.
         blocks = blocks_of(module, self.blocks)
+        _validate_ties(module, blocks)
         for block in blocks:
             has_statistics = any(isinstance(one, _BatchNorm) for one in block.modules())
             policy = MixedPrecisionPolicy() if has_statistics else halved
@@ -165,6 +166,22 @@ class Mesh:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_custom_reduce_scatter(comm)
+
+
+def _validate_ties(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Reject a parameter that two blocks share: FSDP2 gathers it with one of them alone."""
+    # Inner blocks come first, and keep their modules.
+    block_of = {part: block for block in reversed(blocks) for part in block.modules()}
+    first = dict[nn.Parameter, tuple[str, nn.Module | None]]()
+    for prefix, part in module.named_modules():
+        for name, one in part.named_parameters(prefix, recurse=False):
+            same, block = first.setdefault(one, (name, block_of.get(part)))
+            if block is not block_of.get(part) and not _is_scalar(one):
+                raise UserError(
+                    f"model.blocks puts {same} and {name}, which are one parameter, into different "
+                    "groups, and FSDP2 gathers it with one of them; leave their blocks out of it, "
+                    "or write parallelism=ddp"
+                )
 
 
 def _data_axes(mesh: DeviceMesh) -> tuple[str, ...]:

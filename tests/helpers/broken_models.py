@@ -98,6 +98,23 @@ class SparseBag(nn.Module):
         return outputs
 
 
+class Tied(nn.Module):
+    """Has blocks, of which the first and the last share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.head = nn.Linear(10, 5)
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        for block in self.blocks:
+            inputs = block(inputs).relu()
+        outputs: Tensor = self.head(inputs)
+        return outputs
+
+
 class Cursed(ToyModel):
     """Raises in its forward."""
 
