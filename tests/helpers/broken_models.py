@@ -115,6 +115,21 @@ class Tied(nn.Module):
         return outputs
 
 
+class Choosing(ToyModel):
+    """Leaves a layer out, by the numbers of a batch or in training at random."""
+
+    def __init__(self, *, at_random: bool) -> None:
+        super().__init__()
+        self.extra, self.at_random = nn.Linear(5, 5), at_random
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs = super().forward(inputs)
+        if self.at_random:
+            return outputs if self.training and torch.rand(()) < 0.5 else self.extra(outputs)
+        return outputs if inputs[0].sum() < 0 else self.extra(outputs)
+
+
 class Cursed(ToyModel):
     """Raises in its forward."""
 
