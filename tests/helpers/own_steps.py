@@ -128,6 +128,12 @@ def detached(model: nn.Module, batch: Any) -> Step:
     return Step(squares(model, batch).loss_sum.detach(), len(batch[0]))
 
 
+def in_training(model: nn.Module, batch: Any) -> Step:
+    """Return a loss in training mode only, as torchvision's detectors compute it."""
+    step = squares(model, batch)
+    return step if model.training else Step(torch.zeros(()), step.count)
+
+
 def of_elements(model: nn.Module, batch: Any) -> Step:
     """Count elements."""
     return Step(squares(model, batch).loss_sum, batch[1].numel())
