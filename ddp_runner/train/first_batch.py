@@ -125,7 +125,8 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
                 f"{step_of(setup.config)} returns the scalar {name}, and eval/{name} is another "
                 "metric of the run; rename the scalar"
             )
-    names |= {f"{part}/{name}" for part in ("train", "eval") for name in step.scalars}
+    names |= {f"eval/{name}" for name in step.scalars}
+    names |= {f"train/{name}" for name in setup.scalars or ()}
     ends = {f"eval/{name}": direction(metric) for name, metric in setup.metrics.items()}
     directions = {name: end for name, end in ends.items() if end is not None}
     return KnownMetrics(names | own, unknown, directions)

@@ -91,13 +91,20 @@ def take_role(
         ended=ended,
         mark=state.setup.timer.mark,
         log=log,
-        tokens=lambda: state.tokens,
+        sums=partial(_sums, state),
+        scalars=state.setup.scalars or (),
     )
     if role.serve is not None:
         return role.serve(duties)
     if role.gradients is not None:
         state.gradients = role.gradients(duties)
     return None
+
+
+def _sums(state: TrainState) -> list[float]:
+    """Return this rank's parts of the last batch's sums, besides the loss; see ``Duties``."""
+    tokens = 0.0 if state.tokens is None else float(state.tokens)
+    return [tokens, *(float(state.scalars[name]) for name in state.setup.scalars or ())]
 
 
 def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:

@@ -22,7 +22,7 @@ from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.measuring import measure_once_settled
-from ddp_runner.train.metrics import step_metrics
+from ddp_runner.train.metrics import ensure_known, step_metrics
 from ddp_runner.train.optimizers import refusing_sparse
 from ddp_runner.train.state import Position, TrainState
 
@@ -139,7 +139,8 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     timer, has_peers = setup.timer, setup.env.world_size > 1
     counts_tokens = setup.config.batch.count == "tokens"
     total = torch.zeros((), device=setup.devices[-1])
-    num_tokens, scalars = torch.zeros_like(total), dict[str, Tensor]()
+    num_tokens = torch.zeros_like(total)
+    scalars = dict.fromkeys(setup.scalars or (), torch.zeros(()))
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
@@ -156,6 +157,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             timer.mark(StepPart.COMM if exchanges else StepPart.BACKWARD)
         total += loss.detach()
         for name, value in step.scalars.items():
+            ensure_known(name, setup)
             scalars[name] = scalars.get(name, 0) + value.detach() * share
         if counts_tokens:
             num_tokens += step.count * micro_batch.weight

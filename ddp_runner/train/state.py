@@ -65,6 +65,8 @@ class Setup:
     group: ProcessGroup | None  # the ranks of the loop; None: all
     data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
     profiler: AnyProfiler = field(default_factory=NullProfiler)
+    # Names of the scalars that the training step returns in training; None: it was not tried.
+    scalars: Sequence[str] | None = None
 
 
 @dataclass

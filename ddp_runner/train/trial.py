@@ -36,7 +36,7 @@ class Trial:
     once: float
     twice: float
     kind: str  # sum, mean or other
-    scalars: tuple[str, ...] = ()  # the names of those that the training step returns
+    scalars: tuple[str, ...] = ()  # the names of those that the step returns in training
 
     @property
     def detail(self) -> str:
@@ -92,7 +92,11 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
         kind = "sum"  # or it draws random numbers, and cannot be compared
     else:
         kind = "mean" if near(once) else "other"
-    return Trial(once, twice, kind, tuple(step.scalars))
+    seed_all(0)
+    state.module.train()
+    with torch.no_grad():
+        trained = forward(state, state.module, batch)
+    return Trial(once, twice, kind, tuple(trained.scalars))
 
 
 def _validate_step(step: object, name: str) -> None:

@@ -95,6 +95,13 @@ class Squares(nn.Module):
         return Step(self.factor.detach() * self.loss(outputs, batch[1]), len(outputs))
 
 
+def by_sign(model: nn.Module, batch: Any) -> Step:
+    """Count the samples under a name that depends on the first of them."""
+    step = squares(model, batch)
+    name = "high" if batch[0][0, 0] > 0 else "low"
+    return Step(step.loss_sum, step.count, scalars={name: torch.tensor(float(step.count))})
+
+
 def mean(model: nn.Module, batch: Any) -> Step:
     """Return a mean in place of a sum."""
     step = squares(model, batch)

@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,6 +15,7 @@ import pytest
 import torch
 from commands import background, run_command, wait_for, wait_for_end
 from configs import config_error
+from own_steps import WORDS
 from ranks import run_ranks
 from run_folders import assert_same_state, last_step, metrics, record, reproducible_metrics
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from ddp_runner.parallelism.parameter_server.messages import (
 )
 from ddp_runner.parallelism.parameter_server.mode import ParameterServer
 from ddp_runner.parallelism.parameter_server.server import Server
+from ddp_runner.train.first_batch import try_first_batch
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.
@@ -37,6 +40,7 @@ STOPPABLE = (
     "dataset.num_samples=64", "dataset.eval_samples=16", "batch.global_size=8", "train.epochs=10",
     "train.log_every_steps=1",
 )  # fmt: skip
+SQUARES = (*TOY, "train.step=own_steps.squares", "allowed_targets=[own_steps]")
 # Steps enough for a signal to come in the midst of them.
 LONG = (
     *PS, "world_size=4", "model=mnist_net", "dataset=fake_images", "batch.per_rank=16",
@@ -178,7 +182,6 @@ def duties(
         num_steps=num_steps,
         outstanding=outstanding,
         compute=compute,
-        seed=0,
         timeout_s=timeout_s,
         ended=set,
         mark=lambda part: None,
@@ -188,7 +191,7 @@ def duties(
 
 def collected(server: Server, number: int) -> Tensor:
     """Let the server collect the gradients of a batch; return the loss."""
-    return server.compute(None, SimpleNamespace(number=number))
+    return server.compute(SimpleNamespace(), SimpleNamespace(number=number))
 
 
 def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
@@ -355,29 +358,18 @@ def test_a_server_that_stands_still_is_noticed() -> None:
     assert "imed out" in sentence
 
 
-def drawn_numbers(env: DistEnv) -> list[float]:
+def drawn_numbers(env: DistEnv, config: Config) -> list[float]:
     """Return what each step of a trainer draws, as its dropout would."""
-    mode = ParameterServer("ps", mode="sync")
-    module, drawn = nn.Linear(3, 1), list[float]()
-    if env.rank == 0:
-        server = mode.start_server(duties(module, num_steps=2))
-        for step in range(2):
-            collected(server, step)
-        server.close("completed")
-        return drawn
-
-    def compute(step: int) -> Tensor:
-        drawn.append(float(torch.rand(())))
-        module(torch.ones(1, 3)).sum().backward()
-        return torch.zeros(())
-
-    assert mode.run_trainer(duties(module, compute)) == "completed"
+    state, drawn = build(env, config), list[float]()
+    state.module.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(()))))
+    take_steps(env, config, 2, state=state)
     return drawn
 
 
 def test_each_step_of_each_trainer_draws_its_own_dropout() -> None:
     """With one mask for all, a batch would drop the same units in each of its shares or steps."""
-    _, first, second = run_ranks(drawn_numbers, 3)
+    config = compose_config(*TOY, *PS, world_size=3)
+    _, first, second = run_ranks(drawn_numbers, 3, config)
     assert len({*first, *second}) == 4
 
 
@@ -403,6 +395,23 @@ def served_buffers(env: DistEnv) -> list[float]:
 def test_the_server_has_the_buffers_of_the_first_trainer() -> None:
     """It is the server's model that is evaluated and saved, and it runs no forward itself."""
     assert run_ranks(served_buffers, 3)[0] == [1.0, 1.0, 1]
+
+
+def served_scalars(env: DistEnv, config: Config) -> dict[str, float]:
+    """Return the training step's scalars after two steps, where the loop has them."""
+    state = build(env, config)
+    state.setup = replace(state.setup, scalars=try_first_batch(state).scalars)
+    take_steps(env, config, 2, state=state)
+    return {name: float(one) for name, one in state.scalars.items() if name != "worst"}  # no sum
+
+
+@pytest.mark.parametrize("keys", [SQUARES, (*WORDS, "batch.global_size=8")])
+def test_the_scalars_of_a_training_step_come_with_the_push(keys: tuple[str, ...]) -> None:
+    """The server has those of one process, per sample or per token."""
+    (whole,) = run_ranks(served_scalars, 1, compose_config(*keys, "parallelism=single"))
+    served, *_ = run_ranks(served_scalars, 3, compose_config(*keys, *PS, world_size=3))
+    assert whole
+    assert served == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("wide", ["parameter", "buffer", "count"])
