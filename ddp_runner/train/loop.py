@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_runner.config.monitors import ensure_monitored
 from ddp_runner.config.training import EarlyStopConfig, TrainConfig
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
@@ -45,6 +46,7 @@ def train(
     setup, position = state.setup, state.position
     config, checkpoint = setup.config.train, setup.config.checkpoint
     early_stop = early_stop_of(setup)
+    watches_training = not (checkpoint.monitor or "eval/").startswith("eval/")
     timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
@@ -67,8 +69,14 @@ def train(
             if position.step == 1:
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.data_group))
             finished, has_ended = state.ends_with(batch), batch.is_last
-            if finished or _due(position.step, config.log_every_steps):
+            is_saved = _due(position.step, checkpoint.every_steps) or (
+                has_ended and _due(epoch, checkpoint.every_epochs)
+            )
+            # A checkpoint that is compared by a metric of training needs that of its step.
+            is_judged = is_saved and watches_training
+            if finished or is_judged or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
+                ensure_monitored(setup.config, position.metrics, part="train")
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             setup.profiler.step_done(position.step)
             if not finished:
@@ -199,6 +207,7 @@ def _evaluate(
     position = state.position
     logger.evaluating()
     results, confusion = evaluate(state)
+    ensure_monitored(state.setup.config, results, part="eval")
     position.metrics |= results
     state.schedule.evaluated(results)
     count_evaluation(position, early_stop, results)
