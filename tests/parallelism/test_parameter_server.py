@@ -5,10 +5,11 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from train_states import TOY, build, compose_config, take_steps
 
 from ddp_runner.config.schema import Config
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.mode import Duties
 from ddp_runner.parallelism.parameter_server.messages import (
@@ -395,6 +397,26 @@ def served_buffers(env: DistEnv) -> list[float]:
 def test_the_server_has_the_buffers_of_the_first_trainer() -> None:
     """It is the server's model that is evaluated and saved, and it runs no forward itself."""
     assert run_ranks(served_buffers, 3)[0] == [1.0, 1.0, 1]
+
+
+def loads(env: DistEnv, config: Config) -> int:
+    """Return how many pieces of training data this rank loads in three steps."""
+    state, load, loaded = build(env, config), TensorSplit.load, list[object]()
+
+    def counting(split: TensorSplit, *args: Any, **keys: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in load(split, *args, **keys):
+            loaded.append(batch)
+            yield batch
+
+    with patch.object(TensorSplit, "load", counting):
+        take_steps(env, config, 3, state=state)
+    return len(loaded)
+
+
+def test_the_server_loads_no_training_data() -> None:
+    """Its trainers compute all shares; it knows the batches by their numbers."""
+    server, *trainers = run_ranks(loads, 3, compose_config(*TOY, *PS, world_size=3))
+    assert (server, trainers) == (0, [3, 3])
 
 
 def served_scalars(env: DistEnv, config: Config) -> dict[str, float]:
