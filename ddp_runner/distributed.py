@@ -65,8 +65,8 @@ def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = No
         dist.broadcast(buffer, src=0, group=group)
 
 
-def from_rank_zero(compute: Callable[[], T]) -> T:
-    """Return on every rank what rank 0 computes. Collective: every rank must call.
+def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Return on the group's ranks what rank 0, one of them, computes; None: all ranks. Collective.
 
     Raises:
         UserError: on every rank, if rank 0 raised it.
@@ -77,7 +77,7 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
             box = [compute()]
         except UserError as error:
             box = [error]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     if isinstance(box[0], UserError):
         raise box[0]
     return cast(T, box[0])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddp_runner.check.compare_ranks import Finding
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted, listed
-from ddp_runner.parallelism.shards import gathered, has_shards, like, own_part, whole
+from ddp_runner.parallelism.shards import gathered, has_shards, is_shard, like, own_part, whole
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import alone, place_model
 from ddp_runner.train.parameters import freeze
@@ -74,7 +74,8 @@ def shard_layout(state: TrainState) -> Finding:
         is_part = torch.equal(full[numbers.to(full.device)], part)
         if others := [rank for rank, equal in enumerate(gather_objects(is_part)) if not equal]:
             faults.append(f"{key} on {_ranks(others)} is no part of the whole {key}")
-        faults += _miscounted(key, numbers, own.numel(), allowed=allowed, held=held)
+        on_all = () if is_shard(own) else (dist.get_world_size(),)
+        faults += _miscounted(key, numbers, own.numel(), allowed=on_all or allowed, held=held)
     counts = [f"{held[count]} on {counted(count, 'rank')}" for count in sorted(held)]
     detail = f"of {sum(held.values())} parameters {', '.join(counts)} each; put together they fit"
     return Finding(name, not faults, listed(faults, separator="; ") or detail)

@@ -123,6 +123,8 @@ class Stager:
 
         def copied(value: Any) -> Any:
             if isinstance(value, Tensor):
+                if value.is_sparse:  # momentum of a sparse gradient: it has several storages
+                    return value.detach().to("cpu", copy=True)
                 is_copy = value.untyped_storage().data_ptr() in copies
                 return value if is_copy else self._copy_tensor(value, before)
             if isinstance(value, dict):

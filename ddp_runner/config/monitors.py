@@ -89,6 +89,21 @@ def validate_known(config: Config, known: KnownMetrics) -> None:
             )
 
 
+def ensure_monitored(config: Config, metrics: Mapping[str, float], *, part: str) -> None:
+    """Reject metrics of a part, train or eval, that lack one that is monitored.
+
+    Raises:
+        UserError: two samples did not show that the run does not have it.
+    """
+    for group, monitor, _ in _monitored(config):
+        if monitor.startswith(f"{part}/") and monitor not in metrics:
+            there = (name for name in metrics if name.startswith(f"{part}/"))
+            raise UserError(
+                f"{group}.monitor ({monitor}) is not a metric of this run; choose one of "
+                f"{', '.join(there)}"
+            )
+
+
 def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Yield the groups that monitor a metric, with the metric and the mode that is given."""
     if (monitor := config.scheduler.get("monitor")) is not None:

@@ -53,6 +53,7 @@ class GlobalBatches:
     share: int
     num_shares: int
     seed: int
+    is_computed: bool = True  # false: by other ranks, so the steps come without data
     num_randoms: int = 0  # random numbers per sample, for the augmentation
     lengths: Tensor | None = None  # (num_samples,): put samples of similar length in one batch
     # Batch number in the run -> number of the earlier, skipped batch to use in its place.
@@ -105,6 +106,9 @@ class GlobalBatches:
 
     def _plan(self, epoch: int, index: int, *, order: Tensor) -> "_Plan":
         global_batch = order[index * self.global_size :][: self.global_size]
+        number = epoch * self.steps_per_epoch + index
+        if not self.is_computed:
+            return _Plan((), global_count=len(global_batch), number=number)
         randoms = torch.empty(len(global_batch), 0)
         if self.num_randoms:
             # Drawn for the whole global batch, so they are the same at every world size.
@@ -125,7 +129,6 @@ class GlobalBatches:
             else self._part(epoch, global_batch[:1], randoms[:1], weight=0.0)
             for piece, its_randoms in pieces
         )
-        number = epoch * self.steps_per_epoch + index
         return _Plan(parts, global_count=len(global_batch), number=number)
 
     def _part(

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -104,6 +104,11 @@ class Mesh:
         if is_meta:
             module.to_empty(device="cpu" if self.cpu_offload else devices[0])
             initialise(module)
+        if isinstance(module, FSDPModule):
+            groups = [mesh[axis].get_group() for axis in _data_axes(mesh)]
+            for one in filter(_is_scalar, module.parameters()):
+                if one.requires_grad:
+                    one.register_post_accumulate_grad_hook(partial(_average, groups=groups))
         return module
 
     @contextmanager
@@ -135,9 +140,9 @@ class Mesh:
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
         """Shard each block's parameters, and then what is left as one more group."""
-        axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tensor")
         settings: dict[str, Any] = {
-            "mesh": mesh[axes],
+            "mesh": mesh[_data_axes(mesh)],
+            "ignored_params": set(filter(_is_scalar, module.parameters())),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
         # Blocks of a transformer are gathered in half the bytes; autocast gives each operator its
@@ -149,6 +154,7 @@ class Mesh:
             )
         # The backward begins with the last block and what is outside of blocks: they stay whole.
         blocks = blocks_of(module, self.blocks)
+        _validate_ties(module, blocks)
         for block in blocks:
             has_statistics = any(isinstance(one, _BatchNorm) for one in block.modules())
             policy = MixedPrecisionPolicy() if has_statistics else halved
@@ -160,6 +166,43 @@ class Mesh:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_custom_reduce_scatter(comm)
+
+
+def _validate_ties(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Reject a parameter that two blocks share: FSDP2 gathers it with one of them alone."""
+    # Inner blocks come first, and keep their modules.
+    block_of = {part: block for block in reversed(blocks) for part in block.modules()}
+    first = dict[nn.Parameter, tuple[str, nn.Module | None]]()
+    for prefix, part in module.named_modules():
+        for name, one in part.named_parameters(prefix, recurse=False):
+            same, block = first.setdefault(one, (name, block_of.get(part)))
+            if block is not block_of.get(part) and not _is_scalar(one):
+                raise UserError(
+                    f"model.blocks puts {same} and {name}, which are one parameter, into different "
+                    "groups, and FSDP2 gathers it with one of them; leave their blocks out of it, "
+                    "or write parallelism=ddp"
+                )
+
+
+def _data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the axes over whose ranks gradients are averaged."""
+    return tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tensor")
+
+
+def _is_scalar(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has no dimensions: FSDP2 cannot shard it, so it stays whole."""
+    return not parameter.ndim
+
+
+def _average(parameter: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Average the gradient of a parameter that FSDP2 leaves alone. Collective in each backward.
+
+    It may hold the average of earlier micro-batches, which averaging leaves as it is.
+    """
+    assert parameter.grad is not None
+    for group in groups:
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= group.size()
 
 
 @lru_cache(maxsize=1)

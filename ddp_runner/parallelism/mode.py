@@ -25,7 +25,7 @@ class GradientSource(Protocol):
         """Return the ranks that the run has lost and continues without."""
 
     def compute(self, state: Any, batch: Any) -> Tensor:
-        """Leave a step's gradients in the module.
+        """Leave a step's gradients in the module, and its scalars in the state.
 
         Args:
             state: the loop's TrainState, which this package does not import.
@@ -59,8 +59,9 @@ class Duties:
     mark: Callable[[StepPart], None]  # adds the time since the last mark to a part
     log: Callable[[str], None]
     # Of the batch computed last: this rank's part of the tokens of a mean sample, by whose sum the
-    # loop divides; None if samples are counted.
-    tokens: Callable[[], Tensor | None] = lambda: None
+    # loop divides, or 0 if samples are counted; then its parts of the training step's scalars.
+    sums: Callable[[], Sequence[float]] = lambda: [0.0]
+    scalars: Sequence[str] = ()  # their names
 
 
 @dataclass(frozen=True)

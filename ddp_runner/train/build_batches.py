@@ -49,6 +49,7 @@ def build_batches(
         validate_num_samples(dataset.name, len(split), ranks=role.num_shares)
         return GlobalBatches(
             split=split,
+            is_computed=role.gradients is None,  # a server's trainers compute
             num_randoms=dataset.num_randoms,
             lengths=dataset.lengths() if dataset.group_by_length else None,
             **common,

@@ -37,7 +37,11 @@ def scale_and_clip(state: TrainState) -> None:
             if one.grad is not None:
                 # Of the norms of sequence parallelism a rank has summands.
                 one.grad = laid_out_as(one.grad, one)
-                own_part(one.grad).clamp_(-config.clip_value, config.clip_value)
+                if one.grad.is_sparse:  # it may have an index several times, with summands
+                    one.grad = one.grad.coalesce()
+                part = own_part(one.grad)
+                values = part.values() if part.is_sparse else part
+                values.clamp_(-config.clip_value, config.clip_value)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

@@ -9,7 +9,12 @@ from torch.distributed import ProcessGroup
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.distributed import add_over_ranks, gather_objects, sum_over_ranks
+from ddp_runner.distributed import (
+    add_over_ranks,
+    from_rank_zero,
+    gather_objects,
+    sum_over_ranks,
+)
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
 from ddp_runner.metrics.evaluation import Evaluation
@@ -108,12 +113,13 @@ class EvalTotals:
             for name, part in of_rank.items():
                 results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / count
         results |= self._metrics.compute(group=group)
-        confusion = add_over_ranks(self._confusion, group=group)
-        if not confusion.any():
-            return results, None
-        matches = classification_metrics(confusion)
-        results |= {f"eval/{name}": value for name, value in matches.items()}
-        return results, confusion[:, :-1].tolist()
+        confusion, counts = add_over_ranks(self._confusion, group=group), None
+        if confusion.any():
+            matches = classification_metrics(confusion)
+            results |= {f"eval/{name}": value for name, value in matches.items()}
+            counts = confusion[:, :-1].tolist()
+        # Groups of the same samples may differ in the last digit, and all ranks must stop together.
+        return from_rank_zero(lambda: (results, counts), group=self._setup.group)
 
 
 def has_classes(step: Step) -> bool:

@@ -5,16 +5,19 @@ them. Every rank tries the same two samples and gets the same result, so the tri
 collective.
 """
 
+from itertools import product
+
 import torch
 
 from ddp_runner.config.monitors import KnownMetrics
 from ddp_runner.data.streams import num_samples
 from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, is_lost_peer, typed
+from ddp_runner.errors import UserError, is_lost_peer, listed, typed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import try_metrics
 from ddp_runner.metrics.metric import direction
+from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState, restored_after
@@ -43,7 +46,9 @@ def try_first_batch(state: TrainState) -> Trial:
     batch = setup.batches.samples(range(NUM_SAMPLES))
     try:
         with restored_after(state):
-            return try_loss(state, batch) if is_ordinary(state) else try_step(state, batch)
+            trial = try_loss(state, batch) if is_ordinary(state) else try_step(state, batch)
+            _ensure_same_layers(state)
+            return trial
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -60,6 +65,38 @@ def try_first_batch(state: TrainState) -> Trial:
             f"{who} cannot take dataset={setup.dataset.name}, whose samples are "
             f"{shape_of(samples)}: {typed(error)}; {fix}"
         ) from error
+
+
+@torch.no_grad()
+def _ensure_same_layers(state: TrainState) -> None:
+    """Reject a layer that is used for some samples, or some random numbers, only.
+
+    FSDP2 gathers a layer, and reduces its gradients, on all ranks together, so one would wait for
+    a rank that leaves it out. Collective there: every rank must call.
+    """
+    setup = state.setup
+    if not setup.role.has_collective_forward or setup.role.num_shares == 1:
+        return
+    names = {part: name for name, part in state.module.named_modules() if [*part._parameters]}
+    used, by_run = list[str](), list[set[str]]()
+    hooks = [
+        part.register_forward_pre_hook(lambda part, _: used.append(names[part])) for part in names
+    ]
+    for is_training, number in product((False, True), range(NUM_SAMPLES)):
+        used.clear()
+        state.module.train(is_training)
+        seed_all(number)
+        forward(state, state.module, setup.batches.samples([number] * NUM_SAMPLES))
+        by_run.append(set(used))
+    for hook in hooks:
+        hook.remove()
+    evaluated, trained = by_run[:NUM_SAMPLES], by_run[NUM_SAMPLES:]
+    if some := {name for runs in (evaluated, trained) for name in set.symmetric_difference(*runs)}:
+        raise UserError(
+            f"{model_of(setup.config)} uses {listed(sorted(some))} for some samples only, and "
+            f"parallelism={setup.config.parallelism.get('name')} gathers a layer on all ranks "
+            "together; write parallelism=ddp parallelism.find_unused_parameters=true"
+        )
 
 
 @torch.no_grad()
@@ -91,7 +128,8 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
                 f"{step_of(setup.config)} returns the scalar {name}, and eval/{name} is another "
                 "metric of the run; rename the scalar"
             )
-    names |= {f"{part}/{name}" for part in ("train", "eval") for name in step.scalars}
+    names |= {f"eval/{name}" for name in step.scalars}
+    names |= {f"train/{name}" for name in setup.scalars or ()}
     ends = {f"eval/{name}": direction(metric) for name, metric in setup.metrics.items()}
     directions = {name: end for name, end in ends.items() if end is not None}
     return KnownMetrics(names | own, unknown, directions)

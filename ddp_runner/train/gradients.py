@@ -12,6 +12,7 @@ from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Duties
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.loop import backward
+from ddp_runner.train.optimizers import refusing_sparse
 from ddp_runner.train.state import TrainState
 
 # DDP's error about parameters that the loss does not depend on, which has only their numbers.
@@ -31,8 +32,9 @@ class OwnGradients:
         Raises:
             UserError: DDP waits for gradients of parameters that the loss does not depend on.
         """
+        mode = f"parallelism={state.setup.config.parallelism.get('name')}"
         try:
-            with state.counted(batch):
+            with state.counted(batch), refusing_sparse(mode, instead="parallelism=ddp"):
                 return backward(state, batch)
         except RuntimeError as error:
             match = WITHOUT_GRADIENT.search(str(error))
@@ -89,13 +91,20 @@ def take_role(
         ended=ended,
         mark=state.setup.timer.mark,
         log=log,
-        tokens=lambda: state.tokens,
+        sums=partial(_sums, state),
+        scalars=state.setup.scalars or (),
     )
     if role.serve is not None:
         return role.serve(duties)
     if role.gradients is not None:
         state.gradients = role.gradients(duties)
     return None
+
+
+def _sums(state: TrainState) -> list[float]:
+    """Return this rank's parts of the last batch's sums, besides the loss; see ``Duties``."""
+    tokens = 0.0 if state.tokens is None else float(state.tokens)
+    return [tokens, *(float(state.scalars[name]) for name in state.setup.scalars or ())]
 
 
 def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:

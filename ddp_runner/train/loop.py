@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_runner.config.monitors import ensure_monitored
 from ddp_runner.config.training import EarlyStopConfig, TrainConfig
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
@@ -22,7 +23,8 @@ from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.measuring import measure_once_settled
-from ddp_runner.train.metrics import step_metrics
+from ddp_runner.train.metrics import ensure_known, step_metrics
+from ddp_runner.train.optimizers import refusing_sparse
 from ddp_runner.train.state import Position, TrainState
 
 
@@ -44,6 +46,7 @@ def train(
     setup, position = state.setup, state.position
     config, checkpoint = setup.config.train, setup.config.checkpoint
     early_stop = early_stop_of(setup)
+    watches_training = not (checkpoint.monitor or "eval/").startswith("eval/")
     timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
     vote = StopVote(setup.group)
     # A run that stopped after the last step of an epoch still has to evaluate it.
@@ -66,8 +69,14 @@ def train(
             if position.step == 1:
                 logger.first_loss(*sum_over_ranks([loss.item()], group=setup.data_group))
             finished, has_ended = state.ends_with(batch), batch.is_last
-            if finished or _due(position.step, config.log_every_steps):
+            is_saved = _due(position.step, checkpoint.every_steps) or (
+                has_ended and _due(epoch, checkpoint.every_epochs)
+            )
+            # A checkpoint that is compared by a metric of training needs that of its step.
+            is_judged = is_saved and watches_training
+            if finished or is_judged or _due(position.step, config.log_every_steps):
                 position.metrics |= step_metrics(state, loss, lr=lr)
+                ensure_monitored(setup.config, position.metrics, part="train")
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             setup.profiler.step_done(position.step)
             if not finished:
@@ -112,7 +121,9 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     loss = state.gradients.compute(state, batch)
     scale_and_clip(state)
     scale = scaler.get_scale()
-    scaler.step(optimizer)
+    named = f"optimizer={setup.config.optimizer.get('name')}"
+    with refusing_sparse(named, instead="optimizer=sgd optimizer.weight_decay=0"):
+        scaler.step(optimizer)
     scaler.update()
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
         state.schedule.step()
@@ -136,7 +147,8 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     timer, has_peers = setup.timer, setup.env.world_size > 1
     counts_tokens = setup.config.batch.count == "tokens"
     total = torch.zeros((), device=setup.devices[-1])
-    num_tokens, scalars = torch.zeros_like(total), dict[str, Tensor]()
+    num_tokens = torch.zeros_like(total)
+    scalars = dict.fromkeys(setup.scalars or (), torch.zeros(()))
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
@@ -153,6 +165,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             timer.mark(StepPart.COMM if exchanges else StepPart.BACKWARD)
         total += loss.detach()
         for name, value in step.scalars.items():
+            ensure_known(name, setup)
             scalars[name] = scalars.get(name, 0) + value.detach() * share
         if counts_tokens:
             num_tokens += step.count * micro_batch.weight
@@ -194,6 +207,7 @@ def _evaluate(
     position = state.position
     logger.evaluating()
     results, confusion = evaluate(state)
+    ensure_monitored(state.setup.config, results, part="eval")
     position.metrics |= results
     state.schedule.evaluated(results)
     count_evaluation(position, early_stop, results)

@@ -11,7 +11,8 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.skew import table
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import Setup, TrainState
+from ddp_runner.train.trial import step_of
 
 EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
 MEMORY = "perf/peak_memory_gib"  # a trace or a count takes time, but no memory of the GPU
@@ -74,6 +75,20 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     if not state.is_slowed:
         return found
     return {key: one for key, one in found.items() if key == MEMORY or not key.startswith("perf/")}
+
+
+def ensure_known(name: str, setup: Setup) -> None:
+    """Reject a scalar that the trial did not see: the ranks add up scalars by their order.
+
+    Raises:
+        UserError: on the rank whose batch has it.
+    """
+    if setup.scalars is not None and name not in setup.scalars:
+        raise UserError(
+            f"{step_of(setup.config)} returned the scalar {name} for a batch, and not for the two "
+            "samples that were tried; return the same names for each batch, with 0 where there is "
+            "nothing to count"
+        )
 
 
 def global_loss(state: TrainState, loss: Tensor) -> float:

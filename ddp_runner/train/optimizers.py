@@ -1,6 +1,9 @@
 """Builds the optimizer: one of torch's or of the user's, for the parameters that are trained."""
 
 import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -10,11 +13,28 @@ from torch.optim import Optimizer
 from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.errors import UserError, nearest, typed
 from ddp_runner.parallelism.shards import is_shard
 from ddp_runner.train.parameters import parameter_groups
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
+MOST_REASON = 150  # characters of torch's own message
+# What torch says of sparse gradients, and of dense ones where it takes only sparse ones.
+NOT_DENSE = re.compile(r"(?i)sparse|dense gradients|and dense")
+
+
+@contextmanager
+def refusing_sparse(who: str, *, instead: str) -> Iterator[None]:
+    """Say in one line that `who` takes no sparse gradients, if torch raises that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if NOT_DENSE.search(str(error)) is None:
+            raise
+        raise UserError(
+            f"{who} cannot take the gradients of this model, of which some are sparse "
+            f"({typed(error)[:MOST_REASON]}); leave out sparse=True in it, or write {instead}"
+        ) from error
 
 
 def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:

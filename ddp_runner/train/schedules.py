@@ -52,19 +52,9 @@ class Schedule:
             ) from error
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Advance by an evaluation's metrics, which must be the same on all ranks.
-
-        Raises:
-            UserError: the metric that the schedule follows is not among them.
-        """
-        if self.monitor is None:
-            return
-        if self.monitor not in metrics:
-            raise UserError(
-                f"scheduler.monitor ({self.monitor}) is not a metric of this run; choose one of "
-                f"{', '.join(metrics)}"
-            )
-        self.scheduler.step(metrics[self.monitor])
+        """Advance by an evaluation's metrics, which must be the same on all ranks."""
+        if self.monitor is not None:
+            self.scheduler.step(metrics[self.monitor])
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:

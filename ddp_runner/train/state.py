@@ -68,6 +68,8 @@ class Setup:
     data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
     profiler: AnyProfiler = field(default_factory=NullProfiler)
     samples_digest: str | None = None  # of a few samples; equal on all ranks
+    # Names of the scalars that the training step returns in training; None: it was not tried.
+    scalars: Sequence[str] | None = None
 
 
 @dataclass

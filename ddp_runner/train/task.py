@@ -38,7 +38,9 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir, wire = session.config, session.run_dir, session.job.wire
     state = build_session_state(session, config)
-    warnings = warnings_of(try_first_batch(state), state)
+    trial = try_first_batch(state)
+    warnings = warnings_of(trial, state)
+    state.setup = replace(state.setup, scalars=trial.scalars)
     known = try_evaluation(state)
     validate_known(config, known)
     if config.train.compile:

@@ -36,7 +36,7 @@ class Trial:
     once: float
     twice: float
     kind: str  # sum, mean or other
-    scalars: tuple[str, ...] = ()  # the names of those that the training step returns
+    scalars: tuple[str, ...] = ()  # the names of those that the step returns in training
 
     @property
     def detail(self) -> str:
@@ -70,6 +70,8 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
         seed_all(seed)
         step = forward(state, state.module, data)
         _validate_step(step, name)
+        if not step.loss_sum.requires_grad:
+            raise UserError(f"{name} returns {_without_gradient(state, data)}")
         steps.append((step, step.loss_sum.item(), float(step.count)))
     (step, once, count), (_, again, _), (_, twice, count_twice) = steps
     if state.setup.config.batch.count == "samples" and count != NUM_SAMPLES:
@@ -90,7 +92,11 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
         kind = "sum"  # or it draws random numbers, and cannot be compared
     else:
         kind = "mean" if near(once) else "other"
-    return Trial(once, twice, kind, tuple(step.scalars))
+    seed_all(0)
+    state.module.train()
+    with torch.no_grad():
+        trained = forward(state, state.module, batch)
+    return Trial(once, twice, kind, tuple(trained.scalars))
 
 
 def _validate_step(step: object, name: str) -> None:
@@ -105,17 +111,27 @@ def _validate_step(step: object, name: str) -> None:
             f"{name} returns {shape_of(loss)} as loss_sum; return a tensor without dims, the sum "
             "over the samples or tokens"
         )
-    if not loss.requires_grad:
-        raise UserError(
-            f"{name} returns a loss_sum that depends on no parameter; compute it with the model "
-            "that the step gets, and without no_grad, detach or item"
-        )
     for key, value in step.scalars.items():
         if not isinstance(value, Tensor) or value.numel() != 1 or key == "loss":
             raise UserError(
                 f"{name} returns {shape_of(value)} as the scalar {key}; return a tensor of one "
                 "number, and not under the name loss"
             )
+
+
+def _without_gradient(state: TrainState, batch: MicroBatch) -> str:
+    """Return what is wrong with a loss that depends on no parameter in evaluation mode."""
+    state.module.train()
+    if forward(state, state.module, batch).loss_sum.requires_grad:
+        return (
+            "a loss_sum that depends on the parameters in training mode only, and a run evaluates "
+            "in evaluation mode; compute it there between model.train() and model.eval(): see "
+            "docs/your_own_step.md"
+        )
+    return (
+        "a loss_sum that depends on no parameter; compute it with the model that the step gets, "
+        "and without no_grad, detach or item"
+    )
 
 
 @torch.enable_grad()

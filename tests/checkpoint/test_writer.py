@@ -282,6 +282,7 @@ def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:
         "cut": [whole.t(), whole[1:, 2]],
         "empty": torch.empty(0, 3, dtype=torch.int64),
         "small": (torch.tensor(7, dtype=torch.int16), torch.ones(2, dtype=torch.bfloat16)),
+        "sparse": torch.eye(3).to_sparse(),  # as the momentum of an embedding
         "model": model.state_dict(),
         "plain": {"rate": 0.5, "names": ["a", None, True]},
     }
@@ -293,6 +294,8 @@ def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
         if one.numel():
             assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    state["sparse"] *= 2
+    assert torch.equal(copied["sparse"].to_dense(), torch.eye(3))
     assert copied["plain"] == state["plain"]
     assert copied["plain"]["names"] is not state["plain"]["names"]
     assert copied["model"]._metadata == state["model"]._metadata

@@ -84,6 +84,52 @@ class Idle(ToyModel):
         self.idle = nn.Linear(2, 2)
 
 
+class SparseBag(nn.Module):
+    """Looks up embeddings, whose gradients have values for the rows of the batch alone."""
+
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 8, sparse=sparse, mode="sum")
+        self.classify = nn.Linear(8, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs: Tensor = self.classify(self.bag(inputs.abs().mul(5).long().clamp(max=19)))
+        return outputs
+
+
+class Tied(nn.Module):
+    """Has blocks, of which the first and the last share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.head = nn.Linear(10, 5)
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        for block in self.blocks:
+            inputs = block(inputs).relu()
+        outputs: Tensor = self.head(inputs)
+        return outputs
+
+
+class Choosing(ToyModel):
+    """Leaves a layer out, by the numbers of a batch or in training at random."""
+
+    def __init__(self, *, at_random: bool) -> None:
+        super().__init__()
+        self.extra, self.at_random = nn.Linear(5, 5), at_random
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs = super().forward(inputs)
+        if self.at_random:
+            return outputs if self.training and torch.rand(()) < 0.5 else self.extra(outputs)
+        return outputs if inputs[0].sum() < 0 else self.extra(outputs)
+
+
 class Cursed(ToyModel):
     """Raises in its forward."""
 

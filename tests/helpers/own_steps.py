@@ -95,6 +95,13 @@ class Squares(nn.Module):
         return Step(self.factor.detach() * self.loss(outputs, batch[1]), len(outputs))
 
 
+def by_sign(model: nn.Module, batch: Any) -> Step:
+    """Count the samples under a name that depends on the first of them."""
+    step = squares(model, batch)
+    name = "high" if batch[0][0, 0] > 0 else "low"
+    return Step(step.loss_sum, step.count, scalars={name: torch.tensor(float(step.count))})
+
+
 def mean(model: nn.Module, batch: Any) -> Step:
     """Return a mean in place of a sum."""
     step = squares(model, batch)
@@ -126,6 +133,12 @@ def each_sample(model: nn.Module, batch: Any) -> Step:
 def detached(model: nn.Module, batch: Any) -> Step:
     """Return a loss without its graph."""
     return Step(squares(model, batch).loss_sum.detach(), len(batch[0]))
+
+
+def in_training(model: nn.Module, batch: Any) -> Step:
+    """Return a loss in training mode only, as torchvision's detectors compute it."""
+    step = squares(model, batch)
+    return step if model.training else Step(torch.zeros(()), step.count)
 
 
 def of_elements(model: nn.Module, batch: Any) -> Step:

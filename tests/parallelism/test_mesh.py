@@ -33,6 +33,16 @@ def test_an_optimizer_that_cannot_step_shards_is_one_line(mode: str) -> None:
     assert run_ranks(refusal, 1, compose_config(*TOY, *keys, "parallelism=single")) == [""]
 
 
+def test_a_weight_that_two_blocks_share_is_one_line() -> None:
+    """FSDP2 would raise in the first forward. Outside of the blocks both are in one group."""
+    keys = (*TOY, "model._target_=broken_models.Tied", OURS, "parallelism=fsdp")
+    blocks = compose_config(*keys, "+model.blocks=[blocks.*]", world_size=2)
+    for answer in run_ranks(refusal, 2, blocks):
+        assert answer.startswith("model.blocks puts blocks.0.weight and blocks.2.weight, which ")
+    inner = compose_config(*keys, "+model.blocks=[blocks.1]", world_size=2)
+    assert run_ranks(refusal, 2, inner) == ["", ""]
+
+
 @pytest.mark.full
 def test_an_optimizer_from_before_the_shards_is_one_line(tmp_path: Path) -> None:
     """It holds parameters that the module has no more, and would train nothing."""

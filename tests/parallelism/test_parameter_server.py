@@ -5,21 +5,25 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from commands import background, run_command, wait_for, wait_for_end
 from configs import config_error
+from own_steps import WORDS
 from ranks import run_ranks
 from run_folders import assert_same_state, last_step, metrics, record, reproducible_metrics
 from torch import Tensor, nn
 from train_states import TOY, build, compose_config, take_steps
 
 from ddp_runner.config.schema import Config
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.mode import Duties
 from ddp_runner.parallelism.parameter_server.messages import (
@@ -29,6 +33,7 @@ from ddp_runner.parallelism.parameter_server.messages import (
 )
 from ddp_runner.parallelism.parameter_server.mode import ParameterServer
 from ddp_runner.parallelism.parameter_server.server import Server
+from ddp_runner.train.first_batch import try_first_batch
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.
@@ -37,6 +42,7 @@ STOPPABLE = (
     "dataset.num_samples=64", "dataset.eval_samples=16", "batch.global_size=8", "train.epochs=10",
     "train.log_every_steps=1",
 )  # fmt: skip
+SQUARES = (*TOY, "train.step=own_steps.squares", "allowed_targets=[own_steps]")
 # Steps enough for a signal to come in the midst of them.
 LONG = (
     *PS, "world_size=4", "model=mnist_net", "dataset=fake_images", "batch.per_rank=16",
@@ -187,7 +193,7 @@ def duties(
 
 def collected(server: Server, number: int) -> Tensor:
     """Let the server collect the gradients of a batch; return the loss."""
-    return server.compute(None, SimpleNamespace(number=number))
+    return server.compute(SimpleNamespace(), SimpleNamespace(number=number))
 
 
 def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
@@ -354,6 +360,21 @@ def test_a_server_that_stands_still_is_noticed() -> None:
     assert "imed out" in sentence
 
 
+def drawn_numbers(env: DistEnv, config: Config) -> list[float]:
+    """Return what each step of a trainer draws, as its dropout would."""
+    state, drawn = build(env, config), list[float]()
+    state.module.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(()))))
+    take_steps(env, config, 2, state=state)
+    return drawn
+
+
+def test_each_step_of_each_trainer_draws_its_own_dropout() -> None:
+    """With one mask for all, a batch would drop the same units in each of its shares or steps."""
+    config = compose_config(*TOY, *PS, world_size=3)
+    _, first, second = run_ranks(drawn_numbers, 3, config)
+    assert len({*first, *second}) == 4
+
+
 def served_buffers(env: DistEnv) -> list[float]:
     """Return the statistics of a BatchNorm that each trainer sets to its rank."""
     mode = ParameterServer("ps", mode="sync")
@@ -376,6 +397,43 @@ def served_buffers(env: DistEnv) -> list[float]:
 def test_the_server_has_the_buffers_of_the_first_trainer() -> None:
     """It is the server's model that is evaluated and saved, and it runs no forward itself."""
     assert run_ranks(served_buffers, 3)[0] == [1.0, 1.0, 1]
+
+
+def loads(env: DistEnv, config: Config) -> int:
+    """Return how many pieces of training data this rank loads in three steps."""
+    state, load, loaded = build(env, config), TensorSplit.load, list[object]()
+
+    def counting(split: TensorSplit, *args: Any, **keys: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in load(split, *args, **keys):
+            loaded.append(batch)
+            yield batch
+
+    with patch.object(TensorSplit, "load", counting):
+        take_steps(env, config, 3, state=state)
+    return len(loaded)
+
+
+def test_the_server_loads_no_training_data() -> None:
+    """Its trainers compute all shares; it knows the batches by their numbers."""
+    server, *trainers = run_ranks(loads, 3, compose_config(*TOY, *PS, world_size=3))
+    assert (server, trainers) == (0, [3, 3])
+
+
+def served_scalars(env: DistEnv, config: Config) -> dict[str, float]:
+    """Return the training step's scalars after two steps, where the loop has them."""
+    state = build(env, config)
+    state.setup = replace(state.setup, scalars=try_first_batch(state).scalars)
+    take_steps(env, config, 2, state=state)
+    return {name: float(one) for name, one in state.scalars.items() if name != "worst"}  # no sum
+
+
+@pytest.mark.parametrize("keys", [SQUARES, (*WORDS, "batch.global_size=8")])
+def test_the_scalars_of_a_training_step_come_with_the_push(keys: tuple[str, ...]) -> None:
+    """The server has those of one process, per sample or per token."""
+    (whole,) = run_ranks(served_scalars, 1, compose_config(*keys, "parallelism=single"))
+    served, *_ = run_ranks(served_scalars, 3, compose_config(*keys, *PS, world_size=3))
+    assert whole
+    assert served == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("wide", ["parameter", "buffer", "count"])

@@ -22,6 +22,7 @@ from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.module_names import matched
 from ddp_runner.parallelism.shards import gathered, is_shard, like, own_part, whole
 from ddp_runner.train.evaluation import evaluate
+from ddp_runner.train.step import Step
 
 GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
 ODD = ("model=toy", "+model.hidden_size=7", *TOY[1:])
@@ -134,6 +135,24 @@ def scores(env: DistEnv, config: Config, num_samples: int) -> dict[str, float]:
     few = TensorSplit(data.eval.inputs[:num_samples], data.eval.targets[:num_samples])
     state = with_setup(state, dataset=replace(data, eval=few), eval_batch_size=2)
     return evaluate(state)[0]
+
+
+def differently_rounded(env: DistEnv, config: Config) -> float:
+    """Return an evaluation's loss, of which rank 1 computes the last digits otherwise."""
+    state = build(env, config)
+
+    def step(model: nn.Module, batch: Any) -> Step:
+        found = state.setup.step(model, batch)
+        return replace(found, loss_sum=found.loss_sum.double() + 1e-9 * env.rank)
+
+    return evaluate(with_setup(state, step=step))[0]["eval/loss"]
+
+
+def test_ranks_of_the_same_samples_have_the_same_result() -> None:
+    """Each would stop, or lower its rate, by its own, and wait for the others for ever."""
+    config = compose_config(*TOY, "parallelism=tp", world_size=2)
+    first, second = run_ranks(differently_rounded, 2, config)
+    assert first == second
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "tp"])

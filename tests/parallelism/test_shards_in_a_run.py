@@ -6,8 +6,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiers import first_of
-from torch import nn
-from train_states import build, compose_config, equal, refusal, run_loop, take_steps
+from torch import Tensor, nn
+from train_states import TOY, build, compose_config, equal, refusal, run_loop, take_steps
 
 from ddp_runner.checkpoint.optimizer_state import (
     by_names,
@@ -18,6 +18,7 @@ from ddp_runner.checkpoint.optimizer_state import (
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.models.toy import ToyModel
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.train.first_batch import try_evaluation
 from ddp_runner.train.measuring import count_before_compiling
@@ -89,6 +90,36 @@ def test_values_are_clipped_after_the_sum_over_ranks() -> None:
     split = ("parallelism=tp", "parallelism.sequence_parallel=true")
     for found in run_ranks(clipped, 2, compose_config(*keys, *split, world_size=2)):
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
+
+
+class Scaled(ToyModel):
+    """Has a parameter without dimensions, as CLIP's temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.7))
+        self.offset = nn.Parameter(torch.tensor(0.1), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        return super().forward(inputs) * self.logit_scale.exp() + self.offset
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size"), first_of([("fsdp", 2), ("hsdp", 4), ("fsdp_tp", 4)])
+)
+def test_a_parameter_without_dimensions_is_trained_as_by_one_process(
+    mode: str, world_size: int
+) -> None:
+    """FSDP2 cannot shard it; its gradient is averaged over the ranks all the same."""
+    keys = (
+        *(*TOY, f"model._target_={__name__}.Scaled", f"allowed_targets=[{__name__}]"),
+        *("train.grad_accum_steps=2", "train.clip_norm=0.5", "optimizer.momentum=0.9"),
+    )
+    whole = run_ranks(clipped, 1, compose_config(*keys, "parallelism=single"))[0]
+    config = compose_config(*keys, f"parallelism={mode}", world_size=world_size)
+    for found in run_ranks(clipped, world_size, config):
+        torch.testing.assert_close(found, whole)
 
 
 class Counts(torch.optim.SGD):

@@ -221,6 +221,15 @@ def test_all_ranks_of_a_run_reject_alike(tmp_path: Path) -> None:
         assert "KeyError: 'no such layer'" in log
 
 
+def refused(env: DistEnv, config: Config) -> str:
+    """Return why the trial refuses a run."""
+    try:
+        try_first_batch(build(env, config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def refusal(env: DistEnv, config: Config) -> str:
     """Return the type of what the trial raises."""
     try:
@@ -234,6 +243,15 @@ def test_a_peer_that_is_lost_in_the_trial_is_no_fault_of_the_model() -> None:
     """The launcher then names the rank that ended, or restarts the group."""
     assert run_ranks(refusal, 1, compose_config(*of("Bereft"))) == ["RuntimeError"]
     assert run_ranks(refusal, 1, compose_config(*of("Cursed"))) == ["UserError"]
+
+
+@pytest.mark.parametrize("at_random", ["false", "true"])
+def test_a_layer_that_only_some_batches_use_is_named_where_ranks_gather_it(at_random: str) -> None:
+    """Else a rank waits for one that leaves it out, until the timeout."""
+    keys = (*of("Choosing"), f"+model.at_random={at_random}")
+    for found in run_ranks(refused, 2, compose_config(*keys, "parallelism=fsdp", world_size=2)):
+        assert found.startswith("model=toy uses extra for some samples only, and parallelism=fsdp ")
+    assert run_ranks(refused, 1, compose_config(*keys, "parallelism=single")) == [""]
 
 
 def test_unused_parameters_are_named(tmp_path: Path) -> None:

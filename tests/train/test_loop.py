@@ -361,6 +361,21 @@ def test_max_steps_overrides_epochs(tmp_path: Path, max_steps: int, epochs: int)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["step"] == max_steps
 
 
+@pytest.mark.parametrize(
+    ("monitor", "has_loss"),
+    [("train/loss", [2, 4, 6, 8, 9]), ("eval/loss", [6, 9])],
+)
+def test_each_checkpoint_has_the_metric_of_training_that_judges_it(
+    monitor: str, has_loss: list[int]
+) -> None:
+    """Whatever the steps that are logged: else it could never be the best."""
+    keys = (f"checkpoint.monitor={monitor}", "checkpoint.mode=min", "checkpoint.every_steps=2")
+    config = compose_config(*TOY, *keys, "train.log_every_steps=6", "checkpoint.every_epochs=3")
+    (trace,) = run_ranks(loop, 1, config, 9)
+    assert trace.saved_steps == [2, 4, 6, 8, 9]
+    assert [step for step in trace.saved_steps if "train/loss" in trace.saved[step]] == has_loss
+
+
 def clipped_gradients(env: DistEnv, config: Config) -> tuple[Tensor, float]:
     """Return the gradients of the first step, and the norm that is logged of them."""
     state = build(env, config)

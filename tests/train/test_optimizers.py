@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
-from train_states import TOY, compose_config, equal
+from train_states import TOY, compose_config, equal, take_steps
 
 from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.optimizers import build_optimizer
 
@@ -117,3 +119,44 @@ def test_a_key_that_the_optimizer_does_not_have_is_named(
     with pytest.raises(UserError) as error:
         build_optimizer(config, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     assert str(error.value) == sentence
+
+
+SPARSE = (*TOY, "model._target_=broken_models.SparseBag", "allowed_targets=[broken_models]")
+
+
+def after_three_steps(env: DistEnv, config: Config) -> Tensor | str:
+    """Return the weights, or why no step can be taken."""
+    try:
+        return take_steps(env, config, 3).weights
+    except (UserError, RuntimeError) as error:  # a server loses the trainer that refuses
+        return str(error)
+
+
+@pytest.mark.parametrize("keys", [("train.clip_value=0.01",), ("train.clip_norm=0.01",)])
+def test_sparse_gradients_take_the_steps_of_dense_ones(keys: tuple[str, ...]) -> None:
+    """Clipped by each row's sum, with momentum, over micro-batches and ranks."""
+    common = (*SPARSE, *keys, "optimizer.momentum=0.9", "train.grad_accum_steps=2")
+    sparse, dense = (
+        run_ranks(after_three_steps, 2, compose_config(*common, *one, world_size=2))[0]
+        for one in ((), ("+model.sparse=false",))
+    )
+    torch.testing.assert_close(sparse, dense)
+
+
+@pytest.mark.parametrize(
+    ("keys", "world_size", "who"),
+    [
+        (("optimizer=adam", "parallelism=single"), 1, "optimizer=adam"),
+        (("optimizer.weight_decay=0.1", "parallelism=single"), 1, "optimizer=sgd"),
+        (("parallelism=fsdp",), 2, "parallelism=fsdp"),
+        (("parallelism=ps",), 2, "parallelism=ps"),
+    ],
+)
+def test_who_takes_no_sparse_gradients_says_so(
+    keys: tuple[str, ...], world_size: int, who: str
+) -> None:
+    """In one line and before the weights change, not in torch's words alone."""
+    config = compose_config(*SPARSE, *keys, world_size=world_size)
+    refusal = run_ranks(after_three_steps, world_size, config)[-1]
+    assert refusal.startswith(f"{who} ")
+    assert "leave out sparse=True in " in refusal

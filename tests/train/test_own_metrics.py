@@ -123,14 +123,27 @@ def test_a_schedule_may_follow_an_own_metric() -> None:
     assert "eval/mae" in trace.saved[max(trace.saved)]
 
 
-def test_a_metric_that_no_evaluation_gives_is_named() -> None:
-    """A few samples could not tell; the first evaluation can."""
-    late = "+metrics.late._target_=own_metrics.Demanding"
-    keys = (late, "scheduler=plateau", "scheduler.monitor=eval/late_other", OWN)
-    (trace,) = run_ranks(trained, 1, compose_config(*TOY, *keys, "train.epochs=1"))
-    assert trace.error == (
-        "UserError: scheduler.monitor (eval/late_other) is not a metric of this run; choose one of "
-        "eval/loss, eval/late_mean"
+LATE = "+metrics.late._target_=own_metrics.Demanding"
+SCALARS = ("train.step=own_steps.squares", "allowed_targets=[own_steps,own_metrics]")
+
+
+@pytest.mark.parametrize(
+    ("group", "keys", "name", "there"),
+    [
+        ("scheduler", ("scheduler=plateau",), "eval/late_other", "eval/loss, eval/late_mean"),
+        ("early_stop", ("early_stop.mode=min",), "eval/late_other", "eval/loss, eval/late_mean"),
+        ("checkpoint", (), "eval/late_other", "eval/loss, eval/late_mean"),
+        ("checkpoint", SCALARS, "train/late", "train/loss, train/worst, train/mean_error"),
+    ],
+)
+def test_a_metric_that_no_step_or_evaluation_gives_is_named(
+    group: str, keys: tuple[str, ...], name: str, there: str
+) -> None:
+    """Two samples could not tell; the first step or evaluation can."""
+    monitor = f"{group}.monitor={name}"
+    (trace,) = run_ranks(trained, 1, compose_config(*TOY, LATE, OWN, *keys, monitor))
+    assert trace.error.startswith(
+        f"UserError: {group}.monitor ({name}) is not a metric of this run; choose one of {there}"
     )
 
 

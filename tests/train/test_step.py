@@ -9,7 +9,16 @@ from own_steps import WORDS, Sentences, Tagger, padded
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_states import TOLERANCES, TOY, build, compose_config, refusal, run_loop, take_steps
+from train_states import (
+    TOLERANCES,
+    TOY,
+    build,
+    compose_config,
+    refusal,
+    run_loop,
+    take_steps,
+    with_setup,
+)
 
 from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import GlobalBatches
@@ -83,6 +92,7 @@ INVALID = {
     "a_tensor": ["returns a Tensor; return a ddp_runner.train.step.Step(loss_sum, count)"],
     "each_sample": ["returns (2,) of float32 as loss_sum; return a tensor without dims"],
     "detached": ["returns a loss_sum that depends on no parameter"],
+    "in_training": ["returns a loss_sum that depends on the parameters in training mode only"],
     "of_elements": ["returns count=10 for 2 samples; write batch.count=tokens"],
     "number_as_scalar": ["returns a float as the scalar one; return a tensor of one number"],
     "failing": ["train.step=own_steps.failing cannot take dataset=random", "KeyError: 'image'"],
@@ -170,6 +180,23 @@ def test_scalars_are_logged_per_sample(world_size: int) -> None:
             assert line["train/worst"] >= line["train/loss"]
         for line in evaluation:
             assert line["eval/mean_error"] == pytest.approx(line["eval/loss"], rel=1e-5)
+
+
+def by_names(env: DistEnv, config: Config, names: tuple[str, ...]) -> list[dict[str, float]] | str:
+    """Run the loop of a step whose trial has shown these scalars; return its lines or its error."""
+    trace = run_loop(env, config, max_steps=4, state=with_setup(build(env, config), scalars=names))
+    return trace.error or [line for line in trace.lines if "train/loss" in line]
+
+
+def test_ranks_add_up_scalars_by_the_names_that_the_trial_has_shown() -> None:
+    """One that a rank's batch lacks counts 0 there; of a new one the other ranks know nothing."""
+    config = compose_config(*of("by_sign"), "train.log_every_steps=1", world_size=2)
+    of_ranks = run_ranks(by_names, 2, config, ("low", "high"))
+    assert any(0 < line["train/low"] < 1 for line in of_ranks[0])
+    for found in of_ranks:
+        assert [line["train/low"] + line["train/high"] for line in found] == pytest.approx([1] * 4)
+    (error,) = run_ranks(by_names, 1, compose_config(*of("by_sign")), ("low",))
+    assert "train.step=own_steps.by_sign returned the scalar high for a batch, and not for" in error
 
 
 def losses(env: DistEnv, config: Config) -> list[float]:

@@ -76,13 +76,17 @@ class ParameterServer:
             copy_parts(values, list(module.parameters()))
             waited_s = time.perf_counter() - pushed_at
             module.zero_grad(set_to_none=True)
-            loss, num_tokens = duties.compute(step), duties.tokens()
+            loss = duties.compute(step)
             if all(parameter.grad is None for parameter in module.parameters()):
                 raise UserError(
                     "no parameter of the model has a gradient; there is nothing to push"
                 )
-            tokens = 0.0 if num_tokens is None else float(num_tokens)
-            numbers = torch.tensor([tokens, float(loss), waited_s], dtype=torch.float64)
+            if any(one.grad is not None and one.grad.is_sparse for one in module.parameters()):
+                raise UserError(
+                    f"parallelism={self.name} cannot push sparse gradients; leave out sparse=True "
+                    "in the model, or write parallelism=ddp"
+                )
+            numbers = torch.tensor([waited_s, float(loss), *duties.sums()], dtype=torch.float64)
             dist.send(flatten_gradients(module, numbers), dst=SERVER, group=group)
             pushed_at = time.perf_counter()
         return STATUS_OF[step]

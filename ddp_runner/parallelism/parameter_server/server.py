@@ -73,7 +73,9 @@ class Server:
         first, last = duties.first_step + len(self._todo), duties.first_step + duties.num_steps
         self._new = deque(range(first, last))  # batches that no trainer has had yet
         # A push's length and dtype, without its memory.
-        self._push = flatten_gradients(self._module, torch.zeros(3)).to("meta")
+        self._num_numbers = 3 + len(duties.scalars)
+        numbers = torch.zeros(self._num_numbers)
+        self._push = flatten_gradients(self._module, numbers).to("meta")
         self._interval, self.lost = _Interval(), list[int]()
         self._alive_s = duties.timeout_s / ALIVE_PER_TIMEOUT
         # A thread per trainer, so that no trainer waits for another one's messages. It sends
@@ -100,8 +102,9 @@ class Server:
         parameters = list(self._module.parameters())
         total = sum(pushes[1:], start=pushes[0])
         sizes = [parameter.numel() for parameter in parameters]
-        num_tokens = float(total[-3])  # of a mean sample; 0 if samples are counted
-        gradients = total[: sum(sizes)] / len(pushes) / (num_tokens or 1.0)
+        waited_s, loss, num_tokens, *scalars = total[-self._num_numbers :]
+        divisor = float(num_tokens) or 1.0  # tokens of a mean sample; 0 if samples are counted
+        gradients = total[: sum(sizes)] / len(pushes) / divisor
         counts = total[sum(sizes) :]
         for parameter, gradient, count in zip(
             parameters, gradients.split(sizes), counts[: len(sizes)].tolist(), strict=True
@@ -109,12 +112,16 @@ class Server:
             # None, not zero: with a zero gradient the optimizer would decay a frozen parameter.
             parameter.grad = gradient.view(parameter.shape).to(parameter) if count else None
         rest = pushes[0][sum(sizes) + len(sizes) :]
-        copy_parts(rest[:-3], list(self._module.buffers()))  # the lowest rank's, as under DDP
+        buffers = rest[: -self._num_numbers]
+        copy_parts(buffers, list(self._module.buffers()))  # the lowest rank's, as under DDP
         self._version += 1
         self._interval.pushes += len(pushes)
-        self._interval.trainer_wait_s += sum(float(push[-1]) for push in pushes)
+        self._interval.trainer_wait_s += float(waited_s)
+        named = zip(self._duties.scalars, scalars, strict=True)
+        state.scalars = {name: value / divisor for name, value in named}
         self._duties.mark(StepPart.COLLECT)
-        return total[-2] / (num_tokens or 1.0)
+        mean_loss: Tensor = loss / divisor
+        return mean_loss
 
     def outstanding(self, state: Any) -> tuple[int, ...]:
         """Return the assigned batches whose gradients were not applied yet."""
