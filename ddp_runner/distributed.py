@@ -1,5 +1,6 @@
 """The few collectives that tasks need, and how ranks agree; over gloo, on the CPU."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -61,8 +62,20 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
 
 def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Copy rank 0's buffers (BatchNorm statistics) to the group's ranks. Collective."""
-    for buffer in module.buffers():
-        dist.broadcast(buffer, src=0, group=group)
+    broadcast_tensors([*module.buffers()], group=group)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """Copy rank 0's tensors into those of the group's ranks, all of a dtype at once. Collective."""
+    by_kind = defaultdict[object, list[Tensor]](list)
+    for tensor in tensors:
+        by_kind[tensor.device, tensor.dtype].append(tensor)
+    for same in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(flat.view(torch.uint8), src=0, group=group)
+        for tensor, part in zip(same, flat.split([one.numel() for one in same]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:

@@ -28,6 +28,7 @@ from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_record import begin_anew, end_session, write_run_record
+from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.state import TrainState
@@ -95,6 +96,7 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
     if state.setup.env.world_size == 1:
         yield Finding("what ranks have in common", True, "nothing to compare: one rank")
         return
+    find_changing(state)
     yield same_data(state)
     yield equal_start(state)
     if has_shards(state.module):

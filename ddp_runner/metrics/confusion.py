@@ -57,7 +57,7 @@ def validate_classes(targets: Tensor, *, num_classes: int) -> None:
         UserError: a target is not a class.
     """
     true = targets.where(targets != IGNORED, 0)
-    if bool(((true < 0) | (true >= num_classes)).any()):
+    if int(((true < 0) | (true >= num_classes)).sum()):
         raise UserError(
             f"targets go from {int(true.min())} to {int(true.max())}; {num_classes} classes are "
             f"numbered from 0 to {num_classes - 1}, and {IGNORED} is a target that does not count"

@@ -20,6 +20,7 @@ from ddp_runner.metrics.metric import direction
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import forward
+from ddp_runner.train.same_data import begins_alike
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.trial import (
     NUM_SAMPLES,
@@ -153,6 +154,11 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
         warnings.append(
             f"{name} is not a sum over the samples ({trial.detail}), so the steps depend "
             "on how a batch is split into ranks and micro-batches"
+        )
+    if state.setup.samples is not None and begins_alike(state.setup.samples):
+        warnings.append(
+            "the first evaluation sample is the first training sample: both are built with the "
+            "same random numbers; if they are to be other samples, give each a seed of its own"
         )
     global_size, size = state.setup.batches.global_size, num_samples(state.setup.batches.split)
     if size is not None and global_size > size:

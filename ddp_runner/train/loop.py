@@ -19,6 +19,7 @@ from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
@@ -117,6 +118,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     """
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     seed_step(state)
+    share_changing(state)
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
     scale_and_clip(state)
@@ -206,6 +208,7 @@ def _evaluate(
     """Evaluate, log the results and count them; return whether the run stops early."""
     position = state.position
     logger.evaluating()
+    share_changing(state)
     results, confusion = evaluate(state)
     ensure_monitored(state.setup.config, results, part="eval")
     position.metrics |= results

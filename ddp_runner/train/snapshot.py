@@ -13,6 +13,7 @@ from ddp_runner.data.batches import ORDER_VERSION
 from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.train.first_batch import rehearse
+from ddp_runner.train.same_data import are_same
 from ddp_runner.train.state import Position, TrainState
 from ddp_runner.train.step import modules_of
 from ddp_runner.train.stream_batches import StreamBatches
@@ -167,7 +168,7 @@ class _Place:
             "train_samples": num_samples(dataset.train),
             "eval_samples": num_samples(dataset.eval),
             "digest": dataset.digest,
-            "samples": self._state.setup.samples_digest,
+            "samples": self._state.setup.samples,
         }
 
     def _validate_order(self, saved: Mapping[str, Any], found: Position) -> None:
@@ -197,8 +198,9 @@ class _Place:
         # A run whose pictures were prepared may go on with those in their files.
         kinds = {one.rpartition(":")[0] for one in digests}
         is_other = len(kinds) == 1 and len(set(digests)) > 1
-        if not digests and None not in (saved["samples"], current["samples"]):
-            is_other = saved["samples"] != current["samples"]
+        both = saved["samples"], current["samples"]
+        if not digests and None not in both:
+            is_other = not all(are_same(both[0][name], both[1][name]) for name in both[1])
         if is_other and not changed:
             changed = [f"{_shown(current['train_samples'])} training samples, but different ones"]
         if changed:

@@ -23,6 +23,7 @@ from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.flops import FlopCounter
 from ddp_runner.train.peaks import Peaks
+from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
 from ddp_runner.train.step import StepFunction, modules_of
@@ -67,7 +68,7 @@ class Setup:
     group: ProcessGroup | None  # the ranks of the loop; None: all
     data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
     profiler: AnyProfiler = field(default_factory=NullProfiler)
-    samples_digest: str | None = None  # of a few samples; equal on all ranks
+    samples: Samples | None = None  # what tells the data; None: nobody has compared it
     # Names of the scalars that the training step returns in training; None: it was not tried.
     scalars: Sequence[str] | None = None
 

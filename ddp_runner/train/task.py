@@ -20,6 +20,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_record
 from ddp_runner.tracking.start_block import sizes, start_block, word_lines
+from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.early_stop import early_stop_of, stop_reason
 from ddp_runner.train.export import export_best
@@ -27,6 +28,7 @@ from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnin
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train
 from ddp_runner.train.measuring import count_before_compiling
+from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
@@ -38,9 +40,10 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir, wire = session.config, session.run_dir, session.job.wire
     state = build_session_state(session, config)
-    trial = try_first_batch(state)
+    samples, trial = agreed_samples(state.setup.dataset), try_first_batch(state)
+    state.setup = replace(state.setup, samples=samples, scalars=trial.scalars)
     warnings = warnings_of(trial, state)
-    state.setup = replace(state.setup, scalars=trial.scalars)
+    find_changing(state)
     known = try_evaluation(state)
     validate_known(config, known)
     if config.train.compile:

@@ -29,7 +29,7 @@ from ddp_runner.parallelism.mode import Duties
 from ddp_runner.parallelism.parameter_server.messages import (
     copy_parts,
     flatten_gradients,
-    flatten_parameters,
+    flatten_state,
 )
 from ddp_runner.parallelism.parameter_server.mode import ParameterServer
 from ddp_runner.parallelism.parameter_server.server import Server
@@ -457,14 +457,15 @@ def test_a_message_rounds_no_number_of_the_model(wide: str) -> None:
     received = [torch.zeros_like(one) for one in module.buffers()]
     copy_parts(message[-sum(one.numel() for one in received) :], received)
     assert all(map(torch.equal, received, module.buffers()))
-    received = [torch.zeros_like(one) for one in module.parameters()]
-    copy_parts(flatten_parameters(module), received)
-    assert all(map(torch.equal, received, module.parameters()))
+    sent = [*module.parameters(), *module.buffers()]
+    received = [torch.zeros_like(one) for one in sent]
+    copy_parts(flatten_state(module), received)
+    assert all(map(torch.equal, received, sent))
 
 
 def test_a_batchnorm_alone_makes_no_message_longer() -> None:
     """Its count of batches is an int64, and small."""
-    assert flatten_parameters(nn.BatchNorm1d(1)).dtype == torch.float32
+    assert flatten_state(nn.BatchNorm1d(1)).dtype == torch.float32
 
 
 def wide_loss(env: DistEnv) -> float:

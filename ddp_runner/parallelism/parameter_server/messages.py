@@ -16,9 +16,9 @@ EXACT_IN_FLOAT32 = {
 }  # fmt: skip
 
 
-def flatten_parameters(module: nn.Module) -> Tensor:
-    """Return the parameters as one vector on the CPU."""
-    return _flatten(list(module.parameters()), module)
+def flatten_state(module: nn.Module) -> Tensor:
+    """Return the parameters and the buffers as one vector on the CPU."""
+    return _flatten([*module.parameters(), *module.buffers()], module)
 
 
 def flatten_gradients(module: nn.Module, numbers: Tensor) -> Tensor:

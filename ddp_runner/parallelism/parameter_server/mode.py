@@ -30,7 +30,7 @@ from ddp_runner.parallelism.parameter_server.messages import (
     STATUS_OF,
     copy_parts,
     flatten_gradients,
-    flatten_parameters,
+    flatten_state,
 )
 from ddp_runner.parallelism.parameter_server.server import Server
 
@@ -69,11 +69,11 @@ class ParameterServer:
         """
         (group,) = _connect(duties.timeout_s)
         module = duties.module
-        number, values = torch.zeros(1).long(), flatten_parameters(module)
+        number, values = torch.zeros(1).long(), flatten_state(module)
         pushed_at = time.perf_counter()
         while (step := _receive_number(number, group)) >= 0:
             dist.recv(values, src=SERVER, group=group)
-            copy_parts(values, list(module.parameters()))
+            copy_parts(values, [*module.parameters(), *module.buffers()])
             waited_s = time.perf_counter() - pushed_at
             module.zero_grad(set_to_none=True)
             loss = duties.compute(step)

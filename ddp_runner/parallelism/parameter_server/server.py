@@ -23,7 +23,7 @@ from ddp_runner.parallelism.parameter_server.messages import (
     STATUS_OF,
     copy_parts,
     flatten_gradients,
-    flatten_parameters,
+    flatten_state,
 )
 
 POLL_S = 0.2  # between two checks of which trainers have ended
@@ -152,7 +152,7 @@ class Server:
             self._threads[rank].join(max(0.0, deadline - time.monotonic()))
 
     def _from_all(self, step: int) -> list[Tensor]:
-        values = flatten_parameters(self._module)
+        values = flatten_state(self._module)
         trainers, self._idle = self._idle, []
         for rank in trainers:
             self._assign(rank, step, values)
@@ -165,7 +165,7 @@ class Server:
 
     def _from_any(self) -> Tensor:
         while True:
-            values = flatten_parameters(self._module)
+            values = flatten_state(self._module)
             while self._idle and (batches := self._todo or self._new):
                 self._assign(self._idle.pop(0), batches.popleft(), values)
             if not self._tasks:

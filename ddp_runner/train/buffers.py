@@ -1,0 +1,87 @@
+"""Buffers that training changes, such as a codebook: all ranks take rank 0's in each step.
+
+A forward that reads them would else depend on the rank, and on when an evaluation or a resume has
+given all ranks those of rank 0. The statistics of BatchNorm are left alone: training only writes
+them, and an evaluation takes rank 0's.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ddp_runner.distributed import broadcast_tensors, gather_objects
+from ddp_runner.errors import UserError
+from ddp_runner.seeds import seed_all
+from ddp_runner.train.evaluation import forward
+from ddp_runner.train.state import TrainState, restored_after
+from ddp_runner.train.step import modules_of
+from ddp_runner.train.trial import NUM_SAMPLES, step_of
+
+
+@torch.no_grad()
+def find_changing(state: TrainState) -> None:
+    """Note in the state which buffers a forward in training changes, of the model and the step.
+
+    Two samples show it; where they cannot be computed in training mode, all are taken to change.
+    Collective: every rank must call.
+
+    Raises:
+        UserError: the training step changes its own under a parameter server.
+    """
+    setup = state.setup
+    parts = {"model": state.module, **modules_of(setup.step)}
+    places = [
+        (f"{root}.{path}.{name}".replace("..", "."), owner, name)
+        for root, value in parts.items()
+        if isinstance(value, nn.Module)
+        for path, owner in value.named_modules()
+        if not isinstance(owner, _NormBase)
+        for name in owner._buffers
+    ]
+    by_rank = gather_objects(_changed(state, places) if places else set[str]())
+    changed = set[str]().union(*by_rank)
+    # A server sends a model's buffers with its parameters.
+    if setup.role.serve is not None or setup.role.gradients is not None:
+        if own := sorted(name for name in changed if not name.startswith("model.")):
+            raise UserError(
+                f"{step_of(setup.config)} changes {', '.join(own)}, and parallelism="
+                f"{setup.config.parallelism.get('name')} sends the model's buffers alone; register "
+                "them in the model, or write parallelism=ddp"
+            )
+        return
+    state.changing = [(owner, name) for key, owner, name in places if key in changed]
+
+
+def share_changing(state: TrainState) -> None:
+    """Give all ranks rank 0's buffers of ``find_changing``. Collective: every rank must call."""
+    found = [owner._buffers[name] for owner, name in state.changing]
+    if found and state.setup.env.world_size > 1:
+        broadcast_tensors([one for one in found if one is not None], group=state.setup.group)
+
+
+def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set[str]:
+    before = [_copy(owner._buffers[name]) for _, owner, name in places]
+    with restored_after(state):
+        state.module.train()
+        seed_all(0)
+        try:
+            forward(state, state.module, state.setup.batches.samples(range(NUM_SAMPLES)))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of two samples alone; a run's own batches will tell
+            return {key for key, _, _ in places}
+        return {
+            key
+            for (key, owner, name), value in zip(places, before, strict=True)
+            if not _is_same(owner._buffers[name], value)
+        }
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return (one is None and other is None) or (
+        one is not None and other is not None and torch.equal(one, other)
+    )

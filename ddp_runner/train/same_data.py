@@ -1,0 +1,108 @@
+"""Whether all ranks, and a resumed run, have the same data: told by a few samples of each split."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.checkpoint.digests import digest_of
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.loader import LoaderSplit
+from ddp_runner.data.splits import Piece
+from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.trees import tensors_of
+from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import UserError
+
+# By split, then by the place of a tensor in its samples: shape and values in short.
+Samples = Mapping[str, Mapping[str, Any]]
+CLOSE = 1e-3  # relative: another processor may round what is decoded or resized
+
+
+def agreed_samples(dataset: Dataset) -> Samples:
+    """Return what tells the data of a run, equal on all ranks. Collective: every rank must call.
+
+    Raises:
+        UserError: a rank has other samples than rank 0, or gets them in another order.
+    """
+    splits = {"train": dataset.train, "eval": dataset.eval}
+    by_rank = gather_objects({name: _in_short(split) for name, split in splits.items()})
+    for rank, samples in enumerate(by_rank):
+        for name, split in splits.items():
+            if are_same(samples[name], by_rank[0][name]):
+                continue
+            if isinstance(split, StreamSplit):
+                raise UserError(
+                    f"the first sample of the {name} stream on rank {rank} is not rank 0's: it "
+                    "splits itself by rank, or shuffles with a generator that is not seeded; let "
+                    "it give every rank all samples, or offer shard(num_shards, index)"
+                )
+            raise UserError(
+                f"the {name} samples of dataset={dataset.name} on rank {rank} are not rank 0's: "
+                "its files are others, or it shuffles or splits them with a generator that is not "
+                "seeded; sort the files, and draw from random, numpy.random or torch, which the "
+                "run seeds, or give your own generator a fixed seed"
+            )
+    return by_rank[0]
+
+
+def are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two splits have the same samples, as far as ``agreed_samples`` tells."""
+    return one.keys() == other.keys() and all(_is_close(one[key], other[key]) for key in one)
+
+
+def begins_alike(samples: Samples) -> bool:
+    """Return whether the first sample of the evaluation is that of the training."""
+    firsts = [
+        {key: value for key, value in samples[name].items() if key.startswith("0 ")}
+        for name in ("train", "eval")
+    ]
+    has_values = any(len(value) > 2 and value[1] > 1 for value in firsts[0].values())
+    return has_values and are_same(*firsts)
+
+
+def _in_short(split: AnySplit) -> dict[str, Any]:
+    """Describe the first and the last sample; of a stream only the first."""
+    if isinstance(split, StreamSplit):
+        loaded = [split.first([0])]
+    else:
+        if isinstance(split, LoaderSplit):  # the rank itself must not open the dataset's files
+            workers = min(1, split.num_workers)
+            split = replace(split, num_workers=workers, persistent_workers=False)
+        places = (0, len(split) - 1)
+        pieces = [Piece(torch.tensor([place], device=split.device)) for place in places]
+        loaded = list(split.load(pieces, seed=0))
+    return {
+        f"{number} {place}": _of_tensor(tensor)
+        for number, data in enumerate(loaded)
+        for place, tensor in tensors_of(data)
+    }
+
+
+def _of_tensor(tensor: Tensor) -> list[Any]:
+    """Return shape, size and digest; of floats two sums in place of the digest."""
+    values = tensor.detach().to_dense().cpu()
+    if not values.is_floating_point():
+        return [str(tuple(tensor.shape)), values.numel(), digest_of(values)]
+    flat = values.double().flatten()
+    weights = torch.linspace(-1, 1, len(flat), dtype=torch.float64)
+    return [str(tuple(tensor.shape)), len(flat), float(flat.sum()), float(flat @ weights)]
+
+
+def _is_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Compare numbers up to rounding, and all else exactly."""
+    if one[:2] != other[:2] or len(one) != len(other):
+        return False
+    pairs = zip(one[2:], other[2:], strict=True)
+    return all(
+        mine == theirs
+        or (
+            isinstance(mine, float)
+            and math.isclose(mine, theirs, rel_tol=CLOSE, abs_tol=CLOSE * one[1])
+        )
+        or (mine != mine and theirs != theirs)  # NaN
+        for mine, theirs in pairs
+    )
