@@ -1,6 +1,6 @@
 """The weights that a run starts from, and those that it exports as ``model.safetensors``.
 
-Rank 0 alone loads them: the mode's wrap sends them to the other ranks.
+Rank 0 alone reads them.
 """
 
 import shutil
@@ -18,8 +18,10 @@ from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import file_sha256, replacing
+from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -39,9 +41,14 @@ def starting_weights(
     return found
 
 
-def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a file of ``read_weights`` into a bare model in place, on its devices. Rank 0 only."""
-    module.load_state_dict(read_weights(module, path))
+def load_weights(module: nn.Module, path: Path | None) -> None:
+    """Load rank 0's file, if it has one, into a bare model on all ranks. Collective.
+
+    A mode need not send all that is in it.
+    """
+    (num_files,) = sum_over_ranks([path is not None])
+    if num_files:
+        send_module(module, read_weights(module, path) if path else None, group=None)
 
 
 def read_weights(module: nn.Module, path: Path) -> dict[str, Tensor]:

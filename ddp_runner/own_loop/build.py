@@ -27,7 +27,9 @@ from ddp_runner.seeds import seed_all
 
 
 def build_model(session: Session, **arguments: Any) -> nn.Module:
-    """Return the config's model on this rank's devices; rank 0 loads ``model.weights``.
+    """Return the config's model on this rank's devices. Collective if it has ``model.weights``.
+
+    Rank 0 reads the weights and sends them.
 
     Raises:
         UserError: the keys do not fit the model, or the weights do not.
@@ -40,11 +42,11 @@ def build_model(session: Session, **arguments: Any) -> nn.Module:
     module = module if is_cut else module.to(session.devices[0])
     if keys.get("channels_last"):
         module = module.to(memory_format=torch.channels_last)
-    if session.env.is_rank_zero:
-        checkpoints = session.run_dir.checkpoints
-        weights = starting_weights(session.config, checkpoints, log=session.log)
-        if weights is not None:
-            load_weights(module, weights)
+    if keys.get("weights") is not None:
+        path = None
+        if session.env.is_rank_zero:
+            path = starting_weights(session.config, session.run_dir.checkpoints, log=session.log)
+        load_weights(module, path)
     return module
 
 

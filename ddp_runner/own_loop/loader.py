@@ -1,14 +1,13 @@
 """The batches that a rank gets in a loop of the user's own, and their place in the run's order."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ddp_runner.data.batches import ORDER_VERSION, GlobalBatches, eval_batches
+from ddp_runner.data.batches import ORDER_VERSION, GlobalBatches
+from ddp_runner.data.splits import Piece
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
@@ -34,8 +33,8 @@ class Loader:
         batches: this rank's share of the global batches.
         device: where the batches go.
         shuffle: in another order in each epoch. Otherwise in the dataset's order, always from its
-            start, for evaluation: the ranks may get different numbers of batches, or none, so call
-            no collective in that loop, and no module that `Run.wrap` returned.
+            start, for evaluation: a rank may get none of a last, smaller batch, so call no
+            collective in that loop, and no module that `Run.wrap` returned.
         equal_counts: reject evaluation with different numbers of batches: a forward is collective.
 
     Attributes:
@@ -54,14 +53,12 @@ class Loader:
         shuffle: bool,
         equal_counts: bool = False,
     ) -> None:
-        size, shares = batches.micro_size, range(batches.num_shares)
-        sizes = [len(batches.split) * (share + 1) // len(shares) for share in shares]
-        counts = {math.ceil((end - start) / size) for start, end in pairwise([0, *sizes])}
-        if equal_counts and not shuffle and len(counts) > 1:
+        num_last = len(batches.split) % batches.global_size  # samples of a smaller last batch
+        if equal_counts and not shuffle and 0 < num_last < batches.num_shares:
             raise UserError(
-                f"{len(batches.split)} samples in batches of {size} are {min(counts)} batches on "
-                f"one rank and {max(counts)} on another, and in this mode a forward waits for all "
-                "ranks; choose another global_size for this loader"
+                f"{len(batches.split)} samples in batches of {batches.global_size} leave "
+                f"{num_last} for the last one, too few for {batches.num_shares} ranks, and in this "
+                "mode a forward waits for all ranks; choose another global_size for this loader"
             )
         self.epoch, self.weight, self.num_seen = 0, 1.0, 0
         self._step = 0  # in the epoch
@@ -94,17 +91,17 @@ class Loader:
         self.epoch, self._step = self.epoch + 1, 0
 
     def _in_order(self) -> Iterator[Any]:
-        batches = self._batches
-        in_order = eval_batches(
-            batches.split,
-            batch_size=batches.micro_size,
-            rank=batches.share,
-            world_size=batches.num_shares,
-            seed=batches.seed,
-        )
-        for index, batch in enumerate(in_order):
+        batches, split = self._batches, self._batches.split
+        numbers = torch.arange(len(split), device=split.device).split(batches.global_size)
+        own = [batch[batches.share :: batches.num_shares] for batch in numbers]
+        pieces = [Piece(indices) for indices in own if len(indices)]
+        for index, data in enumerate(split.load(pieces, seed=batches.seed)):
             seed_all(batches.seed, "batch", index, batches.share)
-            yield to_device(batch.data, self._device)
+            yield to_device(data, self._device)
+
+    def rewind(self) -> None:
+        """Begin with the first batch of the first epoch."""
+        self.epoch, self._step, self.num_seen = 0, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the order of samples, equal on all ranks."""

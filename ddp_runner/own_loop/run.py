@@ -62,7 +62,7 @@ class Run:
     def model(self, **arguments: Any) -> nn.Module:
         """Return the config's model on this rank's devices, not wrapped; arguments win over keys.
 
-        Rank 0 loads ``model.weights``, and ``wrap`` sends them to the others.
+        All ranks get ``model.weights``, which rank 0 reads; with them it is collective.
 
         Raises:
             UserError: the keys do not fit the model, or the weights do not.
@@ -140,8 +140,8 @@ class Run:
     def restore(self, **objects: Any) -> int:
         """Name what a checkpoint holds, and load the newest one if the run has any.
 
-        Call it once, before the loop, even with nothing to save: the run's records begin here.
-        Collective: every rank must call.
+        Call it once, before the loop, even with nothing to save: the run's records begin here, and
+        a batch that was looked at before does not count. Collective: every rank must call.
 
         Args:
             objects: whatever has ``state_dict`` and ``load_state_dict``: modules, optimizers,
@@ -156,18 +156,19 @@ class Run:
         """
         if self._records is not None:
             raise UserError("run.restore was called twice; call it once, with all that is saved")
+        for loader in self._loaders:
+            loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
         validate_objects(self._objects, gone=self._gone)
         self._saver = build.build_saver(self._session, self._objects)
-        folder, is_resumed = self._session.run_dir.checkpoints, self.config.resume is not None
-        found = self._saver.restore(folder, is_resumed=is_resumed, log=self._session.log)
-        resume_step = found and found.step
-        self._step = resume_step or 0
+        session, is_resumed = self._session, self.config.resume is not None
+        folder = session.run_dir.checkpoints
+        found = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
+        self._step = found.step if found else 0
         seed_all(self.seed, "own loop", self._step, self._role.share)
-        note_restart(self._session, step=self._step)
-        self._records = Records(
-            self._session, uses=self._uses, resume_step=resume_step, stack=self._stack
-        )
+        note_restart(session, step=self._step)
+        step = found and found.step
+        self._records = Records(session, uses=self._uses, resume_step=step, stack=self._stack)
         return self._step
 
     def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
@@ -194,8 +195,7 @@ class Run:
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return each value summed over the ranks, in float64. Collective: every rank must call."""
-        totals = sum_over_ranks([float(value) for value in values.values()])
-        return dict(zip(values, totals, strict=True))
+        return dict(zip(values, sum_over_ranks([*map(float, values.values())]), strict=True))
 
     def save(self, step: int) -> None:
         """Save a checkpoint of what ``restore`` names; it is written while the loop continues.

@@ -12,10 +12,10 @@ from ddp_runner.errors import UserError
 
 
 def bare(module: Any) -> Any:
-    """Return the module that a mode has wrapped; anything else as it is."""
+    """Return the module that a mode or torch.compile has wrapped; anything else as it is."""
     if isinstance(module, DistributedDataParallel | DataParallel):
-        return module.module
-    return module
+        return bare(module.module)
+    return getattr(module, "_orig_mod", module)
 
 
 def fix_bucket_order(model: nn.Module) -> None:

@@ -18,7 +18,6 @@ from ddp_runner.train.step import modules_of
 from ddp_runner.train.trial import NUM_SAMPLES, step_of
 
 
-@torch.no_grad()
 def find_changing(state: TrainState) -> None:
     """Note in the state which buffers a forward in training changes, of the model and the step.
 
@@ -36,7 +35,8 @@ def find_changing(state: TrainState) -> None:
         if isinstance(value, nn.Module)
         for path, owner in value.named_modules()
         if not isinstance(owner, _NormBase)
-        for name in owner._buffers
+        # A step may also average weights into parameters of its own.
+        for name in (owner._buffers if root == "model" else {**owner._buffers, **owner._parameters})
     ]
     by_rank = gather_objects(_changed(state, places) if places else set[str]())
     changed = set[str]().union(*by_rank)
@@ -54,17 +54,17 @@ def find_changing(state: TrainState) -> None:
 
 def share_changing(state: TrainState) -> None:
     """Give all ranks rank 0's buffers of ``find_changing``. Collective: every rank must call."""
-    found = [owner._buffers[name] for owner, name in state.changing]
+    found = [getattr(owner, name) for owner, name in state.changing]
     if found and state.setup.env.world_size > 1:
         broadcast_tensors([one for one in found if one is not None], group=state.setup.group)
 
 
 def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set[str]:
-    before = [_copy(owner._buffers[name]) for _, owner, name in places]
+    before = [_copy(getattr(owner, name)) for _, owner, name in places]
     with restored_after(state):
         state.module.train()
         seed_all(0)
-        try:
+        try:  # with gradients, since a part may ask whether there are any
             forward(state, state.module, state.setup.batches.samples(range(NUM_SAMPLES)))
         except torch.OutOfMemoryError:
             raise
@@ -73,7 +73,7 @@ def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set
         return {
             key
             for (key, owner, name), value in zip(places, before, strict=True)
-            if not _is_same(owner._buffers[name], value)
+            if not _is_same(getattr(owner, name), value)
         }
 
 

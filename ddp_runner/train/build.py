@@ -69,7 +69,8 @@ def build_setup(
         split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
     )
     timer = StepTimer(devices[0])
-    batches = build_batches(config, dataset, role, split=train, group=group, mark=timer.mark)
+    data_group = share_group(role.model_ranks, group=group)
+    batches = build_batches(config, dataset, role, split=train, group=data_group, mark=timer.mark)
     if isinstance(batches, StreamBatches):
         notes = (*dataset.notes, *batches.split.notes(role.num_shares))
         dataset = replace(dataset, notes=notes)
@@ -86,7 +87,7 @@ def build_setup(
         metrics=build_metrics(config),
         timer=timer,
         group=group,
-        data_group=share_group(role.model_ranks, group=group),
+        data_group=data_group,
     )
 
 

@@ -32,7 +32,7 @@ def build_batches(
         dataset: whose training split it is.
         role: of this rank.
         split: the training split, perhaps on the rank's GPU.
-        group: the ranks of the loop; None: all.
+        group: one rank of each share; None: all.
         mark: adds the time since the last mark to a part of the step.
 
     Raises:

@@ -9,15 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_runner.checkpoint.weights import read_weights
+from ddp_runner.checkpoint.weights import load_weights
 from ddp_runner.config.instantiate import find, keywords, make
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
-from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.mode import Mode
 from ddp_runner.parallelism.module_names import blocks_of
-from ddp_runner.parallelism.shards import has_shards, send_module
+from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.parallelism.single import Single
 from ddp_runner.train.parameters import freeze
 
@@ -44,7 +43,7 @@ def build_module(
             "is nothing to train; unfreeze some, or name another model"
         )
     if config.model.get("weights") is not None:
-        _load_weights(module, weights)
+        load_weights(module, weights)
     if config.train.activation_checkpointing:
         _compute_twice(module, config)
     return module
@@ -103,10 +102,3 @@ def place_model(
     if config.model.get("channels_last") and not has_shards(module):  # these are contiguous
         module = module.to(memory_format=torch.channels_last)
     return module
-
-
-def _load_weights(module: nn.Module, path: Path | None) -> None:
-    """Load rank 0's file, if it has one, on all ranks: a mode need not send all that is in it."""
-    (num_files,) = sum_over_ranks([path is not None])
-    if num_files:
-        send_module(module, read_weights(module, path) if path else None, group=None)

@@ -19,7 +19,7 @@ from train_states import SMALL, TOY, compose_config, flat_weights
 
 import ddp_runner.checkpoint.weights as weights_module
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.checkpoint.weights import export_weights, load_weights, starting_weights
+from ddp_runner.checkpoint.weights import export_weights, read_weights, starting_weights
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
@@ -33,6 +33,11 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build import build_setup, build_state
 
 CPU = torch.device("cpu")
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """Load a file into a model."""
+    model.load_state_dict(read_weights(model, path))
 
 
 def toy(value: float = 1.0) -> ToyModel:
@@ -91,7 +96,7 @@ def test_weights_are_read_in_each_form(form: str, tmp_path: Path) -> None:
     """A checkpoint, safetensors, a state_dict, nested ones, and those of wrapped models."""
     path = FORMS[form](tmp_path, dict(toy(3.0).state_dict()))
     model = toy()
-    load_weights(model, path)
+    load(model, path)
     assert all((parameter == 3.0).all() for parameter in model.parameters())
 
 
@@ -103,8 +108,8 @@ def test_a_split_model_starts_from_a_whole_one_and_back(tmp_path: Path) -> None:
     metrics = {"eval/f1": 0.5, "eval/loss": None}
     export_weights(path, whole.state_dict(), step=7, metrics=metrics)
     split, back = ConvNetMp(dev0=CPU, dev1=CPU), ConvNet()
-    load_weights(split, path)
-    load_weights(back, as_checkpoint(tmp_path / "checkpoints", split.state_dict()))
+    load(split, path)
+    load(back, as_checkpoint(tmp_path / "checkpoints", split.state_dict()))
     for name, tensor in back.state_dict().items():
         assert torch.equal(tensor, whole.state_dict()[name])
     with safe_open(path, "pt") as file:
@@ -118,7 +123,7 @@ def test_tied_weights_are_exported_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     export_weights(path, model.state_dict(), step=1, metrics={})
     assert load_file(path).keys() == model.state_dict().keys()
-    load_weights(model, path)
+    load(model, path)
     before = path.read_bytes()
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode, "others may read it as well"
@@ -167,7 +172,7 @@ def test_weights_of_another_model_are_rejected_with_what_differs(tmp_path: Path)
     for message, found in cases.items():
         model = toy()
         with pytest.raises(UserError) as caught:
-            load_weights(model, as_safetensors(tmp_path / "a.safetensors", found))
+            load(model, as_safetensors(tmp_path / "a.safetensors", found))
         assert message in str(caught.value).replace(
             "layer.weight, layer.bias", "layer.bias, layer.weight"
         )
@@ -192,11 +197,11 @@ def test_a_hostile_file_is_rejected_and_its_code_does_not_run(tmp_path: Path) ->
     with pytest.raises(
         UserError, match=r"refused: it names posix\.mkdir, .*none was run"
     ) as caught:
-        load_weights(toy(), saved(path, {"model": Hostile(proof)}))
+        load(toy(), saved(path, {"model": Hostile(proof)}))
     assert len(str(caught.value).splitlines()) == 1
     assert not proof.exists()
     with pytest.raises(UserError, match=r"ToyModel.*save the model's state_dict\(\)"):
-        load_weights(toy(), saved(path, toy()))
+        load(toy(), saved(path, toy()))
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
@@ -205,10 +210,10 @@ def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> N
     """The answer is one line for any bytes."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"model\.weights \(.*{name}\)") as caught:
-        load_weights(toy(), tmp_path / name)
+        load(toy(), tmp_path / name)
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(UserError, match="holds no state_dict"):
-        load_weights(toy(), saved(tmp_path / "b.pt", [1, 2]))
+        load(toy(), saved(tmp_path / "b.pt", [1, 2]))
 
 
 def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Source, TensorSource
+from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import TensorSplit, TokenSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -23,7 +22,7 @@ from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import whole
-from ddp_runner.train.build import build_setup, build_state
+from ddp_runner.train.build import build_dataset, build_setup, build_state
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train, train_step
 from ddp_runner.train.metrics import global_loss
@@ -87,11 +86,7 @@ def build(env: DistEnv, config: Config) -> TrainState:
 
     Samples and parameters have torch's default dtype.
     """
-    source = make(
-        "dataset", config.dataset, kind=Source | TensorSource, allowed=config.allowed_targets
-    )
-    data_root = Path(config.data_root)
-    dataset = load_dataset(source, data_root=data_root, log=lambda _: None)
+    dataset = build_dataset(config, log=lambda _: None)
     if torch.get_default_dtype() != torch.float32:
         dataset = replace(
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)

@@ -1,5 +1,6 @@
 """A loader gives each sample once an epoch over all ranks, and continues where it stopped."""
 
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -87,9 +88,12 @@ def test_an_order_may_change_between_epochs_only() -> None:
         other.load_state_dict(amid)
 
 
-def test_for_evaluation_the_ranks_share_the_samples_in_order() -> None:
-    """Each once, and always from the start."""
-    ranks = [loader(rank, shuffle=False) for rank in range(2)]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_for_evaluation_batch_k_is_the_same_samples_at_every_world_size(world_size: int) -> None:
+    """In order, each once, and always from the start; the last one may be on some ranks alone."""
+    ranks = [loader(rank, world_size, shuffle=False) for rank in range(world_size)]
     for _ in range(2):
-        assert torch.cat([*epoch_of(ranks[0]), *epoch_of(ranks[1])]).tolist() == [*range(13)]
+        batches = list(zip_longest(*map(epoch_of, ranks), fillvalue=torch.zeros(0)))
+        found = [sorted(torch.cat(of_ranks).int().tolist()) for of_ranks in batches]
+        assert found == [[*range(6)], [*range(6, 12)], [12]]
     assert ranks[0].state_dict()["epoch"] == ranks[0].num_seen == 0

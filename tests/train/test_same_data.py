@@ -1,0 +1,189 @@
+"""Ranks and resumes have the same data, or say so in one line before the first step."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, random_split
+from train_states import at, build, compose_config
+
+from ddp_runner.checkpoint.store import save_checkpoint
+from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.train.first_batch import warnings_of
+from ddp_runner.train.same_data import agreed_samples
+from ddp_runner.train.snapshot import restore, snapshot
+from ddp_runner.train.trial import Trial
+
+SIZE = 80
+
+
+class Numbers(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that are their own numbers, in the order of a list of files."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        value = float(self.numbers[index])
+        return torch.full((10,), value), torch.full((5,), value)
+
+
+def shuffled(size: int = SIZE, offset: int = 0) -> Numbers:
+    """Shuffle the files as torch's own pages do: by the global generator."""
+    numbers = [*range(offset, offset + size)]
+    random.shuffle(numbers)
+    return Numbers(numbers)
+
+
+def part(name: str) -> Subset[tuple[Tensor, Tensor]]:
+    """Return one side of a random split, written once for both."""
+    train, evaluation = random_split(Numbers([*range(100)]), [SIZE, 20])
+    return train if name == "train" else evaluation
+
+
+def unseeded(size: int = SIZE) -> Numbers:
+    """Shuffle with a generator of its own, which nobody can seed."""
+    return Numbers(np.random.default_rng().permutation(size).tolist())
+
+
+class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream of numbers that, as webdataset's split_by_node, gives each rank others."""
+
+    def __init__(self, *, splits: bool) -> None:
+        self.splits = splits
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        first, step = (dist.get_rank(), dist.get_world_size()) if self.splits else (0, 1)
+        for number in range(first, SIZE, step):
+            yield torch.full((10,), float(number)), torch.full((5,), float(number))
+
+
+def config_of(train: str, evaluation: str, *keys: str, world_size: int = 2) -> Config:
+    """Return the config of two datasets."""
+    return compose_config(
+        "model=toy",
+        "dataset=torch_dataset",
+        f"dataset.train={{_target_:{__name__}.{train}}}",
+        f"dataset.eval={{_target_:{__name__}.{evaluation}}}",
+        f"allowed_targets=[{__name__}]",
+        "batch.global_size=20",
+        *keys,
+        world_size=world_size,
+    )
+
+
+def used(env: DistEnv, config: Config) -> tuple[list[int], list[int]]:
+    """Return the numbers of a rank's samples: of a training epoch, and of its evaluation split."""
+    random.seed(env.rank)  # as a forked process is
+    torch.manual_seed(env.rank)
+    state = build(env, config)
+    agreed_samples(state.setup.dataset)
+    batches = [micro for step in state.setup.batches.epoch(0) for micro in step.micro_batches]
+    evaluated: Any = state.setup.dataset.eval
+    numbers = [int(one) for micro in batches for one in micro.data[0][:, 0]]
+    return numbers, [int(evaluated.dataset[index][0][0]) for index in range(len(evaluated))]
+
+
+def test_a_dataset_that_shuffles_in_its_constructor_gives_each_sample_once() -> None:
+    """On all ranks in the same order, and in a second run in the same order again."""
+    config = config_of("shuffled", "shuffled,size:5,offset:200")
+    runs = [run_ranks(used, 2, config) for _ in range(2)]
+    for (first, evaluated), (second, others) in runs:
+        assert sorted(first + second) == [*range(SIZE)]
+        assert evaluated == others
+        assert evaluated != sorted(evaluated)
+    assert runs[0] == runs[1]
+
+
+def test_both_sides_of_a_random_split_belong_to_one_split() -> None:
+    """Training and evaluation are built from the same random numbers, so nothing leaks."""
+    config = config_of("part,name:train", "part,name:eval")
+    (first, evaluated), (second, _) = run_ranks(used, 2, config)
+    assert sorted(first + second + evaluated) == [*range(100)]
+
+
+def agreement(env: DistEnv, config: Config) -> str:
+    """Return the refusal of the ranks' data; empty if they agree."""
+    try:
+        agreed_samples(build(env, config).setup.dataset)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "expected"),
+    [
+        ("unseeded", "shuffled", "the train samples of dataset=torch_dataset on rank 1 are not"),
+        ("shuffled", "unseeded", "the eval samples of dataset=torch_dataset on rank 1 are not"),
+        ("Streamed,splits:true", "shuffled", "offer shard(num_shards, index)"),
+        ("Streamed,splits:false", "Streamed,splits:false", ""),
+    ],
+)
+def test_ranks_with_other_data_say_so(train: str, evaluation: str, expected: str) -> None:
+    """All alike, in one line with what to do."""
+    first, second = run_ranks(agreement, 2, config_of(train, evaluation))
+    assert first == second
+    assert expected in first
+    assert bool(first) == bool(expected)
+    assert "\n" not in first
+
+
+def resumed(env: DistEnv, configs: list[Config], folder: Path) -> list[str]:
+    """Save amid the first config's run; return how each resume goes."""
+    answers = []
+    for number, config in enumerate(configs):
+        state = build(env, config)
+        samples = agreed_samples(state.setup.dataset)
+        state.setup = replace(state.setup, samples=samples)
+        if not number:
+            content = snapshot(at(state, step=1, step_in_epoch=1))
+            settings = CheckpointConfig(keep=1)
+            save_checkpoint(folder, content, step=1, metrics={}, config=settings, log=print)
+        try:
+            answers.append(f"step {restore(state, folder, log=print)}")
+        except UserError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_a_resume_with_other_samples_is_refused(tmp_path: Path) -> None:
+    """Some would be used twice, and trained on after they were evaluated."""
+    keys = ("shuffled", "shuffled,size:5,offset:200")
+    same, drawn = config_of(*keys, world_size=1), config_of("unseeded", keys[1], world_size=1)
+    (answers,) = run_ranks(resumed, 1, [same, same, drawn], tmp_path)
+    assert answers[:2] == ["step 1"] * 2
+    assert (
+        "does not fit position: the data changed: 80 training samples, but different"
+        in (answers[2])
+    )
+
+
+def warned(env: DistEnv, config: Config) -> list[str]:
+    """Return the warnings about the data."""
+    state = build(env, config)
+    state.setup = replace(state.setup, samples=agreed_samples(state.setup.dataset))
+    return warnings_of(Trial(1.0, 2.0, "sum"), state)
+
+
+def test_an_evaluation_that_begins_with_the_training_samples_is_warned_of() -> None:
+    """Both draw the same numbers, so two datasets of random samples begin alike."""
+    alike = config_of("shuffled", "shuffled", world_size=1)
+    other = config_of("shuffled", "shuffled,offset:200", world_size=1)
+    ((warning,),) = run_ranks(warned, 1, alike)
+    assert "the first evaluation sample is the first training sample" in warning
+    assert run_ranks(warned, 1, other) == [[]]
