@@ -136,3 +136,44 @@ def test_an_object_without_a_state_is_refused_at_once() -> None:
     """Long before the first checkpoint would fail."""
     with pytest.raises(UserError, match="best, a float, has no state_dict and load_state_dict"):
         validate_objects({"best": 0.5}, gone=())
+
+
+class Remembering(nn.Module):
+    """A module with a buffer that each rank fills by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("hidden", torch.zeros(2))
+
+
+def by_rank(env: DistEnv, folder: Path) -> dict[str, Any]:
+    """Save what differs between two ranks; return what each has after a restore."""
+    lines = list[str]()
+    ours = session(env, folder)
+    ours.log = lines.append
+    given: dict[str, Any] = {"model": Remembering(), "state": {"at": 100 + env.rank}, "same": {}}
+    if env.world_size == 2:
+        given["model"].hidden += env.rank
+        given["state"]["hidden"] = torch.full((3,), float(env.rank))
+        save(build_saver(ours, given), ours)
+        given = {"model": Remembering(), "state": {}, "same": {"more": 1}}
+    assert load(given, ours) == 3
+    found = {"at": given["state"]["at"], "same": given["same"], "lines": lines[:-1]}
+    return found | {
+        "hidden": given["state"]["hidden"].tolist(),
+        "buffer": given["model"].hidden.tolist(),
+    }
+
+
+def test_what_differs_between_ranks_comes_back_by_rank(tmp_path: Path) -> None:
+    """A carried hidden state, in a dict or a buffer; with fewer ranks a line says what is taken."""
+    for rank, found in enumerate(run_ranks(by_rank, 2, tmp_path)):
+        assert found["at"] == 100 + rank
+        assert (found["hidden"], found["buffer"]) == ([rank] * 3, [rank] * 2)
+        assert (found["same"], found["lines"]) == ({}, [])
+    (alone,) = run_ranks(by_rank, 1, tmp_path)
+    assert (alone["at"], alone["buffer"]) == (100, [0, 0])
+    (line,) = alone["lines"]
+    assert line.startswith("model, state differed between 2 ranks in checkpoint ")
+    assert line.endswith("and this run has 1: all take rank 0's")

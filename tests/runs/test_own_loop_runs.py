@@ -196,3 +196,98 @@ def test_a_loop_that_never_asks_still_ends(tmp_path: Path) -> None:
         "preempted",
         "ended without a checkpoint",
     )
+
+
+CARRIED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, inputs, carried):
+        outputs, carried = self.lstm(inputs, carried)
+        return self.head(self.drop(outputs)), carried
+
+
+def train(run, *, steps):
+    model = Net()
+    wrapped = run.wrap(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    zeros = torch.zeros(1, 2, 8)
+    state = {"hidden": zeros, "cell": zeros}
+    step = run.restore(model=model, optimizer=optimizer, state=state)
+    while step < steps:
+        inputs = torch.randn(2, 5, 4)  # each rank its own
+        outputs, carried = wrapped(inputs, (state["hidden"], state["cell"]))
+        state["hidden"], state["cell"] = (one.detach() for one in carried)
+        loss = (outputs - inputs.sum(-1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        run.log({"loss": loss, **run.sum({"carried": state["hidden"].sum()})}, step=step)
+        if run.should_stop(step):
+            return
+"""
+
+
+def test_a_carried_hidden_state_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Six steps, and three and three more: the state of an LSTM is each rank's own."""
+    keys = ("checkpoint.every_steps=1", "checkpoint.keep=9")
+    whole = run_function(CARRIED, "+loop.steps=6", *keys, folder=tmp_path / "whole")
+    assert whole.exit_code == 0, whole.stderr
+    first = run_function(CARRIED, "+loop.steps=3", *keys, folder=tmp_path / "cut")
+    again = run_command(
+        f"resume={first.run_dir}",
+        "loop.steps=6",
+        "allowed_targets=[mine]",
+        folder=tmp_path / "cut",
+        environ={"PYTHONPATH": str(tmp_path / "cut")},
+    )
+    assert again.exit_code == 0, again.stderr
+    assert reproducible_metrics(first.run_dir) == reproducible_metrics(whole.run_dir)
+    states = [
+        torch.load(checkpoint_dir(one, 6) / "state.pt", weights_only=True)
+        for one in (first.run_dir, whole.run_dir)
+    ]
+    assert torch.equal(*(one["by_rank"][1]["state"]["hidden"] for one in states))
+    assert not torch.equal(*(one["state"]["hidden"] for one in states[0]["by_rank"]))
+
+
+TEACHER = """
+import torch
+
+
+def train(run):
+    teacher = run.model()  # not wrapped: nothing but the runner gives the ranks its weights
+    loader = run.loader(torch.utils.data.TensorDataset(torch.arange(40.0)), global_size=10)
+    first = next(iter(loader))  # looked at, to build something of its size
+    compiled = torch.compile(teacher)
+    run.restore()
+    total = sum(float(one.double().sum()) for one in teacher.parameters())
+    sums = run.sum({"mine": total, "zeros": total * (run.rank == 0)})
+    seen = sum(len(batch) for (batch,) in loader)
+    run.log({**sums, "seen": run.sum({"seen": seen})["seen"]}, step=1)
+    run.export(compiled)
+"""
+
+
+def test_a_teacher_has_its_weights_on_all_ranks(tmp_path: Path) -> None:
+    """And a batch that was looked at is not lost, nor do compiled modules export other names."""
+    keys = ("model=toy", "train.epochs=1", "world_size=1")
+    trained = run_command(*keys, folder=tmp_path / "trained").run_dir
+    result = run_function(
+        TEACHER, "model=toy", f"model.weights={trained}", folder=tmp_path / "teacher"
+    )
+    assert result.exit_code == 0, result.stderr
+    (line,) = metrics(result.run_dir)
+    assert line["mine"] == 2 * line["zeros"]
+    assert line["seen"] == 40
+    ours, theirs = (load_file(run / "model.safetensors") for run in (result.run_dir, trained))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
