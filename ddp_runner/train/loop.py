@@ -15,6 +15,7 @@ from ddp_runner.config.monitors import ensure_monitored
 from ddp_runner.config.training import EarlyStopConfig, TrainConfig
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
+from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.seeds import seed_all
@@ -144,6 +145,9 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     """Accumulate the micro-batches' gradients; return this rank's part of the mean loss.
 
     The gradients have yet to be multiplied by ``state.gradient_factor``, if it is not None.
+
+    Raises:
+        UserError: the loss has no gradient.
     """
     setup = state.setup
     timer, has_peers = setup.timer, setup.env.world_size > 1
@@ -155,6 +159,11 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
             step = forward(state, state.model, micro_batch)
+            if not step.loss_sum.requires_grad:
+                raise UserError(
+                    "the loss of a batch depends on no parameter of the model; compute it, and the "
+                    "model's outputs, without no_grad, detach or item"
+                )
             share = micro_batch.weight / batch.global_count
             loss = step.loss_sum * share
             # The reduction averages over the shares, but global_count already counts them all.

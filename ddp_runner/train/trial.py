@@ -36,6 +36,7 @@ class Trial:
     once: float
     twice: float
     kind: str  # sum, mean or other
+    teaches: bool  # false: the loss is zero, and so is its gradient as far as it is known
     scalars: tuple[str, ...] = ()  # the names of those that the step returns in training
 
     @property
@@ -96,7 +97,7 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     state.module.train()
     with torch.no_grad():
         trained = forward(state, state.module, batch)
-    return Trial(once, twice, kind, tuple(trained.scalars))
+    return Trial(once, twice, kind, teaches=once != 0.0, scalars=tuple(trained.scalars))
 
 
 def _validate_step(step: object, name: str) -> None:
@@ -152,8 +153,9 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
             f"{(len(targets), classes, *places)}"
         )
     once, gradient = _loss_and_gradient(outputs, targets, state)
+    teaches = once != 0.0 or bool(gradient.any())
     if len(outputs) != len(targets):  # only the loss knows which dimension is the batch
-        return Trial(once, 2 * once, "sum")
+        return Trial(once, 2 * once, "sum", teaches)
     twice, gradient_twice = _loss_and_gradient(
         torch.cat([outputs, outputs]), torch.cat([targets, targets]), state
     )
@@ -171,14 +173,14 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
         kind = "mean"
     else:
         kind = "other"
-    return Trial(once, twice, kind)
+    return Trial(once, twice, kind, teaches)
 
 
 def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> tuple[float, Tensor]:
     """Return the loss and its gradient with respect to the outputs, of the same shape."""
     setup, config = state.setup, state.setup.config
     step = cast("partial[Step]", setup.step)
-    outputs = outputs.detach().requires_grad_(outputs.is_floating_point())
+    outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
     try:
         loss = step.keywords["loss"](outputs, targets)
     except (UserError, torch.OutOfMemoryError):
@@ -194,9 +196,13 @@ def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> t
             f"{loss_of(config)} returns {shape_of(loss)}, not a single number; it must be the sum "
             f"over the samples: {sum_form(config)}"
         )
-    gradient = None
-    if loss.requires_grad:
-        (gradient,) = torch.autograd.grad(loss.sum(), outputs, allow_unused=True)
+    if not loss.requires_grad:
+        raise UserError(
+            f"{loss_of(config)} returns a number that depends on no output of "
+            f"{model_of(config)}; compute it without no_grad, detach or item, from outputs that "
+            "are no integers"
+        )
+    (gradient,) = torch.autograd.grad(loss.sum(), outputs, allow_unused=True)
     return loss.item(), torch.zeros_like(outputs) if gradient is None else gradient
 
 

@@ -130,6 +130,14 @@ class Choosing(ToyModel):
         return outputs if inputs[0].sum() < 0 else self.extra(outputs)
 
 
+class Detached(ToyModel):
+    """Cuts its outputs off its parameters."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        return super().forward(inputs).detach()
+
+
 class Cursed(ToyModel):
     """Raises in its forward."""
 

@@ -58,6 +58,10 @@ INVALID: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ["returns (2,) of float32, not a single number"],
     ),
     "not a tensor": (loss("broken_models.a_float", *TOY), ["returns a float, not a single number"]),
+    "constant": (
+        loss("broken_models.constant", *TOY),
+        ["model.loss=broken_models.constant returns a number that depends on no output of model="],
+    ),
     "too few outputs": (
         of("SevenOutputs", *CONVNET),
         ["returns (2, 7) for 2 samples of dataset=fake_images with 10 classes"],
@@ -111,7 +115,6 @@ TAKEN: dict[str, tuple[tuple[str, ...], str]] = {
     "bf16": ((*CONVNET, "train.precision=bf16"), "sum"),
     "more outputs than classes": ((*CONVNET, "model.num_classes=1000"), "sum"),
     "zero": (loss("broken_models.zero", *TOY), "sum"),
-    "constant": (loss("broken_models.constant", *TOY), "other"),
     "of the worst sample": (loss("broken_models.worst_square", *TOY), "other"),
     "of pairs": (loss("broken_models.of_pairs", *TOY), "other"),
     "one sample": ((*TOY, "dataset.num_samples=1"), "sum"),
@@ -127,8 +130,9 @@ def attempts(env: DistEnv) -> dict[str, str]:
         try:
             state = build(env, config)
             trial = try_first_batch(state)
-            warned = any("not a sum" in one for one in warnings_of(trial, state))
-            assert warned == (trial.kind == "other")
+            warnings = " ".join(warnings_of(trial, state))
+            assert ("not a sum" in warnings) == (trial.kind == "other")
+            assert ("is exactly 0 for 2 samples" in warnings) == (name == "zero")
             found[name] = trial.kind
         except UserError as error:
             found[name] = str(error)
@@ -252,6 +256,13 @@ def test_a_layer_that_only_some_batches_use_is_named_where_ranks_gather_it(at_ra
     for found in run_ranks(refused, 2, compose_config(*keys, "parallelism=fsdp", world_size=2)):
         assert found.startswith("model=toy uses extra for some samples only, and parallelism=fsdp ")
     assert run_ranks(refused, 1, compose_config(*keys, "parallelism=single")) == [""]
+
+
+def test_a_model_without_gradients_is_told_so(tmp_path: Path) -> None:
+    """In place of what autograd says of an element 0."""
+    config = compose_config(*of("Detached"), world_size=2)
+    for message in run_ranks(whole_run, 2, config, tmp_path / "run", backend=None, timeout_s=240):
+        assert message.startswith("the loss of a batch depends on no parameter of the model; ")
 
 
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
