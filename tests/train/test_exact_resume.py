@@ -4,6 +4,7 @@ In the same mode and with as many ranks: bit for bit. In another, or with others
 an epoch, and losses that differ by rounding alone.
 """
 
+import random
 import shutil
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +51,7 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step import Step
 
 
 class Tiny(nn.Module):
@@ -97,6 +100,17 @@ class Counting(torch.optim.SGD):
             group["lr"] = rate
 
 
+def mixed(model: nn.Module, batch: Any) -> Step:
+    """A step with mixup, whose pairs and shares come from NumPy and Python."""
+    images, targets = batch
+    order = torch.from_numpy(np.random.permutation(len(images)))
+    kept = random.betavariate(0.4, 0.4) if model.training else 1.0
+    outputs = model(kept * images + (1 - kept) * images[order])
+    loss = kept * F.nll_loss(outputs, targets, reduction="sum")
+    loss = loss + (1 - kept) * F.nll_loss(outputs, targets[order], reduction="sum")
+    return Step(loss, len(images), outputs=outputs, targets=targets)
+
+
 # An epoch is a batch of 12 and one of a single sample, of which most ranks get none.
 BASE = (
     "dataset=fake_images",
@@ -117,6 +131,7 @@ BASE = (
     "model.dropout2=0.0",
 )
 NUM_STEPS = 6
+MIXED = "mixup, an average and a plateau"
 LARGE = 2.0**20  # times the loss: its scale makes it overflow
 AUGMENTED = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=2")
 WARM_UP = ("scheduler=cosine", "scheduler.warmup_steps=2", "scheduler.min_factor=0.1")
@@ -143,6 +158,15 @@ CASES: dict[str, tuple[str, ...]] = {
     "one cycle": (
         "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR",
         "+scheduler.max_lr=0.1",
+    ),
+    MIXED: (
+        f"train.step={__name__}.mixed",
+        "ema.decay=0.9",
+        "scheduler=plateau",
+        "scheduler.patience=0",
+        "scheduler.factor=0.5",
+        "optimizer=adamw",
+        *DROPOUT,
     ),
     "scaled loss": (f"optimizer.lr={0.05 / LARGE}",),
     "all": (
@@ -287,7 +311,8 @@ def cases_of(group: str) -> list[str]:
     # On CPUs dp is one device, as single is; what a mesh has of its own are its shards.
     if group not in MODES or group in ("dp", "ddp_mp", *MESHES):  # ddp_mp resumes as ddp does
         # Four ranks resume as two do, but with another mesh.
-        return ["plain", "dropout", "all"] if GROUPS[group][1] < 4 else ["plain"]
+        few = ["plain", MIXED]
+        return ["dropout", "all", *few] if GROUPS[group][1] < 4 else few
     return [case for case in CASES if "num_servers" not in NEEDS[group] or case != "scaled loss"]
 
 
@@ -316,7 +341,11 @@ def ways() -> Iterator[Any]:
     """Yield each group with each of its cases; by default all that a step depends on at once."""
     for group in GROUPS:
         for case in cases_of(group):
-            is_quick = case == "all" and group in MODES and group not in ("dp", "ddp_mp", "tp")
+            is_quick = (
+                case in ("all", MIXED)[: 1 + (group == "ddp")]
+                and group in MODES
+                and group not in ("dp", "ddp_mp", "tp")
+            )
             marks = [] if is_quick else [pytest.mark.full]
             yield pytest.param(group, case, marks=marks)
 

@@ -110,7 +110,9 @@ CASES = {
 MODES = {
     "ddp": ("parallelism=ddp", 2),
     "single": ("parallelism=single", 1),
+    "dp": ("parallelism=dp", 1),
     "fsdp": ("parallelism=fsdp", 2),
+    "hsdp": ("parallelism=hsdp", 4),
     "ps": ("parallelism=ps", 3),
 }
 
