@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism.module_names import matched
+from ddp_runner.seeds import seed_all
 
 WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
 
@@ -36,7 +38,7 @@ def split_layers(
             "parallelism.tensor_parallel_size needs a model that says how its layers are split; "
             "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp"
         )
-    styles = _styles(is_sequence_split=is_sequence_split)
+    styles, numbers = _styles(is_sequence_split=is_sequence_split), _OwnNumbers(mesh)
     for pattern, word in plan.items():
         if word not in _styles(is_sequence_split=True):
             raise UserError(
@@ -47,6 +49,36 @@ def split_layers(
         for name, layer in found.items() if word in styles else ():
             _validate_layer(name, layer, word, size=mesh.size())
             parallelize_module(layer, mesh, styles[word]())
+            numbers.between(layer, word)
+
+
+class _OwnNumbers:
+    """Lets each rank draw its own random numbers where it has its own part of the features.
+
+    That is between a layer that is split by its outputs and one that is split by its inputs. There
+    dropout must not drop the same units of different heads; elsewhere ranks must draw alike.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._rank = mesh.get_local_rank()
+        self._seed: int | None = None  # with which the ranks go on together
+
+    def between(self, layer: nn.Module, word: str) -> None:
+        """Watch a layer that begins such a part of the model, or ends it."""
+        if word == "colwise":
+            layer.register_forward_hook(self._part)
+        elif word == "rowwise":
+            layer.register_forward_pre_hook(self._meet)
+
+    def _part(self, layer: nn.Module, *_: Any) -> None:
+        if layer.training and self._seed is None and not torch.compiler.is_compiling():
+            self._seed = int(torch.randint(2**62, ()))  # the same on all ranks
+            seed_all(self._seed, "split", self._rank)
+
+    def _meet(self, *_: Any) -> None:
+        if self._seed is not None:
+            seed_all(self._seed)
+            self._seed = None
 
 
 def _validate_layer(name: str, layer: nn.Module, word: str, *, size: int) -> None:

@@ -214,6 +214,41 @@ def halves(env: DistEnv, config: Config) -> list[Any]:
     return [set(dtypes), stored, losses[-1] < losses[0]]
 
 
+class Drawing(nn.Module):
+    """Draws numbers where its features are split, and where they are whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(10, 10), nn.Linear(10, 5)
+        self.drawn = list[list[float]]()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        hidden = self.net1(inputs)
+        self.drawn.append(torch.rand(3).tolist())
+        outputs: Tensor = self.net2(hidden)
+        self.drawn.append(torch.rand(3).tolist())
+        return outputs
+
+
+def drawn_parts(env: DistEnv, config: Config) -> list[list[float]]:
+    """Return what a rank draws in a step."""
+    state = build(env, config)
+    take_steps(env, config, 1, state=state)
+    found: list[list[float]] = state.module.drawn
+    return found
+
+
+def test_ranks_draw_their_own_numbers_where_features_are_split() -> None:
+    """Dropout would otherwise drop the same units of different heads; elsewhere they agree."""
+    keys = (*TOY, f"model._target_={__name__}.Drawing", f"allowed_targets=[{__name__}]")
+    config = compose_config(*keys, "parallelism=tp", world_size=2)
+    (split, whole), (other_split, other_whole) = run_ranks(drawn_parts, 2, config)
+    assert whole == other_whole
+    assert not set(split) & set(other_split)
+    assert run_ranks(drawn_parts, 2, config)[1] == [other_split, other_whole]
+
+
 def test_blocks_are_gathered_in_bf16_and_kept_in_fp32() -> None:
     """What is outside of the blocks, and what the optimizer changes, keeps its precision."""
     keys = ("parallelism=fsdp", "train.precision=bf16", "batch.global_size=8", "optimizer.lr=0.01")
