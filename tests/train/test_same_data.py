@@ -177,7 +177,7 @@ def warned(env: DistEnv, config: Config) -> list[str]:
     """Return the warnings about the data."""
     state = build(env, config)
     state.setup = replace(state.setup, samples=agreed_samples(state.setup.dataset))
-    return warnings_of(Trial(1.0, 2.0, "sum"), state)
+    return warnings_of(Trial(1.0, 2.0, "sum", teaches=True), state)
 
 
 def test_an_evaluation_that_begins_with_the_training_samples_is_warned_of() -> None:
