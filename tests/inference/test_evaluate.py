@@ -201,3 +201,15 @@ def test_a_sweep_evaluates_several_runs(tmp_path: Path) -> None:
     for seed in (1, 2):
         (found,) = metrics(tmp_path / "evaluated" / f"resume=sweep-seed={seed}")
         assert of_evaluation(found) == own_evaluations(tmp_path / "sweep" / f"seed={seed}")[-1]
+
+
+@pytest.mark.full
+def test_a_model_that_draws_evaluates_to_the_runs_own_digits(tmp_path: Path) -> None:
+    """As a VAE does: an evaluation draws the numbers of its step."""
+    mine = ("train.step=own_steps.random", "allowed_targets=[own_steps]")
+    environ = {"PYTHONPATH": str(Path(own_metrics.__file__).parent)}
+    keys = ("model=toy", "world_size=2", *mine, f"hydra.run.dir={RUN}")
+    end = run_command(*SHORT, *keys, folder=tmp_path, environ=environ)
+    assert end.exit_code == 0, end.stderr
+    end = run_command("task=evaluate", f"resume={RUN}", mine[1], folder=tmp_path, environ=environ)
+    assert "to the last digit" in end.stdout, end.stderr
