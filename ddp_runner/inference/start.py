@@ -25,7 +25,7 @@ def open_logger(session: Session, model: TrainedModel, *, num_rounds: int = 0) -
     setup = model.setup
     counts = [
         f"{'a stream of' if (count := num_samples(split)) is None else f'{count:,}'} {NOUNS[name]}"
-        for name, split in setup.splits.items()
+        for name, split in model.splits.items()
     ]
     return open_run_logger(
         session,
