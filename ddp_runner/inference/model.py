@@ -14,9 +14,8 @@ from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.data.streams import AnySplit
-from ddp_runner.data.trees import shape_of
+from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.distributed import from_rank_zero, loop_group, share_group
-from ddp_runner.errors import UserError, is_lost_peer, typed
 from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.parallelism.shards import send_module
@@ -114,18 +113,9 @@ def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[
 @torch.no_grad()
 def _try_samples(model: TrainedModel, split: AnySplit) -> None:
     """Compute on the first two samples, where a message can say what does not fit."""
-    setup = model.setup
+    setup, run = model.setup, model.run_dir
     data = first_samples(split, seed=setup.config.seed)
     model.evaluated.eval()
-    try:
+    what = f"the model of {run} cannot take dataset={setup.dataset.name}, whose samples are"
+    with taking(what, inputs_of(data), fix="choose a dataset that fits"):
         forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_SAMPLES))
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if is_lost_peer(error):  # in a forward that waits for the other ranks
-            raise
-        samples = data[0] if isinstance(data, tuple | list) else data
-        raise UserError(
-            f"the model of {model.run_dir} cannot take dataset={setup.dataset.name}, whose samples "
-            f"are {shape_of(samples)}: {typed(error)}; choose a dataset that fits"
-        ) from error
