@@ -1,7 +1,8 @@
 """The one exception for what a user can cause, and what its messages are made of."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 MOST_NAMES = 3  # that a message lists
@@ -26,6 +27,15 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+@contextmanager
+def os_errors(what: str, *, fix: str = "free space or make the folder writable") -> Iterator[None]:
+    """Turn an OSError of the block into a ``UserError``: what failed, the reason, what helps."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} ({error.strerror or error}); {fix}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -7,20 +7,17 @@ little extra memory.
 Collective: every rank must call each check, and gets the same finding.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_runner.checkpoint.digests import digest_of
 from ddp_runner.data.batches import GlobalBatches, StepBatch, eval_batches
-from ddp_runner.data.splits import Piece, Split
-from ddp_runner.data.streams import StreamSplit
-from ddp_runner.data.trees import tensors_of
+from ddp_runner.data.trees import shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.parallelism.shards import gathered, has_shards, is_shard, own_part, whole
@@ -71,7 +68,7 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
         ranks = [str(rank) for rank, mark in enumerate(prints) if mark != prints[0]]
         if not ranks:
             continue
-        shapes = ["none" if mark is None else f"{mark[0]} of {mark[1]}" for mark in prints]
+        shapes = ["none" if mark is None else mark[0] for mark in prints]
         if len(set(shapes)) > 1:
             what = f"by rank: {'; '.join(shapes)}"
         else:
@@ -125,13 +122,8 @@ def equal_buffers(state: TrainState) -> Finding:
     """Check that all ranks evaluate and save the same buffers, after some training steps."""
     setup, buffers = state.setup, dict(state.module.named_buffers())
     num_differed = len(differences(buffers))
-    size = EVAL_STEPS * setup.eval_batch_size * setup.env.world_size
-    part = setup.dataset.eval
-    if not isinstance(part, StreamSplit):
-        part = _First(part, size)
-    dataset = replace(setup.dataset, eval=part)
     # Without metrics: some cannot be computed from a part.
-    evaluate(replace(state, setup=replace(setup, dataset=dataset, metrics={})))
+    evaluate(replace(state, setup=replace(setup, metrics={})), most_batches=EVAL_STEPS)
     saved = snapshot(state)["objects"]["model"]
     if has_shards(state.module):  # only rank 0 keeps what it saves; the others have it, too
         own = gathered(state.module.state_dict(), keep=True)
@@ -176,27 +168,6 @@ def equal_outputs(state: TrainState) -> Finding:
     return Finding(name, False, f"{detail}; {cause.detail}")
 
 
-@dataclass(frozen=True)
-class _First:
-    """The first samples of a split."""
-
-    split: Split
-    most: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.split.device
-
-    def __len__(self) -> int:
-        return min(self.most, len(self.split))
-
-    def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
-        return self.split.load(pieces, seed=seed)
-
-    def near(self, device: torch.device, *, most_bytes: float) -> Split:
-        return self
-
-
 def _first_steps(batches: GlobalBatches | StreamBatches) -> Iterator[StepBatch]:
     """Yield a few steps, of several epochs if these are short; of a stream only of the first."""
     if isinstance(batches, StreamBatches):
@@ -207,14 +178,9 @@ def _first_steps(batches: GlobalBatches | StreamBatches) -> Iterator[StepBatch]:
         yield batches.step(epoch, index, order=batches.order(epoch))
 
 
-def _fingerprint(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
-    """Return the tensor's shape, dtype and digest."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    digest = hashlib.blake2b(raw.data, digest_size=16).hexdigest()
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest
+def _fingerprint(tensor: Tensor) -> tuple[str, str]:
+    """Return the tensor's shape and dtype in words, and its digest."""
+    return shape_of(tensor), digest_of(tensor)
 
 
 def _largest_difference(tensor: Tensor) -> float:

@@ -27,11 +27,11 @@ def digest_of(state: Any) -> str:
     return digest.hexdigest()
 
 
-def _leaves(state: Any) -> Iterator[bytes]:
+def _leaves(state: Any) -> Iterator[bytes | memoryview]:
     if isinstance(state, Tensor):
         dense = state.detach().to_dense().cpu().contiguous()
         yield f"{tuple(dense.shape)} {dense.dtype}".encode()
-        yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield dense.reshape(-1).view(torch.uint8).numpy().data
     elif isinstance(state, Mapping):
         for key, value in state.items():
             yield repr(key).encode()

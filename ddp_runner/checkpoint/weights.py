@@ -19,7 +19,7 @@ from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
-from ddp_runner.errors import UserError, listed
+from ddp_runner.errors import UserError, listed, os_errors
 from ddp_runner.files import file_sha256, replacing
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
@@ -181,14 +181,10 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
 
 def _find(path: Path, *, log: Callable[[str], None]) -> Path:
     """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest."""
-    try:
+    what = f"model.weights ({path}) cannot be read"
+    with os_errors(what, fix="make it readable, or give other weights"):
         if path.is_file() or (path / MANIFEST).exists():
             return path
-    except OSError as error:
-        raise UserError(
-            f"model.weights ({path}) cannot be read ({error.strerror}); make it readable, or give "
-            "other weights"
-        ) from error
     config = RunDir(path).config
     try:
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]

@@ -8,10 +8,9 @@ from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.config.measuring import OPS, CollectivesConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
-from ddp_runner.tracking.start_block import fact_lines, gpu_names, ranks_on_nodes, shown_path
+from ddp_runner.rank.task_log import log_start, task_logger
+from ddp_runner.tracking.start_block import gpu_names, ranks_on_nodes
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
 TABLE_HEAD = (
@@ -32,24 +31,14 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     job, device = session.job, session.devices[0]
     config, backend = session.config.collectives, session.config.backend.name
     note_restart(session, step=0)
-    for warning in job.warnings:
-        session.log(f"warning: {warning}")
-    (session.log if job.shows_header else log_to_file)(_start_block(session))
+    log_start(session, _facts(session))
     reasons = {
         variant: unsupported_reason(variant, device=device, backend=backend)
         for variant in variants(config)
     }
     validate_reduce_ops(config, reasons, backend=backend)
-    logger: Logger = NullLogger()
-    if session.env.is_rank_zero:
-        logger = RunLogger(
-            session.run_dir,
-            job=job,
-            started_at=job.started_at,
-            title=job.title,
-            heartbeat=session.heartbeat,
-            shows_curves=job.number > 0,  # steps are bytes here, a calibration's beside a sweep's
-        )
+    # Steps are bytes here: curves of a calibration would be drawn beside those of its sweep.
+    logger = task_logger(session, shows_curves=job.number > 0)
     logger.step_done(step=0, epoch=0)  # the start-up ends here
     measurements, status = list[Measurement](), Status.COMPLETED
     session.log(TABLE_HEAD)
@@ -127,11 +116,10 @@ def validate_reduce_ops(
             )
 
 
-def _start_block(session: Session) -> str:
+def _facts(session: Session) -> dict[str, str]:
     config, code = session.config, session.job.code
     asked, sizes = config.collectives, message_sizes(config.collectives)
-    facts = {
-        "run": "" if session.job.run_dir else str(shown_path(session.run_dir.path)),
+    return {
         "collectives": f"{config.backend.name} (timeout {config.backend.timeout_s:g} s), "
         f"{ranks_on_nodes(session.env)}",
         "device": gpu_names(session.devices),
@@ -139,7 +127,6 @@ def _start_block(session: Session) -> str:
         "calls": f"{asked.steps} timed of each, after {asked.warmup_steps} to warm up",
         "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
     }
-    return fact_lines(facts)
 
 
 def _title(variant: Variant | Measurement) -> str:

@@ -15,7 +15,7 @@ from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
 from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
 from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs, tagged
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
     from ddp_runner.compare.render.report.page import write_report
 
     lines = []
-    try:
+    with os_errors(f"--out ({folder}) cannot be written", fix="choose a writable folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, form in FORMATS.items():
             path = folder / f"comparison.{SUFFIXES[name]}"
@@ -77,10 +77,6 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
         drawn = figures(comparison)
         lines += write_plots(drawn, folder)
         return [*lines, write_report(comparison, drawn, folder, paths=paths)]
-    except OSError as error:
-        raise UserError(
-            f"--out ({folder}) cannot be written ({error.strerror}); choose a writable folder"
-        ) from error
 
 
 def _target(text: str) -> Target:

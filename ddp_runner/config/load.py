@@ -15,7 +15,7 @@ from omegaconf.resolvers import oc
 
 from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import Place, Secrets
-from ddp_runner.errors import UserError, one_line
+from ddp_runner.errors import UserError, one_line, os_errors
 
 LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 
@@ -56,12 +56,8 @@ def frozen_config(path: Path) -> DictConfig:
     Raises:
         UserError: the file is damaged, or cannot be read.
     """
-    try:
+    with os_errors(f"{path} cannot be read", fix="name the folder of a run that you may read"):
         content = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}); name the folder of a run that you may read"
-        ) from error
     try:
         text = content.decode().strip()
         if text.startswith("---") and not text.endswith("..."):

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ddp_runner.errors import UserError, one_line, typed
+from ddp_runner.errors import UserError, one_line, os_errors, typed
 
 MOST_OPEN = 128  # shards that a process keeps open: a limit of 1024 files is common
 INDEX_THREADS = 16  # shards that are indexed at once: a cluster's file system takes long to answer
@@ -162,10 +162,8 @@ def _opened(path: str) -> BinaryIO:
 
 
 def _read(path: str, offset: int, size: int) -> bytes:
-    try:
+    with os_errors(f"{path} cannot be read", fix="put it back"):
         content = os.pread(_opened(path).fileno(), size, offset)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); put it back") from error
     if len(content) != size:
         raise UserError(
             f"{path} ends before byte {offset + size:,}, and it was longer when the run started; "

@@ -21,7 +21,7 @@ from ddp_runner.data.tokenizer import (
     load_tokenizer,
     tokenizer_file,
 )
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, os_errors, typed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -166,13 +166,13 @@ def load_text_tokenizer(folder: Path) -> TextTokenizer:
     path = tokenizer_file(folder)
     if path.name != TOKENIZER_FILE:
         return Library(load_tokenizer(folder))
+    with os_errors(f"{path} cannot be read", fix="make it readable"):
+        text = path.read_bytes()
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(text)
         own = content.get(OWN)
         if own is not None:
             return Bytes() if own["vocabulary"] == BYTES else Characters(own["characters"])
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not a tokenizer file ({typed(error)}); restore it") from error
     return Library(load_tokenizer(folder))

@@ -1,12 +1,15 @@
 """Batches as trees: tensors in tuples, lists, mappings and dataclasses, nested at will."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ddp_runner.errors import UserError, is_lost_peer, typed
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -54,6 +57,11 @@ def first_tensor(tree: Any) -> Tensor | None:
     return next((tensor for _, tensor in tensors_of(tree)), None)
 
 
+def inputs_of(data: Any) -> Any:
+    """Return what of a batch the ordinary training step gives to the model."""
+    return data[0] if isinstance(data, tuple | list) else data
+
+
 def shape_of(tree: Any) -> str:
     """Return a tree's shapes and dtypes in words, for messages."""
     if isinstance(tree, Tensor) and not tree.is_nested:  # which has no shape
@@ -63,3 +71,22 @@ def shape_of(tree: Any) -> str:
     if isinstance(tree, list | tuple):
         return "(" + ", ".join(map(shape_of, tree)) + ")"
     return f"a {type(tree).__name__}"
+
+
+@contextmanager
+def taking(what: str, tree: Any, *, fix: str) -> Iterator[None]:
+    """Say what cannot take a tree if the block, which computes on it, raises any exception.
+
+    A lack of memory, or of another rank in a forward that waits for it, is no fault of the tree.
+
+    Raises:
+        UserError: with the tree's shapes, the exception's type and text, and the fix.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if is_lost_peer(error):
+            raise
+        raise UserError(f"{what} {shape_of(tree)}: {typed(error)}; {fix}") from error

@@ -35,7 +35,7 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     with open_logger(session, model) as logger:
         session.heartbeat.note(EVALUATING)
         logger.step_done(step=0, epoch=0)  # the start-up ends here
-        splits, began = model.setup.splits, time.perf_counter()
+        splits, began = model.splits, time.perf_counter()
         results, confusion = evaluate(model, *splits.values())
         counts = [num_samples(split) for split in splits.values()]
         if None not in counts:
@@ -55,7 +55,7 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
 def _try_metrics(model: TrainedModel) -> None:
     setup, batches = model.setup, []
     for numbers in (range(NUM_FIRST), range(NUM_FIRST, 2 * NUM_FIRST)):
-        data = first_samples(next(iter(setup.splits.values())), numbers, seed=setup.config.seed)
+        data = first_samples(next(iter(model.splits.values())), numbers, seed=setup.config.seed)
         step = forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_FIRST))
         batches.append((step.outputs, step.targets))
     try_metrics(setup.metrics, *batches, device=setup.devices[-1])

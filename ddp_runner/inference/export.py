@@ -39,7 +39,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
                 metrics=numbers,
                 is_average=setup.config.ema.decay is not None and setup.config.ema.evaluate,
             )
-            split = next(iter(setup.splits.values()))
+            split = next(iter(model.splits.values()))
             files = export_programs(
                 setup.config,
                 setup.dataset,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.config.schema import RunConfig
@@ -15,48 +14,28 @@ from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.data.streams import AnySplit
-from ddp_runner.data.trees import shape_of
-from ddp_runner.dist_env import DistEnv
+from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.distributed import from_rank_zero, loop_group, share_group
-from ddp_runner.errors import UserError, is_lost_peer, typed
 from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
-from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.mode import Role
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.build import build_dataset, build_metrics, build_step
+from ddp_runner.train.build import build_dataset, eval_setup
 from ddp_runner.train.build_model import place_model
+from ddp_runner.train.eval_totals import EvalSetup
 from ddp_runner.train.evaluation import first_samples, forward
 from ddp_runner.train.programs import NUM_SAMPLES
-from ddp_runner.train.step import StepFunction
-
-
-@dataclass(frozen=True)
-class InferenceSetup:
-    """What a rank computes with; it has what ``EvalSetup`` asks for."""
-
-    config: RunConfig
-    role: Role
-    env: DistEnv  # its place among the ranks that compute
-    devices: tuple[torch.device, ...]
-    dataset: Dataset
-    eval_batch_size: int
-    step: StepFunction
-    metrics: Mapping[str, Metric]
-    group: ProcessGroup | None  # the ranks that compute; None: all
-    data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
-    splits: Mapping[str, AnySplit]  # those that ``inference.split`` names, near the device
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     """The model of a run, bare, with its weights, on a rank that computes."""
 
-    setup: InferenceSetup
+    setup: EvalSetup
     evaluated: nn.Module
+    splits: Mapping[str, AnySplit]  # those that ``inference.split`` names, near the device
     step: int  # optimizer steps that made the weights
     epoch: int  # in which the step was taken; 0: the run has not logged it
     run_dir: RunDir  # of the run
@@ -101,29 +80,25 @@ def open_model(session: Session) -> TrainedModel | None:
         validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
         tensors = fitting_tensors(module, found[0].tensors, named=str(found[0].path))
     send_module(module, tensors, group=group)
-    setup = InferenceSetup(
-        config=config,
-        role=role,
-        env=role.loop,
-        devices=session.devices,
-        dataset=dataset,
-        eval_batch_size=config.batch.eval_size,
-        step=build_step(config, session.devices),
-        metrics=build_metrics(config),
-        group=group,
-        data_group=data_group,
-        splits=_splits(config, dataset, near=session.devices[0]),
-    )
     model = TrainedModel(
-        setup,
+        eval_setup(
+            config,
+            role,
+            session.env,
+            session.devices,
+            dataset=dataset,
+            group=group,
+            data=data_group,
+        ),
         module,
+        splits=_splits(config, dataset, near=session.devices[0]),
         step=step,
         epoch=epoch,
         run_dir=run_dir,
         weights_name=name,
         arguments=arguments,
     )
-    for split in setup.splits.values():
+    for split in model.splits.values():
         _try_samples(model, split)
     return model
 
@@ -138,18 +113,9 @@ def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[
 @torch.no_grad()
 def _try_samples(model: TrainedModel, split: AnySplit) -> None:
     """Compute on the first two samples, where a message can say what does not fit."""
-    setup = model.setup
+    setup, run = model.setup, model.run_dir
     data = first_samples(split, seed=setup.config.seed)
     model.evaluated.eval()
-    try:
+    what = f"the model of {run} cannot take dataset={setup.dataset.name}, whose samples are"
+    with taking(what, inputs_of(data), fix="choose a dataset that fits"):
         forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_SAMPLES))
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if is_lost_peer(error):  # in a forward that waits for the other ranks
-            raise
-        samples = data[0] if isinstance(data, tuple | list) else data
-        raise UserError(
-            f"the model of {model.run_dir} cannot take dataset={setup.dataset.name}, whose samples "
-            f"are {shape_of(samples)}: {typed(error)}; choose a dataset that fits"
-        ) from error

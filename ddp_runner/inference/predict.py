@@ -46,7 +46,7 @@ def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Stat
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
-    num_rounds = sum(_num_rounds(model, split) for split in model.setup.splits.values())
+    num_rounds = sum(_num_rounds(model, split) for split in model.splits.values())
     with open_logger(session, model, num_rounds=num_rounds) as logger:
         path = session.run_dir.path / f"predictions.{session.config.inference.format}"
         with ExitStack() as stack:
@@ -81,7 +81,7 @@ def _write(
     broadcast_buffers(model.evaluated, group=setup.group)
     names = _sample_names(model) if writer is not None else {}
     first: Columns | None = None
-    for name, split in setup.splits.items():
+    for name, split in model.splits.items():
         for own in _own_rows(model, split, name=name):
             found = _gathered(own, model)
             if writer is not None and found:
@@ -105,7 +105,7 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     if not isinstance(source, NamedSamples):
         return {}
     names = source.sample_names(Path(config.data_root))
-    counts = {name: num_samples(split) for name, split in model.setup.splits.items()}
+    counts = {name: num_samples(split) for name, split in model.splits.items()}
     found = {name: len(names[name]) for name in counts} if counts.keys() <= {*names} else None
     if found != counts:
         raise UserError(

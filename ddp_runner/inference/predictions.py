@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, listed, typed
+from ddp_runner.errors import UserError, listed, os_errors, typed
 from ddp_runner.train.step import Step
 
 MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
@@ -193,12 +193,8 @@ def open_writer(path: Path) -> Iterator[Writer]:
     """
     temp = path.with_name(f".{path.name}.tmp")
     try:
-        yield CsvWriter(path, temp) if path.suffix == ".csv" else ParquetWriter(path, temp)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}); free space or make the folder "
-            "writable"
-        ) from error
+        with os_errors(f"{path} cannot be written"):
+            yield CsvWriter(path, temp) if path.suffix == ".csv" else ParquetWriter(path, temp)
     finally:
         with suppress(OSError):  # what matters is the error before it
             temp.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import yaml
 
 from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import is_missing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -76,12 +76,8 @@ def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset:
         path = run_dir.path / name
         if is_missing(path):
             continue
-        try:
+        with os_errors(f"{path} cannot be read", fix="make it readable"):
             kept = path.read_bytes()
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}); make it readable"
-            ) from error
         if kept != content:
             raise UserError(
                 f"dataset={dataset} made another {name} than the run has in {path}, so its samples "

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ddp_runner.config.inference import InferenceConfig
 from ddp_runner.data.text_tokenizer import Characters, TextTokenizer
-from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, printable, typed
+from ddp_runner.data.trees import shape_of, taking
+from ddp_runner.errors import UserError, printable
 from ddp_runner.files import replace_file
 from ddp_runner.inference.load import load_model
 from ddp_runner.inference.run_files import kept_tokenizer
@@ -155,14 +155,8 @@ def choose(
 def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the logits after the last token, float64 (vocab_size,), on the CPU."""
     fix = "task=sample takes a language model, such as model=gpt"
-    try:
+    with taking("the model cannot take tokens,", tokens, fix=fix):
         outputs = model(tokens)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"the model cannot take tokens, {shape_of(tokens)}: {typed(error)}; {fix}"
-        ) from error
     wanted = (*tokens.shape, vocab_size)
     fits = isinstance(outputs, Tensor) and outputs.shape[:-1] == tokens.shape
     if not fits or outputs.shape[-1] < vocab_size:

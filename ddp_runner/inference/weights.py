@@ -18,7 +18,7 @@ from ddp_runner.checkpoint.weights import read_export
 from ddp_runner.config.inference import Asked
 from ddp_runner.config.schema import Config
 from ddp_runner.config.validate_inference import validate_weights
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import file_sha256, is_missing
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
@@ -84,13 +84,9 @@ def _exported(run_dir: RunDir, *, is_average: bool, log: Callable[[str], None]) 
         return None
     record = {} if is_missing(run_dir.record) else read_run_record(run_dir)
     is_completed, wanted = record.get("status") == Status.COMPLETED, record.get("export_sha256")
-    try:
+    fix = "make it readable, or write inference.weights=last"
+    with os_errors(f"{path} cannot be read", fix=fix):
         sha256 = file_sha256(path)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}); make it readable, or write "
-            "inference.weights=last"
-        ) from error
     if wanted is not None and sha256 != wanted and not is_completed:
         # The file is replaced before its checksum, and a kill may come in between.
         log(f"{path} is passed over: the run has not completed since it wrote the file")

@@ -14,9 +14,10 @@ from ddp_runner.job import Status
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.rank.session import Session
+from ddp_runner.rank.task_log import task_logger
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.images import encoded
-from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
+from ddp_runner.tracking.run_logger import Logger, NullLogger
 from ddp_runner.tracking.run_record import write_run_record
 
 RESERVED = ("step", "epoch", "time_s")  # the other fields of a line of metrics.jsonl
@@ -50,15 +51,7 @@ class Records:
             # Only now, so that a failed resume changes nothing.
             freeze(session.job, session.run_dir)
             write_run_record(session.run_dir, uses=sorted(uses))
-            self._logger = RunLogger(
-                session.run_dir,
-                job=session.job,
-                started_at=session.job.started_at,
-                resume_step=resume_step,
-                max_steps=None,
-                title=session.job.title,
-                heartbeat=session.heartbeat,
-            )
+            self._logger = task_logger(session, resume_step=resume_step, max_steps=None)
             self._writer = CheckpointWriter(
                 session.run_dir.checkpoints,
                 session.config.checkpoint,

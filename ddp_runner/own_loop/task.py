@@ -11,16 +11,10 @@ from ddp_runner.config.instantiate import construct, find
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
-from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
+from ddp_runner.rank.task_log import log_start
 from ddp_runner.seeds import seed_all
-from ddp_runner.tracking.start_block import (
-    fact_lines,
-    gpu_names,
-    ranks_on_nodes,
-    shown_path,
-    word_lines,
-)
+from ddp_runner.tracking.start_block import placement, shown_path
 
 
 def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -94,20 +88,8 @@ def place_noted(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _log_start(session: Session) -> None:
-    config, job = session.config, session.job
-    for warning in job.warnings:
-        session.log(f"warning: {warning}")
-    written = job.secrets.written(config).loop
+    config = session.config
+    written = session.job.secrets.written(config).loop
     arguments = ", ".join(f"{key}={value}" for key, value in written.items())
-    facts = {
-        "run": "" if job.run_dir else str(shown_path(session.run_dir.path)),
-        "task": f"{config.task}({arguments})",
-        "parallelism": f"{config.parallelism.get('name')}, {config.backend.name}, "
-        f"{ranks_on_nodes(session.env)}",
-        "device": gpu_names(session.devices),
-    }
-    words = word_lines(
-        config, session.env, device=session.devices[0], versions=job.code["versions"]
-    )
-    (session.log if job.shows_header else log_to_file)(fact_lines(facts))
-    (session.log if job.shows_header and config.verbose else log_to_file)(words)
+    placed = placement(config, session.env, session.devices)
+    log_start(session, {"task": f"{config.task}({arguments})", **placed}, explains=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import replace_file
 from ddp_runner.job import Status
 
@@ -144,13 +144,13 @@ class Ledger:
         fields: dict[str, Any] = {"format_version": FORMAT_VERSION, "command": list(command)}
         fields["jobs"] = [asdict(entry) for entry in entries.values()]
         path = self.folder / LEDGER
-        with _writing(path):
+        with os_errors(f"{path} cannot be written"):
             replace_file(path, json.dumps(fields, indent=1, ensure_ascii=False))
             (self.folder / JOURNAL).unlink(missing_ok=True)  # last: it counts while it exists
 
     def _append(self, new: Sequence[Entry]) -> None:
         path, known = self.folder / JOURNAL, self._known()
-        with _writing(path):
+        with os_errors(f"{path} cannot be written"):
             # A launcher that was killed may have left the beginning of a line.
             is_whole = path.exists() and path.stat().st_size == known.num_bytes
             if is_whole and len(new) < len(known.entries):
@@ -204,15 +204,6 @@ class Ledger:
 
 def _line(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fix = "free space or make the folder writable"
-        raise UserError(f"{path} cannot be written ({error.strerror}); {fix}") from error
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import os_errors
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.job import Status
 from ddp_runner.tracking.images import cut_images, image_summary, keep_image
@@ -200,15 +200,9 @@ class MetricFiles:
         """Return the time.time() of a moment given in seconds since the run began."""
         return time.time() - (time.monotonic() - self._began - time_s)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"metrics cannot be written to {self._run_dir} ({error.strerror or error}); free "
-                "space or make the folder writable, then resume"
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        what = f"metrics cannot be written to {self._run_dir}"
+        return os_errors(what, fix="free space or make the folder writable, then resume")
 
 
 def _cut_lines(path: Path, first_step: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import safe_name
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir, ensure_space
 from ddp_runner.tracking.run_record import read_run_record
@@ -58,7 +58,8 @@ def claim(path: Path) -> Path:
     Raises:
         UserError: the folder cannot be written, or the disk is nearly full.
     """
-    try:
+    fix = "start in a folder that you may write to, or give hydra.run.dir=FOLDER"
+    with os_errors(f"the run folder {path} cannot be created", fix=fix):
         # Before anything is created, so that an error leaves nothing behind.
         ensure_space(path, place=next(one for one in path.parents if one.is_dir()))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,11 +68,6 @@ def claim(path: Path) -> Path:
             with suppress(FileExistsError):
                 candidate.mkdir()
                 return candidate
-    except OSError as error:
-        raise UserError(
-            f"the run folder {path} cannot be created ({error.strerror}); "
-            "start in a folder that you may write to, or give hydra.run.dir=FOLDER"
-        ) from error
     raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import FileIn, replace_file
 
 if TYPE_CHECKING:
@@ -149,16 +149,11 @@ class RunDir:
             explicit_end=True,
         )
         folder = self.config.parent
-        try:
+        with os_errors(f"{folder} cannot be written"):
             folder.mkdir(exist_ok=True)
             replace_file(self.overrides, yaml.safe_dump(list(overrides), allow_unicode=True))
             replace_file(self.choices, yaml.safe_dump(dict(choices)))
             replace_file(self.config, text)  # last: a run is resumed from this one
-        except OSError as error:
-            raise UserError(
-                f"{folder} cannot be written ({error.strerror}); free space or make the folder "
-                "writable"
-            ) from error
 
     @property
     def resume_argument(self) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
@@ -110,12 +110,10 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     path = Path(run_dir, RUN_RECORD)
     if missing_ok and not path.exists():
         return {}
+    with os_errors(f"{path} cannot be read", fix="name the folder of a run"):
+        content = path.read_bytes()
     try:
-        fields = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}); name the folder of a run"
-        ) from error
+        fields = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); restore or delete it") from error
     if not isinstance(fields, dict):
@@ -160,7 +158,7 @@ def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
 def _rewriting(run_dir: os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Write the fields that this block fills in; in the block nobody else writes run.json."""
     path = Path(run_dir, RUN_RECORD)
-    try:
+    with os_errors(f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder_descriptor = os.open(path.parent, os.O_RDONLY)
         try:
@@ -170,10 +168,6 @@ def _rewriting(run_dir: os.PathLike[str]) -> Iterator[dict[str, Any]]:
             replace_file(path, json.dumps(json_safe(fields), indent=2, allow_nan=False) + "\n")
         finally:
             os.close(folder_descriptor)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); free space or make the folder writable"
-        ) from error
 
 
 def begin_session(

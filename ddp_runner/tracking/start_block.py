@@ -30,10 +30,9 @@ def starting_lines(job: Job) -> str:
     return f"{run}starting {ranks}{nodes}, {config.backend.name} on {device}; importing torch …"
 
 
-def start_block(
+def training_facts(
     config: RunConfig,
     env: DistEnv,
-    run_dir: Path | None,
     *,
     num_parameters: int,
     num_trained: int,
@@ -44,8 +43,8 @@ def start_block(
     max_steps: int | None,
     steps_per_epoch: int | None,
     devices: Sequence["torch.device"],
-) -> str:
-    """Return the facts of a run, one a line; without its folder if the launcher has printed it.
+) -> dict[str, str]:
+    """Return the facts of a training, by name.
 
     Of the parameters `num_trained` are not frozen. A global batch is split into `num_shares`; `env`
     and `devices` are of rank 0. Numbers that are None are those of a stream.
@@ -59,19 +58,24 @@ def start_block(
     if config.train.grad_accum_steps > 1:
         shares += f" x {config.train.grad_accum_steps} micro-steps"
     trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
-    facts = {
-        "run": str(shown_path(run_dir)) if run_dir else "",
+    return {
         "model": f"{config.model.get('name')}, {num_parameters:,} parameters{trained}, "
         f"{config.train.precision}",
-        "data": f"{dataset}, {_count(num_train)} training and {_count(num_eval)} evaluation "
+        "data": f"{dataset}, {count_of(num_train)} training and {count_of(num_eval)} evaluation "
         "samples",
-        "parallelism": f"{config.parallelism.get('name')}, {config.backend.name}, "
-        f"{ranks_on_nodes(env)}",
-        "device": gpu_names(devices),
+        **placement(config, env, devices),
         "batch": f"{batch.global_size} a step = {shares}",
         "steps": _steps(max_steps, steps_per_epoch, epochs=config.train.epochs),
     }
-    return fact_lines(facts)
+
+
+def placement(config: RunConfig, env: DistEnv, devices: Sequence["torch.device"]) -> dict[str, str]:
+    """Return the facts of where a task computes, by name."""
+    mode, backend = config.parallelism.get("name"), config.backend.name
+    return {
+        "parallelism": f"{mode}, {backend}, {ranks_on_nodes(env)}",
+        "device": gpu_names(devices),
+    }
 
 
 def word_lines(
@@ -132,7 +136,8 @@ def sizes(module: "nn.Module") -> RunFields:
     }
 
 
-def _count(samples: int | None) -> str:
+def count_of(samples: int | None) -> str:
+    """Return a number of samples in words; None: of a stream."""
     return "a stream of" if samples is None else f"{samples:,}"
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import starting_weights
@@ -19,13 +20,14 @@ from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.mode import Mode
+from ddp_runner.parallelism.mode import Mode, Role
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_batches import build_batches
 from ddp_runner.train.build_model import build_module, place_model
 from ddp_runner.train.build_schedule import build_schedule
 from ddp_runner.train.ema import Ema
+from ddp_runner.train.eval_totals import EvalSetup
 from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.snapshot import saved_objects
@@ -63,44 +65,51 @@ def build_setup(
         UserError: the dataset has fewer samples than there are ranks, or the loss, the training
             step or a metric cannot be built.
     """
-    role = mode.role(env)
-    group = loop_group(takes_part=role.loop is not None)
     train, evaluation = (
         split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
     )
-    timer = StepTimer(devices[0])
+    role, timer = mode.role(env), StepTimer(devices[0])
+    group = loop_group(takes_part=role.loop is not None)
     data_group = share_group(role.model_ranks, group=group)
     batches = build_batches(config, dataset, role, split=train, group=data_group, mark=timer.mark)
+    notes = dataset.notes
     if isinstance(batches, StreamBatches):
-        notes = (*dataset.notes, *batches.split.notes(role.num_shares))
-        dataset = replace(dataset, notes=notes)
-    return Setup(
+        notes = (*notes, *batches.split.notes(role.num_shares))
+    dataset = replace(dataset, eval=evaluation, notes=notes)
+    common = eval_setup(config, role, env, devices, dataset=dataset, group=group, data=data_group)
+    return Setup(**vars(common), mode=mode, batches=batches, timer=timer)
+
+
+def eval_setup(
+    config: RunConfig,
+    role: Role,
+    env: DistEnv,
+    devices: tuple[torch.device, ...],
+    *,
+    dataset: Dataset,
+    group: ProcessGroup | None,
+    data: ProcessGroup | None,
+) -> EvalSetup:
+    """Return what a rank evaluates with; see ``EvalSetup``.
+
+    Raises:
+        UserError: the training step or a metric cannot be built.
+    """
+    return EvalSetup(
         config=config,
-        mode=mode,
         role=role,
         env=role.loop or env,
         devices=devices,
-        dataset=replace(dataset, eval=evaluation),
-        batches=batches,
+        dataset=dataset,
         eval_batch_size=config.batch.eval_size,
         step=build_step(config, devices),
-        metrics=build_metrics(config),
-        timer=timer,
+        metrics={
+            name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
+            for name, keys in config.metrics.items()
+        },
         group=group,
-        data_group=data_group,
+        data_group=data,
     )
-
-
-def build_metrics(config: RunConfig) -> dict[str, Metric]:
-    """Return the configured metrics of evaluations by their names.
-
-    Raises:
-        UserError: a metric cannot be built.
-    """
-    return {
-        name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
-        for name, keys in config.metrics.items()
-    }
 
 
 def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:

@@ -1,7 +1,7 @@
 """What an evaluation adds up over batches and ranks: the loss, scalars, metrics and confusion."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     add_over_ranks,
     from_rank_zero,
@@ -23,44 +24,20 @@ from ddp_runner.parallelism.mode import Role
 from ddp_runner.train.step import Step, StepFunction
 
 
-class EvalSetup(Protocol):
-    """What a rank evaluates with: ``Setup`` has it, and more."""
+@dataclass(frozen=True, kw_only=True)
+class EvalSetup:
+    """What a rank evaluates with; a ``Setup`` trains with more."""
 
-    @property
-    def config(self) -> RunConfig:
-        """Return the resolved config."""
-
-    @property
-    def role(self) -> Role:
-        """Return what the rank does; it takes part in the loop."""
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Return the devices: batches go to the first, outputs are on the last."""
-
-    @property
-    def dataset(self) -> Dataset:
-        """Return the data."""
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Return the samples of one forward of one rank."""
-
-    @property
-    def step(self) -> StepFunction:
-        """Return the training step."""
-
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        """Return the configured metrics."""
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """Return the ranks that evaluate; None: all."""
-
-    @property
-    def data_group(self) -> ProcessGroup | None:
-        """Return those whose samples together are all of them; None: all."""
+    config: RunConfig
+    role: Role  # of this rank in the run
+    env: DistEnv  # its place among the ranks of the loop
+    devices: tuple[torch.device, ...]  # batches go to the first, outputs are on the last
+    dataset: Dataset
+    eval_batch_size: int  # samples of one forward of one rank
+    step: StepFunction
+    metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
+    group: ProcessGroup | None  # the ranks of the loop; None: all
+    data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
 
 
 class EvalTotals:

@@ -1,7 +1,7 @@
 """The forward of a batch, and the evaluation of a whole split, while training and afterwards."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
 import torch
@@ -47,9 +47,11 @@ def forward(state: Evaluable, model: nn.Module, batch: MicroBatch) -> Step:
 
 @torch.no_grad()
 def evaluate(
-    state: Evaluable, *splits: AnySplit
+    state: Evaluable, *splits: AnySplit, most_batches: int | None = None
 ) -> tuple[dict[str, float], list[list[int]] | None]:
     """Evaluate whole splits; without any, the evaluation set. Each sample counts once.
+
+    With `most_batches` each rank evaluates only its first ones, to try it.
 
     That holds at every world size. A model that draws random numbers draws those of this step, so
     the same weights give the same metrics whenever they are evaluated on as many ranks. Collective:
@@ -75,7 +77,7 @@ def evaluate(
             world_size=num_shares,
             seed=setup.config.seed,
         )
-        for index, batch in enumerate(together(batches, split, setup)):
+        for index, batch in enumerate(together(islice(batches, most_batches), split, setup)):
             # For each batch, since loading one may draw in this process.
             seed_all(setup.config.seed, "eval", state.step, share, index)
             step = forward(state, module, batch)

@@ -11,8 +11,8 @@ import torch
 
 from ddp_runner.config.monitors import KnownMetrics
 from ddp_runner.data.streams import num_samples
-from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, is_lost_peer, listed, typed
+from ddp_runner.data.trees import inputs_of, taking
+from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import try_metrics
@@ -44,28 +44,17 @@ def try_first_batch(state: TrainState) -> Trial:
             text; the log has its traceback.
     """
     setup = state.setup
-    batch = setup.batches.samples(range(NUM_SAMPLES))
-    try:
-        with restored_after(state):
-            trial = try_loss(state, batch) if is_ordinary(state) else try_step(state, batch)
-            _ensure_same_layers(state)
-            return trial
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if is_lost_peer(error):  # in a forward that waits for the other ranks
-            raise
-        who, samples = step_of(setup.config), batch.data
-        fix = "choose a dataset or a model that fits"
-        if setup.role.model_ranks > 1:
-            fix += "; if parallelism=single takes it, change model.tensor_parallel"
-        if is_ordinary(state):
-            who = model_of(setup.config)
-            samples = samples[0] if isinstance(samples, tuple | list) else samples
-        raise UserError(
-            f"{who} cannot take dataset={setup.dataset.name}, whose samples are "
-            f"{shape_of(samples)}: {typed(error)}; {fix}"
-        ) from error
+    batch, who = setup.batches.samples(range(NUM_SAMPLES)), step_of(setup.config)
+    samples, fix = batch.data, "choose a dataset or a model that fits"
+    if is_ordinary(state):
+        who, samples = model_of(setup.config), inputs_of(samples)
+    if setup.role.model_ranks > 1:
+        fix += "; if parallelism=single takes it, change model.tensor_parallel"
+    what = f"{who} cannot take dataset={setup.dataset.name}, whose samples are"
+    with taking(what, samples, fix=fix), restored_after(state):
+        trial = try_loss(state, batch) if is_ordinary(state) else try_step(state, batch)
+        _ensure_same_layers(state)
+    return trial
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from ddp_runner.checkpoint.weights import load_tensors
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.trees import tensors_of
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.train.build import build_step
 from ddp_runner.train.build_model import alone, place_model
 from ddp_runner.train.step import StepFunction
@@ -65,8 +65,9 @@ def export_programs(
     module.eval()
     written = []
     for name in dict.fromkeys(config.checkpoint.export):
+        what = f"{folder / FILES[name]} cannot be written"
         try:
-            with _quiet(), torch.no_grad(), _new_folder(folder) as temp:
+            with os_errors(what), _quiet(), torch.no_grad(), _new_folder(folder) as temp:
                 args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
                 is_text = dataset.padding_id is not None or dataset.vocab_size is not None
                 shapes = _dynamic_axes((args, kwargs), is_text=is_text)
@@ -76,11 +77,6 @@ def export_programs(
                     written.append(file.replace(folder / file.name))
         except UserError:
             raise
-        except OSError as error:
-            raise UserError(
-                f"{folder / FILES[name]} cannot be written ({error.strerror or error}); free "
-                "space or make the folder writable"
-            ) from error
         except Exception as error:  # torch raises anything for what it cannot trace
             reason = typed(error.__cause__ or error)[:MOST_CHARACTERS]
             raise UserError(

@@ -9,24 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import GlobalBatches, StepBatch
-from ddp_runner.data.dataset import Dataset
-from ddp_runner.dist_env import DistEnv
-from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.mode import GradientSource, Mode, Role
+from ddp_runner.parallelism.mode import GradientSource, Mode
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
+from ddp_runner.train.eval_totals import EvalSetup
 from ddp_runner.train.flops import FlopCounter
 from ddp_runner.train.peaks import Peaks
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
-from ddp_runner.train.step import StepFunction, modules_of
+from ddp_runner.train.step import modules_of
 from ddp_runner.train.step_timer import StepTimer
 from ddp_runner.train.stream_batches import StreamBatches
 
@@ -50,23 +46,13 @@ class Position:
     bad_evaluations: int = 0
 
 
-@dataclass(frozen=True)
-class Setup:
+@dataclass(frozen=True, kw_only=True)
+class Setup(EvalSetup):
     """What a rank trains with; it does not change during a run."""
 
-    config: RunConfig
     mode: Mode
-    role: Role  # of this rank in the run
-    env: DistEnv  # its place among the ranks of the loop
-    devices: tuple[torch.device, ...]  # batches go to the first, outputs are on the last
-    dataset: Dataset
     batches: GlobalBatches | StreamBatches
-    eval_batch_size: int
-    step: StepFunction
-    metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
     timer: StepTimer
-    group: ProcessGroup | None  # the ranks of the loop; None: all
-    data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
     profiler: AnyProfiler = field(default_factory=NullProfiler)
     samples: Samples | None = None  # what tells the data; None: nobody has compared it
     # Names of the scalars that the training step returns in training; None: it was not tried.

@@ -12,14 +12,14 @@ from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
-from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.task_log import log_start, task_logger
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.heartbeat import ENDING
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger, keep_files
+from ddp_runner.tracking.run_logger import Logger, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_record
-from ddp_runner.tracking.start_block import sizes, start_block, word_lines
+from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build import build_session_state
 from ddp_runner.train.early_stop import early_stop_of, stop_reason
@@ -131,27 +131,22 @@ def _logger(
     resume_step: int | None,
 ) -> Logger:
     """Return what this rank logs to, with the facts of the run logged already."""
-    config, env, run_dir, setup = session.config, session.env, session.run_dir, state.setup
-    if not env.is_rank_zero:
-        return NullLogger()
-    warnings, max_steps = [*session.job.warnings, *warnings], state.last_step
+    run_dir, setup, max_steps = session.run_dir, state.setup, state.last_step
+    if not session.env.is_rank_zero:
+        return task_logger(session)
     model_sizes = sizes(state.module)
     is_stream = setup.batches.steps_per_epoch is None
-    facts = RunFields(
-        warnings=warnings,
+    fields = RunFields(
+        warnings=[*session.job.warnings, *warnings],
         directions=directions,
         trains_on_stream=is_stream,
         model_arguments=setup.dataset.model_arguments,
     )
-    write_run_record(run_dir, **(model_sizes | facts))
+    write_run_record(run_dir, **(model_sizes | fields))
     keep_files(run_dir.path, setup.dataset.files)
-    lines = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
-    if lines:
-        session.log("\n".join(lines))
-    block = start_block(
-        config,
-        env,
-        None if session.job.run_dir else run_dir.path,
+    facts = training_facts(
+        session.config,
+        session.env,
         num_parameters=model_sizes["num_parameters"],
         num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
         dataset=setup.dataset.name,
@@ -162,20 +157,13 @@ def _logger(
         steps_per_epoch=setup.batches.steps_per_epoch,
         devices=setup.devices,
     )
-    words = word_lines(config, env, device=setup.devices[0], versions=session.job.code["versions"])
-    # The log has both, of each job of a sweep.
-    shows_header = session.job.shows_header
-    (session.log if shows_header else log_to_file)(block)
-    (session.log if shows_header and config.verbose else log_to_file)(words)
-    return RunLogger(
-        run_dir,
-        job=session.job,
-        started_at=session.job.started_at,
+    notes = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
+    log_start(session, facts, notes=notes, explains=True)
+    return task_logger(
+        session,
         max_steps=max_steps or 0,
         total_epochs=state.total_epochs or 0,
         resume_step=resume_step,
-        title=session.job.title,
-        heartbeat=session.heartbeat,
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import MicroBatch
-from ddp_runner.data.trees import shape_of
-from ddp_runner.errors import UserError, typed
+from ddp_runner.data.trees import shape_of, taking
+from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState
@@ -181,16 +181,12 @@ def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> t
     setup, config = state.setup, state.setup.config
     step = cast("partial[Step]", setup.step)
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
-    try:
+    what = (
+        f"{loss_of(config)} cannot take the outputs of {model_of(config)}, "
+        f"{shape_of(outputs)}, with the targets of dataset={setup.dataset.name},"
+    )
+    with taking(what, targets, fix="choose a loss that fits"):
         loss = step.keywords["loss"](outputs, targets)
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{loss_of(config)} cannot take the outputs of {model_of(config)}, "
-            f"{shape_of(outputs)}, with the targets of dataset={setup.dataset.name}, "
-            f"{shape_of(targets)}: {typed(error)}"
-        ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UserError(
             f"{loss_of(config)} returns {shape_of(loss)}, not a single number; it must be the sum "

@@ -11,18 +11,23 @@ from configs import resolved
 from ddp_runner.config.schema import Config, config_hash, work_hash
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.tracking.start_block import shown_path, start_block, starting_lines, word_lines
+from ddp_runner.tracking.start_block import (
+    fact_lines,
+    shown_path,
+    starting_lines,
+    training_facts,
+    word_lines,
+)
 
 RUN = Path("outputs/mobilenet_v3_small-fashion_mnist-ddp_mp-ws128/2026-11-21_10-30-00")
 WORDS = ("world size", "rank", "local rank", "node rank", "timeout", "versions")
 
 
 def block(config: Config, env: DistEnv, num_trained: int = 11_173_962) -> list[str]:
-    """Return the lines of a start block."""
-    text = start_block(
+    """Return the names and the facts of a training, as lines."""
+    facts = training_facts(
         config,
         env,
-        RUN,
         num_parameters=11_173_962,
         num_trained=num_trained,
         dataset="fashion_mnist",
@@ -33,7 +38,7 @@ def block(config: Config, env: DistEnv, num_trained: int = 11_173_962) -> list[s
         steps_per_epoch=600,
         devices=[torch.device("cpu")],
     )
-    return text.splitlines()
+    return fact_lines(facts).splitlines()
 
 
 def test_the_facts_and_the_words_of_a_run_fit_80_columns() -> None:
@@ -43,20 +48,20 @@ def test_the_facts_and_the_words_of_a_run_fit_80_columns() -> None:
     versions = {"torch": "2.15.0+cu132", "python": "3.11.7"}
     words = word_lines(config, env, device=torch.device("cpu"), versions=versions).splitlines()
     facts = block(config, env, num_trained=5_130)
-    assert facts[1] == "model        convnet, 11,173,962 parameters (5,130 trained), fp32"
-    assert block(config, env)[1] == "model        convnet, 11,173,962 parameters, fp32"
-    assert max(map(len, [*facts[1:], *words])) <= 80  # a path is never cut
-    names = ("run", "model", "data", "parallelism", "batch", "steps")
+    assert facts[0] == "model        convnet, 11,173,962 parameters (5,130 trained), fp32"
+    assert block(config, env)[0] == "model        convnet, 11,173,962 parameters, fp32"
+    assert max(map(len, [*facts, *words])) <= 80
+    names = ("model", "data", "parallelism", "batch", "steps")
     assert tuple(line[:12].strip() for line in facts) == names
     assert tuple(line[:12].strip() for line in words) == WORDS
-    assert "8 ranks on 2 nodes (" in facts[3]
+    assert "8 ranks on 2 nodes (" in facts[2]
 
 
 def test_one_rank_is_written_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number of one has no plural."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    line = block(resolved("world_size=1")[0], env)[3]
+    line = block(resolved("world_size=1")[0], env)[2]
     assert line == "parallelism  ddp, gloo, 1 rank on 1 node (2 CPU threads)"
 
 
@@ -64,7 +69,7 @@ def test_ranks_that_compute_the_same_samples_are_a_group() -> None:
     """A batch is split among the groups, not among the ranks."""
     config = resolved("model=toy", "parallelism=fsdp_tp", "world_size=4", "batch.per_rank=5")[0]
     env = DistEnv(rank=0, local_rank=0, world_size=2, local_world_size=2)  # two shares
-    assert block(config, env)[4] == "batch        10 a step = 5 a group x 2 groups of 2 ranks"
+    assert block(config, env)[3] == "batch        10 a step = 5 a group x 2 groups of 2 ranks"
 
 
 def test_the_first_line_says_what_starts_and_where(tmp_path: Path) -> None:

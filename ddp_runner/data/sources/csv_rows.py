@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,9 @@ def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[s
 
 def _decoded(path: Path, encoding: str, delimiter: str) -> str:
     """Return the file's text without a byte order mark."""
-    try:
+    fix = "name the CSV in dataset.path, under data_root"
+    with os_errors(f"{path.absolute()} cannot be read", fix=fix):
         data = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{path.absolute()} cannot be read ({error.strerror}); name the CSV in dataset.path, "
-            "under data_root"
-        ) from error
     try:
         content = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeError as error:

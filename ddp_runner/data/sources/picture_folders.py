@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddp_runner.data.pictures import SUFFIXES, Samples
 from ddp_runner.data.sources import shared
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 
 SPLIT_SEED = 0
 
@@ -101,13 +101,9 @@ def digest_of_files(samples: Mapping[str, Samples], root: Path | None = None) ->
     digest, prefix = hashlib.sha256(), f"{root}{os.sep}" if root else ""
     for of_split in samples.values():
         for path, label in of_split:
-            try:
+            what = f"{Path(path).absolute()} cannot be read"
+            with os_errors(what, fix="replace or remove it"):  # such as a dangling link
                 stat = Path(path).stat()
-            except OSError as error:  # a dangling link, or a file removed meanwhile
-                raise UserError(
-                    f"{Path(path).absolute()} cannot be read ({error.strerror}); replace or "
-                    "remove it"
-                ) from error
             time = "" if root else f"\0{stat.st_mtime_ns}"
             name = path.removeprefix(prefix)
             digest.update(os.fsencode(f"{name}\0{label}\0{stat.st_size}{time}\n"))

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ddp_runner.data.loading import require_function
 from ddp_runner.data.pictures import SUFFIXES, PictureDecoder
 from ddp_runner.data.shards import ShardIndex, ShardSamples, index_shards
 from ddp_runner.data.sources import shared
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 
 CLASS = "cls"  # the ending of the file with a sample's class, a number as text
 
@@ -131,15 +132,12 @@ def _glob(folder: Path, pattern: str) -> Iterator[Path]:
     """Yield the files of a pattern; ``Path.glob`` leaves out those in folders it may not read."""
     above = folder.glob(str(Path(pattern).parent)) if "/" in pattern else ()
     for place in (folder, *above):
-        try:
+        fix = "make it readable, or name another folder with data_root and dataset.folder"
+        with (
+            os_errors(f"{place.absolute()} cannot be read", fix=fix),
+            suppress(FileNotFoundError, NotADirectoryError),  # there is no shard in it
+        ):
             os.scandir(place).close()
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # there is no shard in it
-        except OSError as error:
-            raise UserError(
-                f"{place.absolute()} cannot be read ({error.strerror}); make it readable, or name "
-                "another folder with data_root and dataset.folder"
-            ) from error
     yield from folder.glob(pattern)
 
 

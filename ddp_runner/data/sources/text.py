@@ -19,7 +19,7 @@ from ddp_runner.data.text_tokenizer import (
     load_text_tokenizer,
 )
 from ddp_runner.data.tokenizer import TOKENIZER_FILE, VOCABULARY_FILE
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 
 KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
 KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
@@ -168,13 +168,11 @@ def bundled_text() -> str:
 
 
 def _read_file(path: Path) -> str:
+    what = f"dataset.path: {path.absolute()} cannot be read"
+    with os_errors(what, fix="give a file under data_root, or an absolute path"):
+        content = path.read_bytes()
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(
-            f"dataset.path: {path.absolute()} cannot be read ({error.strerror}); give a file under "
-            "data_root, or an absolute path"
-        ) from error
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); save "
