@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.cli.chosen_options import keep_chosen_options, notes_of
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
@@ -42,11 +43,12 @@ class Invocation:
 
 
 def register() -> None:
-    """Give Hydra the schema, and OmegaConf the two resolvers that conf/ uses."""
+    """Give Hydra the schema and our rule for options, and OmegaConf the resolvers of conf/."""
     ConfigStore.instance().store(name="schema", node=Config)
     data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
     OmegaConf.register_new_resolver("data_root", data_root, replace=True)
     OmegaConf.register_new_resolver("keys", help_text, replace=True)
+    keep_chosen_options()
 
 
 def compose(command: CommandLine) -> DictConfig:
@@ -109,7 +111,10 @@ def plan_at(
         raw, overrides, lacks_run, notes = given, _written(node, command), False, list[str]()
         try:
             raw = with_resumed(given, overrides, is_launched=env is not None)
-            notes = left_trackers(given, overrides)
+            if raw is given:
+                notes = notes_of(node, chosen=chosen_keys(overrides))
+            else:
+                notes = left_trackers(given, overrides)
         except NotARunError:
             lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
             if not lacks_run:
