@@ -5,8 +5,9 @@ the jobs that wait. Hydra finds this module by itself: it looks for plug-ins in 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
@@ -15,6 +16,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from ddp_runner.cli.hydra_adapter import job_composer
+from ddp_runner.cli.resume import resumed_overrides
+from ddp_runner.config.load import as_written
 
 
 @runtime_checkable
@@ -50,11 +53,26 @@ class SweepLauncher(Launcher):
             return [self._run_alone(_numbered(*one)) for one in enumerate(alone, start=first)]
         # Optuna's sweeper repeats there what each failed job has printed already.
         logging.getLogger("hydra_plugins").setLevel(logging.CRITICAL)
-        compose_job = job_composer(loader, self._config)
-        composing = map(compose_job, job_overrides)
+        composing = map(self._composer(), job_overrides)
         objectives = self._task.run_batch(map(_numbered, count(first), composing))
         results = zip(job_overrides, objectives, strict=True)
         return [_result(overrides, objective) for overrides, objective in results]
+
+    def _composer(self) -> Callable[[Sequence[str]], DictConfig]:
+        """Return what composes a job; one that resumes a run gets the groups of that run."""
+        compose_job = job_composer(self._context.config_loader, self._config)
+        sources = self._config.hydra.runtime.config_sources
+        folders = [Path(one.path) for one in sources if one.schema == "file"]
+
+        def composed(overrides: Sequence[str]) -> DictConfig:
+            whole, implied = resumed_overrides(overrides, folders=folders)
+            job = compose_job(whole)
+            if implied:
+                written = as_written(job.hydra.overrides.task)
+                job.hydra.overrides.task = [one for one in written if one not in implied]
+            return job
+
+        return composed
 
     def _run_alone(self, job: DictConfig) -> JobReturn:
         """Run one job of another program, as Hydra's basic launcher does."""

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import compose_config, parse_options
+from ddp_runner.cli.hydra_adapter import compose_config, parse_options, quoted
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.schema import AUTO, CONFIG_DIR
 from ddp_runner.errors import UserError, nearest
@@ -85,6 +85,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     options = list(arguments)
     for override in parsed.overrides:
         options.remove(override)
+    parsed.overrides = [quoted_runs(one) for one in parsed.overrides]
     if parsed.shell_completion:  # its words are no overrides: install=bash, and what is half typed
         return CommandLine(tuple(arguments), (*options, *parsed.overrides), (), only_shows=True)
     read = OverridesParser.create().parse_overrides
@@ -102,6 +103,24 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         is_multirun=parsed.multirun,
         only_shows=bool(parsed.help or parsed.hydra_help or parsed.cfg or parsed.info),
     )
+
+
+def quoted_runs(override: str) -> str:
+    """Return an override with the quotes that Hydra wants where ``resume`` names run folders.
+
+    A job's folder is its keys, as in ``outputs/SWEEP/seed=1,model=toy``, and a comma may as well
+    stand between two runs. So the longest name that is a folder counts.
+    """
+    key, _, value = override.partition("=")
+    if key != "resume" or not re.fullmatch(r"[\w./~ +@%:,=-]+", value):
+        return override
+    names, parts = list[str](), value.split(",")
+    while parts:
+        lengths = range(len(parts), 0, -1)
+        length = next((one for one in lengths if Path(",".join(parts[:one])).is_dir()), 1)
+        names.append(",".join(parts[:length]))
+        del parts[:length]
+    return f"resume={','.join(quoted(one) if set(one) & set(',=') else one for one in names)}"
 
 
 def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:

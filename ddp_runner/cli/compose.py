@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -11,14 +12,16 @@ from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.cli.chosen_options import keep_chosen_options, notes_of
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, said_again, with_resumed
+from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import LIST_GROUPS, Config
+from ddp_runner.config.schema import AUTO, LIST_GROUPS, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
@@ -40,11 +43,12 @@ class Invocation:
 
 
 def register() -> None:
-    """Give Hydra the schema, and OmegaConf the two resolvers that conf/ uses."""
+    """Give Hydra the schema and our rule for options, and OmegaConf the resolvers of conf/."""
     ConfigStore.instance().store(name="schema", node=Config)
     data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
     OmegaConf.register_new_resolver("data_root", data_root, replace=True)
     OmegaConf.register_new_resolver("keys", help_text, replace=True)
+    keep_chosen_options()
 
 
 def compose(command: CommandLine) -> DictConfig:
@@ -107,7 +111,10 @@ def plan_at(
         raw, overrides, lacks_run, notes = given, _written(node, command), False, list[str]()
         try:
             raw = with_resumed(given, overrides, is_launched=env is not None)
-            notes = left_trackers(given, overrides)
+            if raw is given:
+                notes = notes_of(node, chosen=chosen_keys(overrides))
+            else:
+                notes = left_trackers(given, overrides)
         except NotARunError:
             lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
             if not lacks_run:
@@ -150,8 +157,18 @@ def _choices(node: HydraConf, config: Config) -> dict[str, str]:
 
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:
-    """Return the name of a sweep job's folder: the overrides that differ between the jobs."""
+    """Return the name of a sweep job's folder: the overrides that differ between the jobs.
+
+    A job that goes on with a run has that run's folder: an absolute path.
+    """
     with opened_node(composed) as node:
+        if composed.resume not in (None, AUTO) and composed.task not in INFERENCE:
+            if node.sweep.subdir != UNNAMED:
+                raise UserError(
+                    f"hydra.sweep.subdir ({node.sweep.subdir}) names a new folder, and resume="
+                    f"{composed.resume} goes on in its own; leave hydra.sweep.subdir out"
+                )
+            return str(Path(composed.resume).absolute())
         if node.sweep.subdir != UNNAMED:
             return safe_name(str(node.sweep.subdir))  # a job's folder is directly in the sweep's
         fixed = {one.key_or_group for one in command.overrides if not one.is_sweep_override()}

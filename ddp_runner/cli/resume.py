@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import UNNAMED, literal, quoted
@@ -34,7 +35,8 @@ def resumed_overrides(
 
     A resumed run brings its groups (``model=bert``): without them Hydra would compose the default
     groups, and reject keys that only the run's own groups have. ``resume=last`` becomes a path.
-    The `folders` hold the groups, the project's and the user's own.
+    Several runs, in a sweep, bring the groups that they share; each job then brings the rest. The
+    `folders` hold the groups, the project's and the user's own.
 
     Raises:
         UserError: there is no last run.
@@ -44,23 +46,16 @@ def resumed_overrides(
     if not places:
         return overrides, []
     place = places[-1]
-    override = OverridesParser.create().parse_override(overrides[place])
-    if override.is_sweep_override():  # of several runs, each with its own groups
-        return overrides, []
-    value = override.value()
+    value = OverridesParser.create().parse_override(overrides[place]).value()
+    runs = [_run(one) for one in (value.list if isinstance(value, ChoiceSweep) else [value])]
     if value == "last":
-        if (newest := newest_run()) is None:
-            raise UserError(
-                "resume=last finds no run below outputs; start in the folder that holds it, or "
-                "give resume=RUN"
-            )
-        value = str(newest)
-        overrides[place] = f"resume={quoted(value)}"
+        overrides[place] = f"resume={quoted(str(runs[0]))}"
+    first, *others = (_choices(run, folders=folders) for run in runs)
     given = {one.partition("=")[0] for one in overrides}
     implied = [
         f"{group}={option}"
-        for group, option in _choices(Path(str(value)), folders=folders)
-        if group not in given
+        for group, option in first
+        if group not in given and all((group, option) in one for one in others)
     ]
     return [*overrides[: place + 1], *implied, *overrides[place + 1 :]], implied
 
@@ -98,6 +93,7 @@ def with_resumed(
     # A config that came with somebody else's run must not allow itself to run code, or send what it
     # reads from this environment to a server of its choice.
     frozen.allowed_targets, frozen.trackers = raw.allowed_targets, raw.trackers
+    frozen.sweep = raw.sweep  # where the run was a job of a sweep
     # Where the ranks met, and which machine this was, held for that launch only. Also, ranks send
     # pickles to whoever answers at that address.
     for key in ("init_method", "node_rank", "rdzv_endpoint"):
@@ -214,6 +210,19 @@ def asked_folder(composed: DictConfig, job: Job) -> Path | None:
             "hydra.run.dir out: a run goes on in its own"
         )
     return resumed
+
+
+def _run(value: Any) -> Path:
+    """Return the run that a value of resume names."""
+    text = value.text if isinstance(value, QuotedString) else str(value)
+    if text != "last":
+        return Path(text)
+    if (newest := newest_run()) is None:
+        raise UserError(
+            "resume=last finds no run below outputs; start in the folder that holds it, or give "
+            "resume=RUN"
+        )
+    return newest
 
 
 def _frozen(run_dir: Path) -> DictConfig:

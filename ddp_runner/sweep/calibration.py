@@ -5,6 +5,7 @@ From their results a comparison predicts what more ranks should cost. Torch-free
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from ddp_runner.config.measuring import CollectivesConfig
 from ddp_runner.config.schema import digest
@@ -23,22 +24,26 @@ ALL_REDUCE = CollectivesConfig(
 )
 
 
-def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
-    """Return the calibrations by their id: one for all training jobs whose ranks start alike."""
+def calibrations(jobs: Iterable[Job], *, folder: Path) -> dict[str, Job]:
+    """Return the calibrations by their id: one for all training jobs whose ranks start alike.
+
+    The `folder` is that of the sweep.
+    """
     found = dict[str, Job]()
     for job in jobs:
         config = job.config
-        if config.task != "train" or config.world_size == 1 or job.run_dir is None:
+        if config.task != "train" or config.world_size == 1:
             continue
         start = [config.world_size, asdict(config.backend), asdict(config.launch)]
         chosen = (f"world_size={config.world_size}", f"backend={config.backend.name}")
-        folder = ",".join(["calibration", *chosen])
+        name = ",".join(["calibration", *chosen])
         calibration = replace(
             job,
-            config=replace(config, task="collectives", collectives=ALL_REDUCE),
-            run_dir=job.run_dir.with_name(folder),
+            config=replace(config, task="collectives", resume=None, collectives=ALL_REDUCE),
+            run_dir=folder / name,
             overrides=("task=collectives", *chosen),
             number=0,
+            title=name,
         )
-        found.setdefault(f"{digest(start)} {folder}", calibration)
+        found.setdefault(f"{digest(start)} {name}", calibration)
     return found

@@ -34,20 +34,23 @@ def job_list(
     """
     rows = [COLUMNS]
     for job_id, job in jobs.items():
-        assert job.run_dir is not None
         shape, config = executor.shape(job.config), job.config
         done = known.get(job_id)
         note = f"{done.status} already" if done and done.status == Status.COMPLETED else ""
         device = f"{config.backend.device}, {config.backend.name}"
         cells = (str(shape.num_nodes), str(shape.num_ranks), device, _steps(config))
-        rows.append((job.run_dir.name, *cells[:-1], f"{cells[-1]}  {note}"))
+        rows.append((job.title, *cells[:-1], f"{cells[-1]}  {note}"))
     words = {Status.FAILED: "invalid", Status.SKIPPED: "skipped"}
-    rows += [(entry.folder, "-", "-", "-", words[entry.status]) for entry in invalid]
+    rows += [(_name(one), "-", "-", "-", words[one.status]) for one in invalid]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["", *(_line(row, widths) for row in rows)]
-    lines += [wrapped(printable(f"{one.folder}: {one.sentence}"), width) for one in invalid]
+    lines += [wrapped(printable(f"{_name(one)}: {one.sentence}"), width) for one in invalid]
     counts = [counted(len(jobs), "valid job"), counted(len(invalid), "invalid job")]
     return "\n".join([*lines, f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)"])
+
+
+def _name(entry: Entry) -> str:
+    return str(shown_path(Path(entry.folder)))
 
 
 def _line(row: Iterable[str], widths: Iterable[int]) -> str:

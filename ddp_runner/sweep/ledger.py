@@ -36,7 +36,7 @@ class Entry:
     """One job: see ``Status``."""
 
     job_id: str  # the hash of its resolved config, and its name
-    folder: str  # its name, inside the sweep's folder
+    folder: str  # its name, inside the sweep's folder, or the path of a run that goes on
     status: Status = Status.QUEUED
     kind: str | None = None  # of its failure: invalid, user, crash, signal, late, peer
     sentence: str | None = None
@@ -117,7 +117,7 @@ class Ledger:
                 if job_id in known.entries:
                     continue
                 free = folder
-                while free in taken:  # another config has this name: a YAML was edited meanwhile
+                while free in taken and not Path(free).is_absolute():  # a YAML was edited meanwhile
                     numbers[folder] += 1
                     free = f"{folder}-{numbers[folder]}"
                 taken.add(free)
@@ -234,7 +234,7 @@ def _command(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:
-    """Return a checked entry: its folder is a plain name, inside the sweep's folder."""
+    """Return a checked entry: its folder is a plain name, or a run that its command names."""
     entry = Entry(**fields)
     texts = [entry.job_id, entry.folder, entry.status]
     texts += [one for one in (entry.kind, entry.sentence) if one is not None]
@@ -244,7 +244,8 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
         entry = replace(entry, status=Status(entry.status))
     except ValueError:
         raise ValueError(f"a job with the status {entry.status[:40]}") from None
-    folder = entry.folder
-    if Path(folder).name != folder or folder in ("", "..") or "\0" in folder:
-        raise ValueError(f"a job with the folder {folder[:40]}")
+    name = entry.folder
+    is_run = Path(name).is_absolute() and entry.job_id.endswith(f" {name}")  # as a command named it
+    if "\0" in name or not (is_run or (Path(name).name == name and name not in ("", ".."))):
+        raise ValueError(f"a job with the folder {name[:40]}")
     return entry

@@ -7,13 +7,13 @@ sends one batch after another and chooses each by the results of the last.
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.load import to_config
-from ddp_runner.config.schema import Config, SweepConfig, config_hash
+from ddp_runner.config.schema import Config, SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.streams import line_width
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job, Outcome, Status
@@ -23,6 +23,7 @@ from ddp_runner.sweep.dry_run import first_batch_note, job_list
 from ddp_runner.sweep.executor import Executor, Place
 from ddp_runner.sweep.jobs import Batch, freeze_unheld
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
+from ddp_runner.sweep.planning import Planned, Planner, validate_resumed
 from ddp_runner.sweep.results import objective_of, print_report, sweep_table
 from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.run_dir import RunDir
@@ -36,16 +37,6 @@ class StopSweep(BaseException):
 
     Not an Exception: a sweeper may catch those and ask for the next batch.
     """
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A job of a batch, or why it is invalid."""
-
-    job_id: str
-    name: str  # of its folder
-    job: Job | None = None
-    fault: str = ""
 
 
 class Sweep:
@@ -72,12 +63,15 @@ class Sweep:
     ) -> None:
         self._folder, self._ledger = folder, Ledger(folder)
         self._command, self._is_search = sweep_command(arguments), is_search
-        self._executor, self._plan, self._name_of = executor, plan, name_of
+        self._executor = executor
+        self._planner = Planner(
+            folder, executor=executor, is_search=is_search, plan=plan, name_of=name_of
+        )
         self._settings = SweepConfig()
         self._accepted: dict[str, SweepConfig] = {}  # by what the executor has accepted, as text
         self._known_failures: list[str] | None = None  # None: no batch has begun
         self._outcomes: list[Outcome] = []
-        self._listed: list[_Planned] = []  # by a dry run
+        self._listed: list[Planned] = []  # by a dry run
 
     def __call__(self, composed: DictConfig) -> None:
         """Reject a launcher that runs one job at a time: it would bypass the ledger."""
@@ -147,12 +141,12 @@ class Sweep:
         Raises:
             StopSweep: a signal came, or too many jobs of a search have failed.
         """
-        planned = list[_Planned]()
+        planned = list[Planned]()
         for one in composing:
             if not planned and self._known_failures is None and not self._listed:
                 print(fact_lines({"sweep": str(shown_path(self._folder))}), flush=True)
             self._settings = self._validated(one)
-            planned.append(self._planned(one))
+            planned.append(self._planner.plan(one))
             if len(planned) % NOTE_EVERY == 0:
                 print(f"{len(planned)} jobs are planned", flush=True)
         if not planned:
@@ -162,6 +156,7 @@ class Sweep:
             if self._is_search:
                 raise StopSweep
             return [None] * len(planned)
+        validate_resumed(planned, skip_invalid=self._settings.skip_invalid)
         if self._known_failures is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             RunDir(self._folder).ensure_writable()
@@ -194,18 +189,7 @@ class Sweep:
             self._accepted[key] = config.sweep
         return self._accepted[key]
 
-    def _planned(self, composed: DictConfig) -> _Planned:
-        """Return a job, or why it is invalid; a composed config is large and is not kept."""
-        name = self._name_of(composed)
-        try:
-            job = self._plan(composed, self._executor.place)
-        except UserError as error:
-            return _Planned(f"{INVALID}: {name}", name, fault=str(error))
-        job = replace(job, run_dir=self._folder / name, number=composed.hydra.job.num + 1)
-        # With its name: two jobs may differ only in how their ranks start.
-        return _Planned(f"{config_hash(job.config)} {name}", name, job)
-
-    def _sorted(self, planned: Sequence[_Planned]) -> tuple[dict[str, Job], list[Entry]]:
+    def _sorted(self, planned: Sequence[Planned]) -> tuple[dict[str, Job], list[Entry]]:
         """Return the valid jobs by their id, and the invalid ones."""
         jobs, invalid = dict[str, Job](), list[Entry]()
         status = Status.SKIPPED if self._settings.skip_invalid else Status.FAILED
@@ -217,7 +201,7 @@ class Sweep:
             if status == Status.FAILED:
                 self._outcomes.append(Outcome.invalid(self._folder / one.name, one.fault))
         if self._settings.calibrate:
-            jobs = calibrations(jobs.values()) | jobs
+            jobs = calibrations(jobs.values(), folder=self._folder) | jobs
         return jobs, invalid
 
     def _list(self) -> None:
@@ -228,26 +212,28 @@ class Sweep:
         if self._is_search:
             print(first_batch_note(self._folder))
 
-    def _queue(self, planned: Sequence[_Planned]) -> dict[str, Job]:
+    def _queue(self, planned: Sequence[Planned]) -> dict[str, Job]:
         """Return the jobs by their id, each frozen in its folder."""
         folder = self._folder
         jobs, invalid = self._sorted(planned)
+        names = {one.job_id: one.name for one in planned}
         for entry in invalid:
             if entry.status == Status.FAILED:
-                print_error(f"{entry.folder}: {entry.sentence}")
+                print_error(f"{shown_path(Path(entry.folder))}: {entry.sentence}")
         entries = self._ledger.queue(
-            {job_id: job.run_dir.name for job_id, job in jobs.items() if job.run_dir},
+            {job_id: names.get(job_id, job.title) for job_id, job in jobs.items()},
             invalid=invalid,
         )
         total = max((job.number for job in jobs.values()), default=0)
         for job_id, named in jobs.items():
-            run_dir, status = folder / entries[job_id].folder, entries[job_id].status
+            name, status = entries[job_id].folder, entries[job_id].status
+            run_dir = folder / name
             run_dir.mkdir(exist_ok=True)
             place = f"job {named.number} of {total}" if named.number else "calibration"
-            job = replace(named, run_dir=run_dir, title=f"{place}: {run_dir.name}")
+            job = replace(named, run_dir=run_dir, title=f"{place}: {shown_path(Path(name))}")
             jobs[job_id] = job
             if self._is_search and named.number and status == Status.COMPLETED:
                 print(f"\n{job.title} was run before: its result is taken", flush=True)
-            if status == Status.QUEUED:
+            if status == Status.QUEUED and not Path(name).is_absolute():  # a run has its config
                 freeze_unheld(job)
         return jobs

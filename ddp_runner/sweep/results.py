@@ -1,5 +1,6 @@
 """What the jobs of a sweep came to: their objectives, the table, the comparison. Torch-free."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Status
 from ddp_runner.metric_names import headlines
-from ddp_runner.sweep.ledger import UNFINISHED, Entry, Ledger
+from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.start_block import shown_path
@@ -22,6 +23,12 @@ from ddp_runner.tracking.start_block import shown_path
 COLUMNS = ("job", "status", "start", "wall", "samples/s", "metrics")
 WATCHED = ".slurm.lock"  # of a sweep on Slurm: held by the command that watches its jobs
 MIN_NAME = 24  # columns of a job's name
+
+
+def _places(entries: Iterable[Entry], folder: Path) -> list[Path]:
+    """Return where the runs of a sweep are: in its folder, or in folders of their own."""
+    valid = (one.folder for one in entries if one.kind != INVALID)
+    return list(dict.fromkeys(Path(one) if Path(one).is_absolute() else folder for one in valid))
 
 
 def objective_of(entry: Entry, folder: Path, *, name: str) -> float | str:
@@ -97,6 +104,7 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
     In `width` columns, unless it is 0, names are shortened; then the last cells are left out.
     """
     entries = current(Ledger(folder).read().values(), folder)
+    places = [one.absolute() for one in _places(entries, folder)] or [folder]
     rows = [COLUMNS, *(_row(folder, entry) for entry in entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = width or sys.maxsize
@@ -111,11 +119,12 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
             line = f"{line[: width - 1].rpartition('  ')[0].rstrip()} …"
         lines.append(line)
     lines += [
-        wrapped(printable(f"{entry.folder}: {entry.sentence}"), width)
+        wrapped(printable(f"{shown_path(Path(entry.folder))}: {entry.sentence}"), width)
         for entry in entries
         if entry.sentence is not None
     ]
-    tail = f"tensorboard --logdir {shlex.quote(str(shown_path(folder)))}"
+    common = shown_path(Path(os.path.commonpath(places)))
+    tail = f"tensorboard --logdir {shlex.quote(str(common))}"
     return "\n".join([*lines, printable(tail)])
 
 
@@ -128,7 +137,7 @@ def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
     metrics, pace = _numbers(record.get("metrics")), "perf/samples_per_s"
     times = _numbers(record)
     return (
-        entry.folder,
+        str(shown_path(Path(entry.folder))),
         entry.status,
         *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
         f"{metrics[pace]:.0f}" if pace in metrics else "-",
@@ -149,9 +158,11 @@ def print_report(folder: Path, entries: Iterable[Entry]) -> None:
     from ddp_runner.compare.render.tables import FORMATS
     from ddp_runner.compare.runs import read_runs
 
-    if not any(entry.status == Status.COMPLETED for entry in entries):
+    completed = [entry for entry in entries if entry.status == Status.COMPLETED]
+    if not completed:
         print("\nno report: no run of this sweep was completed")
         return
-    comparison = compare(read_runs([folder]))
-    written = write_all(comparison, folder / "report", paths=[folder])
+    places = _places(completed, folder)
+    comparison = compare(read_runs(places))
+    written = write_all(comparison, folder / "report", paths=places)
     print("", FORMATS["table"](comparison), *written, sep="\n", flush=True)

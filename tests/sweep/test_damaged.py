@@ -141,6 +141,7 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
     [
         {"folder": "../elsewhere"},
         {"folder": ".."},
+        {"folder": "/elsewhere"},
         {"folder": ""},
         {"folder": "a\0"},
         {"folder": 3},

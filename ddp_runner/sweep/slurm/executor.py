@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.schema import AUTO, Config, RunConfig
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
@@ -51,6 +51,11 @@ class Slurm:
 
     def place(self, config: Config) -> Place:
         """Return a node of the partition, and the job's rank 0 as srun will start it."""
+        if config.resume not in (None, AUTO):
+            raise UserError(
+                f"hydra/launcher=slurm submits new runs, and resume={config.resume} goes on with "
+                "one; give each run to sbatch by a script of its own, as in docs/slurm.md"
+            )
         validate_values(config)
         shape = job_shape(config, self._node, self._settings)
         env = DistEnv(

@@ -1,0 +1,124 @@
+"""Lets an option that the command line chooses, as in optimizer=adam, keep its own keys.
+
+Hydra merges the YAMLs of the model and the experiment last. What they say of the optimizer that
+they choose would be merged into any other optimizer, too, and win over its own YAML. So it is left
+out, with a note, before Hydra merges anything.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from hydra._internal import config_loader_impl
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra.conf import HydraConf
+from hydra.core.default_element import GroupDefault
+from omegaconf import OmegaConf, open_dict, read_write
+
+from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
+from ddp_runner.errors import listed
+
+NOTES = "ddp_runner/notes"  # among the choices of the hydra node, which reach each job of a sweep
+EXPERIMENT = "experiment"
+GROUPS = (*RUNNER_KEYS, "backend")
+Note = tuple[str, list[str]]  # a text, and the keys that it is about
+
+
+def keep_chosen_options() -> None:
+    """Change what Hydra composes in this process, from now on."""
+    vars(config_loader_impl)["create_defaults_list"] = _defaults_list
+
+
+def notes_of(node: HydraConf, *, chosen: Collection[str]) -> list[str]:
+    """Return what a user may not expect of how a config was composed.
+
+    `chosen` holds the keys that the command line gives: of those there is nothing to say.
+    """
+    notes = node.runtime.choices.get(NOTES, [])
+    left = {text: [one for one in keys if one not in chosen] for text, keys in notes}
+    return [f"{text}: {listed(keys)}" for text, keys in left.items() if keys]
+
+
+def _defaults_list(repo: IConfigRepository, **given: Any) -> DefaultsList:
+    """Return Hydra's list of the YAMLs to merge, which `repo` holds, and change these."""
+    found = create_defaults_list(repo, **given)
+    choices, origins = found.overrides.override_choices, found.overrides.override_metadata
+    known = [one for one in (*GROUPS, *LIST_GROUPS) if one in origins]
+    chosen = {one: choices[one] for one in known if origins[one].external_override}
+    if not chosen:
+        return found
+    files = {str(one.config_path): one.package for one in found.defaults}
+    by_kind: dict[str, dict[str, Any]] = {EXPERIMENT: {}, "model": {}}
+    usual: dict[str, Any] = {}
+    for path in (path for path, package in files.items() if package == ""):
+        options = _options_in(repo, path)
+        usual |= options  # the experiment comes last, and wins
+        by_kind.setdefault(path.partition("/")[0], {}).update(options)
+    notes = list[Note]()
+    if "model" in chosen and by_kind[EXPERIMENT].get("model") != chosen["model"]:
+        notes += _overruled(by_kind["model"], by_kind[EXPERIMENT], chosen)
+    for group, option in chosen.items():
+        if usual.get(group) != option:
+            notes += _leave_out(repo, files, group=group, option=_shown(option))
+    vars(found.overrides)["known_choices"][NOTES] = notes
+    return found
+
+
+def _options_in(repo: IConfigRepository, path: str) -> dict[str, Any]:
+    """Return the options that a YAML chooses by its defaults; an empty list chooses none.
+
+    With a key such as dataset.name it makes an option of its own.
+    """
+    loaded = repo.load_config(path)
+    assert loaded is not None
+    groups = (one for one in loaded.defaults_list or () if isinstance(one, GroupDefault))
+    options = {str(one.group).lstrip("/"): one.value for one in groups if one.value != []}
+    kind, is_of_group, _ = path.partition("/")
+    tree: Any = OmegaConf.to_container(loaded.config, resolve=False)
+    for group in GROUPS if is_of_group else ():
+        if group != kind and isinstance(tree.get(group), dict) and "name" in tree[group]:
+            options[group] = tree[group]["name"]
+    return options
+
+
+def _overruled(
+    model: Mapping[str, Any], experiment: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> Iterator[Note]:
+    """Yield a note if an experiment's YAML replaces options that a model's YAML chooses."""
+    groups = [one for one in model if one in experiment and one not in chosen]
+    differing = [one for one in groups if model[one] != experiment[one]]
+    if differing:
+        options = [f"{one}={_shown(experiment[one])}" for one in differing]
+        yield f"the experiment replaces options of model={chosen['model']}", options
+
+
+def _leave_out(
+    repo: IConfigRepository, files: Mapping[str, str | None], *, group: str, option: str
+) -> Iterator[Note]:
+    """Remove what other YAMLs say of a group; yield a note if it is something else."""
+    loaded = {path: repo.load_config(path) for path in files}
+    configs = {path: one.config for path, one in loaded.items() if one is not None}
+    own, absent, keys = dict[str, Any](), object(), dict[str, set[str]]()
+    for path, config in configs.items():
+        if path.startswith(f"{group}/"):
+            tree: Any = OmegaConf.to_container(config, resolve=False)
+            own |= tree.get(group, {}) if files[path] == "" else tree
+    for path, config in configs.items():
+        tree = OmegaConf.to_container(config, resolve=False)
+        kind, is_file, _ = path.partition("/")
+        is_other = files[path] == "" and is_file and kind != group
+        if not is_other or not isinstance(tree.get(group), dict):
+            continue
+        said = tree[group]
+        # All options of backend have the same other keys, such as timeout_s.
+        left = {key for key in said if group != "backend" or key in own}
+        with read_write(config), open_dict(config):
+            config[group] = {key: one for key, one in said.items() if key not in left}
+        keys[path] = {f"{group}.{key}" for key in left if said[key] != own.get(key, absent)}
+    if differing := sorted(set().union(*keys.values())):
+        paths = " and ".join(f"{path}.yaml" for path in keys if keys[path])
+        yield f"{group}={option} does not take what {paths} says of another option", differing
+
+
+def _shown(option: Any) -> str:
+    return f"[{','.join(option)}]" if isinstance(option, list) else str(option)

@@ -1,0 +1,157 @@
+"""What the command line chooses wins over the YAMLs of the model and the experiment."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_command
+from configs import LAPTOP
+from run_folders import record
+
+from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.compose import Invocation, compose, plan
+from ddp_runner.config.schema import RunConfig
+
+TARGET = "{_target_: mine.Rows}"
+# A model that brings the settings of its training, and of the dataset that it is trained on.
+MODEL = f"""# @package _global_
+defaults:
+  - override /dataset: torch_dataset
+  - override /optimizer: adamw
+  - override /scheduler: cosine
+  - override /metrics: [auc]
+model: {{name: own, _target_: mine.Model, loss: ddp_runner.train.losses.mse, num_stages: 1}}
+dataset: {{name: whole, train: {TARGET}, eval: {TARGET}}}
+optimizer: {{lr: 0.5, amsgrad: true}}
+scheduler: {{warmup_steps: 3}}
+metrics: {{mine: {{_target_: mine.Metric}}}}
+backend: {{name: gloo, timeout_s: 7}}
+"""
+EXPERIMENT = """# @package _global_
+defaults:
+  - override /optimizer: momentum
+optimizer: {lr: 0.25}
+model: {extra: 4}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """The option for a folder with the model, two datasets and the experiment."""
+    part = f"defaults: [torch_dataset]\nname: part\ntrain: {TARGET}\neval: {TARGET}\n"
+    for name, text in {
+        "model/own": MODEL,
+        "dataset/part": part,
+        "experiment/other": EXPERIMENT,
+    }.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / f"{name}.yaml").write_text(text)
+    return f"--config-dir={tmp_path / 'conf'}"
+
+
+def planned(own: str, *words: str) -> tuple[RunConfig, list[str]]:
+    """Return the resolved config of a command, and its notes about options."""
+    command = parse([own, "allowed_targets=[mine]", "world_size=1", *words])
+    job = plan(compose(command), LAPTOP, Invocation(command, None, 0.0, {}))
+    return job.config, [one for one in job.warnings if "option" in one]
+
+
+def test_a_model_trains_with_what_it_brings(own: str) -> None:
+    """Also if the command line chooses the options that the model chooses."""
+    for words in ((), ("optimizer=adamw", "scheduler=cosine", "metrics=[auc]")):
+        config, notes = planned(own, "model=own", *words)
+        assert (config.dataset["name"], config.optimizer["lr"]) == ("whole", 0.5)
+        assert (config.scheduler["warmup_steps"], list(config.metrics)) == (3, ["auc", "mine"])
+        assert (config.backend.name, config.backend.timeout_s) == ("gloo", 7)
+        assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("words", "group", "expected", "left_out"),
+    [
+        ("dataset=part", "dataset", {"name": "part"}, "dataset.name"),
+        ("dataset=torch_dataset", "dataset", {"train": None}, "dataset.name, dataset.train"),
+        ("dataset=digits", "dataset", {"train": None}, "dataset.eval, dataset.name, dataset.train"),
+        ("optimizer=adam", "optimizer", {"lr": 1e-3, "amsgrad": None}, "optimizer.amsgrad"),
+        ("scheduler=constant", "scheduler", {"warmup_steps": None}, "scheduler.warmup_steps"),
+        ("metrics=[]", "metrics", {"mine": None, "auc": None}, "metrics.mine"),
+        ("backend=auto", "backend", {"name": "gloo", "timeout_s": 7.0}, "backend.name"),
+    ],
+)
+def test_an_option_of_the_command_line_keeps_its_own_keys(
+    own: str, words: str, group: str, expected: dict[str, Any], left_out: str
+) -> None:
+    """What the model's YAML says of another option is left out, and a line says so."""
+    config, (note,) = planned(own, "model=own", words)
+    keys: Any = getattr(config, group)
+    keys = keys if isinstance(keys, dict) else vars(keys)
+    assert {key: keys.get(key) for key in expected} == expected
+    assert note.startswith(f"{words} does not take what model/own.yaml says of another option: ")
+    assert left_out in note
+
+
+def test_of_a_key_that_the_command_line_gives_nothing_is_said(own: str) -> None:
+    """Its value counts, whatever is left out."""
+    words = ("model=own", "optimizer=sgd", "optimizer.lr=0.3", "+optimizer.amsgrad=false")
+    config, notes = planned(own, *words)
+    assert (config.optimizer["lr"], config.optimizer["amsgrad"], notes) == (0.3, False, [])
+
+
+def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
+    """And says which options of the model it replaces, unless it chose the model, too."""
+    config, notes = planned(own, "model=own", "experiment=other")
+    assert (config.optimizer["name"], config.optimizer["lr"]) == ("momentum", 0.25)
+    assert "extra" not in config.model
+    assert notes == [
+        "the experiment replaces options of model=own: optimizer=momentum",
+        "model=own does not take what experiment/other.yaml says of another option: model.extra",
+    ]
+    config, notes = planned(own, "experiment=other", "optimizer=adam", "parallelism=single")
+    assert (config.optimizer["lr"], config.model["extra"]) == (1e-3, 4)
+    assert notes == [
+        "optimizer=adam does not take what experiment/other.yaml says of another option: "
+        "optimizer.lr"
+    ]
+    assert planned(own, "experiment=best_by_f1")[1] == []
+
+
+def test_the_rows_of_the_chosen_dataset_are_trained_on(tmp_path: Path) -> None:
+    """In the jobs of a sweep, and in what --cfg shows."""
+    (tmp_path / "mine.py").write_text(ROWS)
+    for name, text in {"model/line": LINE, "dataset/few": FEW, "dataset/many": MANY}.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / f"{name}.yaml").write_text(text)
+    words = ("--config-dir=conf", "allowed_targets=[mine]", "model=line", "world_size=1")
+    words += ("train.num_threads=1", "train.epochs=1")
+    path = {"PYTHONPATH": str(tmp_path)}
+    end = run_command(*words, "-m", "dataset=few,many", folder=tmp_path, environ=path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert end.stdout.count("dataset=few does not take what model/line.yaml says") == 1
+    assert [record(run)["step"] for run in end.run_dirs] == [3, 10]
+    shown = run_command(*words, "dataset=few", "--cfg", "job", folder=tmp_path)
+    assert "name: few" in shown.stdout
+
+
+ROWS = """
+import torch
+from torch.utils.data import TensorDataset
+
+def rows(size):
+    return TensorDataset(torch.rand(size, 2), torch.rand(size, 1))
+"""
+LINE = """# @package _global_
+defaults:
+  - override /dataset: torch_dataset
+model: {name: line, _target_: torch.nn.Linear, in_features: 2, out_features: 1, num_stages: 1,
+  loss: ddp_runner.train.losses.mse}
+dataset:
+  name: own
+  train: {_target_: mine.rows, size: 500}
+  eval: {_target_: mine.rows, size: 9}
+"""
+FEW = """defaults: [torch_dataset]
+name: few
+train: {_target_: mine.rows, size: 300}
+eval: {_target_: mine.rows, size: 9}
+"""
+MANY = FEW.replace("few", "many").replace("300", "1000")
