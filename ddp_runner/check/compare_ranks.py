@@ -7,7 +7,7 @@ little extra memory.
 Collective: every rank must call each check, and gets the same finding.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -65,7 +65,7 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
     result = []
     for name in dict.fromkeys(name for prints in by_rank for name in prints):
         prints = [of_rank.get(name) for of_rank in by_rank]
-        ranks = [str(rank) for rank, mark in enumerate(prints) if mark != prints[0]]
+        ranks = [rank for rank, mark in enumerate(prints) if mark != prints[0]]
         if not ranks:
             continue
         shapes = ["none" if mark is None else mark[0] for mark in prints]
@@ -75,9 +75,13 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
             one = present[name]
             one = whole(one) if name in split else own_part(one)
             what = f"largest difference {_largest_difference(one):.3g}"
-        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-        result.append(f"{name} on {where} is not rank 0's ({what})")
+        result.append(f"{name} on {in_words(ranks)} is not rank 0's ({what})")
     return result
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks, for messages."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def split_everywhere(tensors: Mapping[str, Tensor | None]) -> list[str]:

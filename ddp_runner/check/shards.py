@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.compare_ranks import Finding
+from ddp_runner.check.compare_ranks import Finding, in_words
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted, listed
 from ddp_runner.parallelism.shards import gathered, has_shards, is_shard, like, own_part, whole
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.build_model import alone, place_model
+from ddp_runner.train.build_model import place_alone
 from ddp_runner.train.parameters import freeze
 from ddp_runner.train.state import TrainState
 
@@ -73,7 +73,7 @@ def shard_layout(state: TrainState) -> Finding:
         part, full = own_part(own.detach()).flatten(), whole(own.detach()).flatten()
         is_part = torch.equal(full[numbers.to(full.device)], part)
         if others := [rank for rank, equal in enumerate(gather_objects(is_part)) if not equal]:
-            faults.append(f"{key} on {_ranks(others)} is no part of the whole {key}")
+            faults.append(f"{key} on {in_words(others)} is no part of the whole {key}")
         on_all = () if is_shard(own) else (dist.get_world_size(),)
         faults += _miscounted(key, numbers, own.numel(), allowed=on_all or allowed, held=held)
     counts = [f"{held[count]} on {counted(count, 'rank')}" for count in sorted(held)]
@@ -129,19 +129,14 @@ def _of_ranks(what: str, by_rank: list[dict[str, float]]) -> list[str]:
     for key in keys:
         ranks = [rank for rank, of_rank in enumerate(by_rank) if key in of_rank]
         largest = max(by_rank[rank][key] for rank in ranks)
-        result.append(f"{key} on {_ranks(ranks)} {what} (largest difference {largest:.3g})")
+        result.append(f"{key} on {in_words(ranks)} {what} (largest difference {largest:.3g})")
     return result
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _one_process_model(state: TrainState) -> nn.Module:
     """Return the whole model as a process on its own builds it."""
     setup = state.setup
     seed_all(setup.config.seed)
-    mode, devices = alone(setup.config, setup.devices[0])
-    module = place_model(setup.config, mode, setup.dataset.model_arguments, devices)
+    module = place_alone(setup.config, setup.dataset.model_arguments, setup.devices[0])
     freeze(module, setup.config.params.freeze)
     return module

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.checkpoint.plain_data import load_plain_data
-from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
+from ddp_runner.checkpoint.store import best_or_newest, load_checkpoint, newest_first
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed, os_errors
@@ -194,9 +194,7 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
             f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
-    folder = RunDir(path).checkpoints
-    ranking = best_checkpoints(folder, monitor=monitor, mode=mode) if monitor else []
-    found = first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
+    found = best_or_newest(RunDir(path).checkpoints, monitor=monitor, mode=mode, log=log)
     if found is None:
         raise UserError(f"model.weights ({path}) has no undamaged checkpoint; give another run")
     return found

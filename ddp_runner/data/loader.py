@@ -5,7 +5,6 @@ next batch on. What a sample draws at random follows from the seed, the epoch an
 So it is the same with any number of workers and ranks, and after a resume.
 """
 
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import Piece
-from ddp_runner.data.workers import Failure, loaded, sendable, start_worker
+from ddp_runner.data.workers import Failure, loaded, loader_options, sendable
 from ddp_runner.errors import UserError, typed
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
 
@@ -83,15 +82,8 @@ class LoaderSplit:
         return DataLoader(
             _Fetcher(self.name, self.dataset, self.collate_fn, sends=has_workers),
             batch_sampler=cast(Any, self._orders),  # each order takes the place of a list
-            collate_fn=_as_it_is,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor if has_workers else None,
             persistent_workers=self.persistent_workers and has_workers,
-            pin_memory=bool(self.pin_memory),
-            worker_init_fn=start_worker if has_workers else None,
-            # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
-            multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
-            generator=torch.Generator(),  # workers begin with the same seeds in each run
+            **loader_options(self),
         )
 
 
@@ -190,10 +182,6 @@ class _Fetcher(Dataset[Any]):
             f"the {self._name} {which} cannot be loaded: {typed(error)}; mend {mend} (the "
             "traceback is in logs/)"
         )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _numbers(piece: Piece) -> Sequence[int]:

@@ -1,9 +1,10 @@
 """How the samples of a user's datasets are loaded: the keys that their YAMLs have in common."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from ddp_runner.data.loader import Collate, LoaderSplit
@@ -38,6 +39,19 @@ class Loading:
         for key in ("collate_fn", "transform"):
             fix = f"{{_target_: my_package.{key}, _partial_: true}}"
             require_function(key, getattr(self, key), fix=fix)
+
+    @classmethod
+    def of(cls, source: Any) -> "Loading":
+        """Return the keys that a source has as fields, and the defaults of the others.
+
+        Raises:
+            UserError: a key is out of range.
+        """
+        names = [one.name for one in fields(cls) if hasattr(source, one.name)]
+        keys = {name: getattr(source, name) for name in names}
+        if keys["num_workers"] is None:  # the ranks of a machine have shared its cores among them
+            keys["num_workers"] = torch.get_num_threads()
+        return cls(**keys)
 
     def split(self, name: str, dataset: Any) -> LoaderSplit | StreamSplit:
         """Return a dataset's samples as a split: of a stream, or of numbered samples.

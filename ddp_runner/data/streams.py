@@ -9,7 +9,6 @@ transform draw at random follows from the seed, the epoch, the reader and the nu
 So a resumed run goes on bit for bit, with as many ranks and workers as before.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch.utils.data import default_collate
 from ddp_runner.data.loader import Collate
 from ddp_runner.data.splits import Split
 from ddp_runner.data.stream_reader import Loaded, Part, Readers
-from ddp_runner.data.workers import loaded, start_worker
+from ddp_runner.data.workers import loaded, loader_options
 from ddp_runner.errors import UserError
 
 NEEDS_STREAMS_EXTRA = 'a stream needs torchdata; write pip install "ddp-runner[streams]"'
@@ -146,25 +145,13 @@ def _stateful_loader(split: StreamSplit, readers: Readers) -> Any:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError as error:
         raise UserError(NEEDS_STREAMS_EXTRA) from error
-    has_workers = split.num_workers > 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital'")  # torchdata's use of an old name
         return StatefulDataLoader(
             readers,
             batch_size=None,  # a reader makes whole batches
-            num_workers=split.num_workers,
-            prefetch_factor=split.prefetch_factor if has_workers else None,
-            pin_memory=bool(split.pin_memory),
-            worker_init_fn=start_worker if has_workers else None,
-            # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
-            multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),  # workers begin with the same seeds in each run
+            **loader_options(split),
         )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _picked(samples: list[Any], *, collate_fn: Collate, indices: Sequence[int]) -> Any:

@@ -19,6 +19,7 @@ PADDING, UNKNOWN, START, END = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SE
 PADDING_TOKENS = (PADDING, "<pad>")
 VOCABULARIES = ("wordpiece", "characters")
 TOKENIZER_FILE, VOCABULARY_FILE = "tokenizer.json", "vocab.txt"
+SETTINGS_FILE = "tokenizer_config.json"
 NEEDS_TEXT_EXTRA = 'text needs the packages of an extra; write pip install "ddp-runner[text]"'
 
 
@@ -86,7 +87,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
             tokenizer.no_padding()
             tokenizer.no_truncation()
             return tokenizer
-        settings_path = folder / "tokenizer_config.json"
+        settings_path = folder / SETTINGS_FILE
         settings = json.loads(settings_path.read_bytes()) if settings_path.exists() else {}
         model = models.WordPiece.from_file(str(path), unk_token=UNKNOWN)
         return _bracketed(_wordpiece(model, lowercase=settings.get("do_lower_case", True)))

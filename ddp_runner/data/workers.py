@@ -49,6 +49,25 @@ def loaded(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[A
         yield batch
 
 
+def loader_options(split: Any) -> dict[str, Any]:
+    """Return the keywords of a DataLoader whose samples come as batches already."""
+    has_workers = split.num_workers > 0
+    return {
+        "collate_fn": _as_it_is,
+        "num_workers": split.num_workers,
+        "prefetch_factor": split.prefetch_factor if has_workers else None,
+        "pin_memory": bool(split.pin_memory),
+        "worker_init_fn": start_worker if has_workers else None,
+        # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
+        "multiprocessing_context": "fork" if has_workers and sys.platform == "linux" else None,
+        "generator": torch.Generator(),  # workers begin with the same seeds in each run
+    }
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 def start_worker(worker: int) -> None:
     """Prepare a process that loads: the rank decides when it ends, and takes it along.
 

@@ -1,7 +1,6 @@
 """Builds the model of a run in this very process, as in a notebook: no ranks, no process group."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,15 +18,7 @@ from ddp_runner.inference.run_files import model_arguments
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.build_model import alone, place_model
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """The bare model of a run, in evaluation mode, and the weights that it has."""
-
-    module: nn.Module
-    weights: Weights
+from ddp_runner.train.build_model import place_alone
 
 
 def load_model(
@@ -37,8 +28,8 @@ def load_model(
     device: str | torch.device,
     allowed_targets: Sequence[str],
     log: Callable[[str], None] = print,
-) -> LoadedModel:
-    """Return the model of a run with its weights; see ``notebook.load``."""
+) -> tuple[nn.Module, Weights]:
+    """Return the model of a run, in evaluation mode, and its weights; see ``notebook.load``."""
     place = torch.empty(0, device=device).device
     run_dir = RunDir(run)
     if is_missing(run_dir.config):
@@ -51,11 +42,10 @@ def load_model(
     if config.task != "train":
         raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
     found = find_weights(run_dir, config, weights, log=log)
-    mode, devices = alone(config, place)
     seed_all(config.seed)  # equal buffers that no file keeps
-    module = place_model(config, mode, model_arguments(run_dir), devices)
+    module = place_alone(config, model_arguments(run_dir), place)
     load_tensors(module, found.tensors, named=str(found.path))
-    return LoadedModel(module.eval(), found)
+    return module.eval(), found
 
 
 def _resolved(frozen: DictConfig) -> Config:

@@ -11,6 +11,7 @@ from torch import nn
 from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.data.streams import AnySplit
@@ -22,7 +23,7 @@ from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.build import build_dataset, eval_setup
+from ddp_runner.train.build import eval_setup
 from ddp_runner.train.build_model import place_model
 from ddp_runner.train.eval_totals import EvalSetup
 from ddp_runner.train.evaluation import first_samples, forward

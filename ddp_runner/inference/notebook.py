@@ -51,9 +51,7 @@ def load(
     try:
         from ddp_runner.inference.load import load_model  # some libraries draw when imported
 
-        return load_model(
-            Path(run), weights=weights, device=device, allowed_targets=packages
-        ).module
+        return load_model(Path(run), weights=weights, device=device, allowed_targets=packages)[0]
     finally:
         restore_generators(before)
 

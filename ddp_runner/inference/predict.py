@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_runner.data.batches import MicroBatch, eval_batches
+from ddp_runner.data.build import build_source
 from ddp_runner.data.dataset import NamedSamples
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.streams import AnySplit, StreamSplit, num_samples
@@ -30,7 +31,6 @@ from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
-from ddp_runner.train.build import build_source
 from ddp_runner.train.evaluation import forward, together
 
 

@@ -44,14 +44,14 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
     of_run = RunDir(Path(asked.run))
     tokenizer = kept_tokenizer(of_run)
     tokens = encoded_prompt(tokenizer, asked.prompt)
-    loaded = load_model(
+    module, weights = load_model(
         of_run.path,
         weights=asked.weights,
         device=device,
         allowed_targets=config.allowed_targets,
         log=session.log,
     )
-    weights, precision = loaded.weights, config.train.precision
+    precision = config.train.precision
     logger = open_run_logger(
         session,
         of_run=of_run,
@@ -63,7 +63,7 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
     with logger:
         autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
         new_tokens = sampled(
-            loaded.module,
+            module,
             tokens,
             asked,
             vocab_size=tokenizer.vocab_size,

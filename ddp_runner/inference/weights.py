@@ -8,10 +8,8 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import (
-    best_checkpoints,
+    best_or_newest,
     checkpoints_by_step,
-    first_whole,
-    latest_checkpoint,
     load_checkpoint,
 )
 from ddp_runner.checkpoint.weights import read_export
@@ -118,15 +116,11 @@ def _checkpoint(
                 f"{', '.join(map(str, by_step)) or 'none'}"
             )
         return by_step[asked]
-    found = None
-    if asked == "best" and settings.monitor is not None:
-        monitor, mode = settings.monitor, settings.mode
-        ranking = best_checkpoints(folder, monitor=monitor, mode=mode, log=log)
-        found = first_whole(ranking, log=log)
-    found = found or latest_checkpoint(folder, log=log)
+    monitor = settings.monitor if asked == "best" else None
+    found = best_or_newest(folder, monitor=monitor, mode=settings.mode, log=log)
     if found is None:
         raise UserError(
-            f"{run_dir} has no checkpoint, and no {run_dir.export.name} of these weights; name "
-            "another run"
+            f"{run_dir} has no undamaged checkpoint, and no {run_dir.export.name} of these "
+            "weights; name another run"
         )
     return found

@@ -1,6 +1,6 @@
 """What a metric is: any object with ``update``, ``compute`` and ``merge``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -49,3 +49,9 @@ def direction(metric: Metric) -> str | None:
     """Return which value of a metric is best, max or min; None if its class does not say."""
     is_higher_better = getattr(metric, "higher_is_better", None)
     return None if is_higher_better is None else "max" if is_higher_better else "min"
+
+
+def directions(metrics: Mapping[str, Metric]) -> dict[str, str]:
+    """Return the direction of each metric that has one, by eval/NAME."""
+    ends = {f"eval/{name}": direction(metric) for name, metric in metrics.items()}
+    return {name: end for name, end in ends.items() if end is not None}

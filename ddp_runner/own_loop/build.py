@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +15,11 @@ from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import GlobalBatches
-from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import MOST_GPU_DATA, Split
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.session import Session
-from ddp_runner.seeds import seed_all
 
 
 def build_model(session: Session, **arguments: Any) -> nn.Module:
@@ -48,23 +44,6 @@ def build_model(session: Session, **arguments: Any) -> nn.Module:
             path = starting_weights(session.config, session.run_dir.checkpoints, log=session.log)
         load_weights(module, path)
     return module
-
-
-def build_dataset(session: Session) -> Dataset:
-    """Return the config's dataset on the CPU.
-
-    Raises:
-        UserError: its keys or files are unusable.
-    """
-    config, allowed = session.config, session.config.allowed_targets
-    seed = partial(seed_all, config.seed, "dataset")  # as the training's own data
-    source: Source | TensorSource = make(
-        "dataset", config.dataset, allowed=allowed, before_each=seed
-    )
-    seed()
-    dataset = load_dataset(source, data_root=Path(config.data_root), log=session.log)
-    seed_all(config.seed, "own loop")  # one rank may have prepared it for the others
-    return dataset
 
 
 def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:

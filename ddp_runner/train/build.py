@@ -1,6 +1,6 @@
 """Builds what a rank trains from the groups of a resolved config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.config.instantiate import make, make_function
-from ddp_runner.config.schema import Config, RunConfig
-from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.dataset import Dataset, Source, TensorSource
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.data.build import build_dataset
+from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
@@ -110,32 +110,6 @@ def eval_setup(
         group=group,
         data_group=data,
     )
-
-
-def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:
-    """Return the config's dataset; see ``load_dataset``."""
-    source = build_source(config)
-    seed_all(config.seed, "dataset")
-    return load_dataset(source, data_root=Path(config.data_root), log=log)
-
-
-def build_source(config: Config) -> Source | TensorSource:
-    """Return what opens the config's dataset.
-
-    Its parts, such as train and eval, are each built with the same random numbers. So a function
-    that splits samples at random gives both the two sides of one split.
-
-    Raises:
-        UserError: it cannot be built.
-    """
-    found: Source | TensorSource = make(
-        "dataset",
-        config.dataset,
-        kind=Source | TensorSource,
-        allowed=config.allowed_targets,
-        before_each=partial(seed_all, config.seed, "dataset"),
-    )
-    return found
 
 
 def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFunction:

@@ -81,13 +81,16 @@ def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[...,
     return partial(build_by_modules, build) if config.model.get("meta_init") else build
 
 
-def alone(config: Config, device: torch.device) -> tuple[Mode, tuple[torch.device, ...]]:
-    """Return how a process on its own places a model, all of it on one device."""
-    num_devices = mode_needs(config.parallelism).devices_per_rank
-    if num_devices == 1:
-        return Single("single"), (device,)
-    mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
-    return mode, (device,) * num_devices
+def place_alone(config: Config, arguments: Mapping[str, Any], device: torch.device) -> nn.Module:
+    """Return the bare model as a process on its own places it: all of it on one device.
+
+    Raises:
+        UserError: see ``model_factory``.
+    """
+    num_devices, mode = mode_needs(config.parallelism).devices_per_rank, Single("single")
+    if num_devices > 1:
+        mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    return place_model(config, mode, arguments, (device,) * num_devices)
 
 
 def place_model(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import best_end
-from ddp_runner.metrics.metric import direction
+from ddp_runner.metrics.metric import directions
 from ddp_runner.train.state import Position, Setup
 
 
@@ -20,9 +20,7 @@ def early_stop_of(setup: Setup) -> EarlyStopConfig:
     settings = setup.config.early_stop
     if settings.monitor is None or settings.mode is not None:
         return settings
-    ends = {f"eval/{name}": direction(metric) for name, metric in setup.metrics.items()}
-    directions = {name: end for name, end in ends.items() if end is not None}
-    return replace(settings, mode=best_end(settings.monitor, directions))
+    return replace(settings, mode=best_end(settings.monitor, directions(setup.metrics)))
 
 
 def count_evaluation(

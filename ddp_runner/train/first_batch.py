@@ -16,7 +16,7 @@ from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.evaluation import try_metrics
-from ddp_runner.metrics.metric import direction
+from ddp_runner.metrics.metric import directions
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import forward
@@ -120,9 +120,7 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
             )
     names |= {f"eval/{name}" for name in step.scalars}
     names |= {f"train/{name}" for name in setup.scalars or ()}
-    ends = {f"eval/{name}": direction(metric) for name, metric in setup.metrics.items()}
-    directions = {name: end for name, end in ends.items() if end is not None}
-    return KnownMetrics(names | own, unknown, directions)
+    return KnownMetrics(names | own, unknown, directions(setup.metrics))
 
 
 def warnings_of(trial: Trial, state: TrainState) -> list[str]:

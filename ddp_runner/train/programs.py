@@ -22,7 +22,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.train.build import build_step
-from ddp_runner.train.build_model import alone, place_model
+from ddp_runner.train.build_model import place_alone
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
@@ -58,9 +58,7 @@ def export_programs(
     Raises:
         UserError: torch cannot trace the model, or a file cannot be written.
     """
-    mode, devices = alone(config, CPU)
-    module = place_model(config, mode, arguments, devices)
-    step = build_step(config, devices)
+    module, step = place_alone(config, arguments, CPU), build_step(config, [CPU])
     load_tensors(module, tensors, named="the exported model")
     module.eval()
     written = []

@@ -14,6 +14,7 @@ from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
+from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import TensorSplit, TokenSplit
 from ddp_runner.dist_env import DistEnv
@@ -22,7 +23,7 @@ from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import whole
-from ddp_runner.train.build import build_dataset, build_setup, build_state
+from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train, train_step
 from ddp_runner.train.metrics import global_loss

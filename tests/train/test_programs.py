@@ -13,11 +13,10 @@ from ddp_runner.train import programs
 @pytest.fixture
 def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
     """Return what exports to a folder with formats; its model and torch's exporter are fake."""
-    monkeypatch.setattr(programs, "alone", Mock(return_value=(Mock(), (programs.CPU,))))
     monkeypatch.setattr(programs, "_call", Mock(return_value=((), {})))
     monkeypatch.setattr(programs, "_save", lambda _, path: path.write_text("program"))
     monkeypatch.setattr("torch.export.export", MagicMock())
-    for name in ("place_model", "build_step", "load_tensors"):
+    for name in ("place_alone", "build_step", "load_tensors"):
         monkeypatch.setattr(programs, name, MagicMock())
 
     def run(*formats: str) -> list[str]:

@@ -14,9 +14,7 @@ from ddp_runner.data.sources import shared
 from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.tokenizer import (
     SPECIAL_TOKENS,
-    TOKENIZER_FILE,
     VOCABULARIES,
-    VOCABULARY_FILE,
     build_tokenizer,
     load_tokenizer,
     padding_id,
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 CHUNK = 8192  # texts encoded at once
 EVAL_RUNS = 4  # runs of rising length in the eval split, so that ranks get similar lengths
-KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
-KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
 Part = tuple[list[str], list[int], list[int]]  # texts, classes and lines of a split
 
 
@@ -77,8 +73,7 @@ class CsvText:
         fields = {key: value for key, value in asdict(self).items() if key != "group_by_length"}
         fields["csv"] = shared.stamps([data_root / self.path])
         if self.tokenizer is not None:
-            names = (TOKENIZER_FILE, VOCABULARY_FILE, "tokenizer_config.json")
-            fields["tokenizer"] = shared.stamps([Path(self.tokenizer, name) for name in names])
+            fields["tokenizer"] = shared.tokenizer_stamps(self.tokenizer)
         return fields
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
@@ -114,7 +109,7 @@ class CsvText:
         tensors = {
             "padding": torch.tensor(padding),
             "num_dropped": torch.tensor(num_dropped),
-            KEPT: torch.frombuffer(bytearray(tokenizer.to_str().encode()), dtype=torch.uint8),
+            **shared.kept_tensors(tokenizer.to_str().encode()),
         }
         for split, (texts, labels, _) in parts.items():
             ids = encode(tokenizer, texts, max_length=self.max_length, padding=padding)
@@ -168,7 +163,7 @@ class CsvText:
             padding_id=int(tensors["padding"]),
             vocab_size=vocab_size,
             group_by_length=self.group_by_length,
-            files={KEPT_FILE: tensors[KEPT].numpy().tobytes()},
+            files=shared.kept_files(tensors),
             notes=(note,) if num_dropped else (),
         )
 

@@ -53,15 +53,7 @@ class HFDataset:
         Raises:
             UserError: a key is out of range, or there is no such dataset, split or column.
         """
-        loading = Loading(
-            self.collate_fn,
-            transform=self.transform,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            pin_memory=self.pin_memory,
-            shuffle_buffer=self.shuffle_buffer,
-        )
+        loading = Loading.of(self)
         train, evaluation = self._splits(data_root)
         return Dataset(
             self.name,

@@ -58,11 +58,9 @@ class ImageFolder:
                     f"dataset.prepared=true leaves no place for dataset.{key}, which may change a "
                     "picture anew in each epoch; leave one of them out"
                 )
-        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
-            raise UserError(
-                f"dataset.eval_fraction ({self.eval_fraction}) must be between 0 and 1; "
-                "use 0.1, or null where folders hold the splits"
-            )
+        if self.eval_fraction is not None:
+            fix = "use 0.1, or null where folders hold the splits"
+            shared.require_eval_fraction(self.eval_fraction, fix=fix)
 
     def open(self, data_root: Path) -> Dataset | None:
         """Return the dataset of pictures that stay in their files; None: they are prepared.

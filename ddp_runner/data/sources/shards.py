@@ -113,8 +113,7 @@ class Shards:
             assert self.num_classes is not None
             decoder = PictureDecoder(self.channels, self.height, self.width, transform)
             decode = PictureAndClass(decoder, self.num_classes)
-        samples = ShardSamples(index, decode)
-        return shared.loader_split(self, name, samples, collate_fn=self.collate_fn)
+        return shared.loader_split(self, name, ShardSamples(index, decode))
 
     def _shards(self, data_root: Path) -> dict[str, list[Path]]:
         found = {}

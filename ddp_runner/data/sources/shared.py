@@ -13,11 +13,14 @@ from filelock import FileLock
 from torch import Tensor
 
 from ddp_runner.data.dataset import Augmentation, Dataset, TensorSource, splits
-from ddp_runner.data.loader import Collate, LoaderSplit, MapDataset
+from ddp_runner.data.loader import LoaderSplit, MapDataset
 from ddp_runner.data.loading import Loading, require_function
+from ddp_runner.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from ddp_runner.errors import UserError, one_line
 
 REMEDY = "replace the file, or delete it to have it downloaded"
+KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
+KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
 DOWNLOADS = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")  # torchvision's classes
 DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
@@ -48,36 +51,13 @@ def image_dataset(source: _ImageSource, tensors: Mapping[str, Tensor]) -> Datase
     )
 
 
-class _Loads(Protocol):
-    """A source whose samples are loaded while the model trains; see ``LoaderSplit``."""
-
-    @property
-    def num_workers(self) -> int | None: ...
-    @property
-    def prefetch_factor(self) -> int: ...
-    @property
-    def persistent_workers(self) -> bool: ...
-    @property
-    def pin_memory(self) -> bool | None: ...
-
-
-def loader_split(
-    source: _Loads, name: str, samples: MapDataset, *, collate_fn: Collate | None = None
-) -> LoaderSplit:
-    """Return a split with as many workers as the source says; None: as this rank has threads.
+def loader_split(source: object, name: str, samples: MapDataset) -> LoaderSplit:
+    """Return a split that loads as the source's fields say; see ``Loading.of``.
 
     Raises:
         UserError: a key is out of range.
     """
-    num_workers = source.num_workers
-    split = Loading(
-        collate_fn,
-        # The ranks of a machine have shared its cores among them.
-        num_workers=torch.get_num_threads() if num_workers is None else num_workers,
-        prefetch_factor=source.prefetch_factor,
-        persistent_workers=source.persistent_workers,
-        pin_memory=source.pin_memory,
-    ).split(name, samples)
+    split = Loading.of(source).split(name, samples)
     assert isinstance(split, LoaderSplit)
     return split
 
@@ -117,14 +97,14 @@ def require_at_least(source: TensorSource, **least: int) -> None:
             )
 
 
-def require_eval_fraction(fraction: float) -> None:
+def require_eval_fraction(fraction: float, *, fix: str = "use 0.1") -> None:
     """Reject a fraction that would leave a split empty, however large the dataset is.
 
     Raises:
         UserError: it is not between 0 and 1.
     """
     if not 0 < fraction < 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
+        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; {fix}")
 
 
 def shuffled_split(
@@ -169,6 +149,22 @@ def stamps(paths: Sequence[Path]) -> dict[str, object]:
             stat = path.stat()
             found[path.name] = [stat.st_size, stat.st_mtime_ns]
     return found
+
+
+def tokenizer_stamps(folder: str) -> dict[str, object]:
+    """Return size and modification time of each file that a tokenizer may be read from."""
+    names = (TOKENIZER_FILE, VOCABULARY_FILE, SETTINGS_FILE)
+    return stamps([Path(folder, name) for name in names])
+
+
+def kept_tensors(tokenizer: bytes) -> dict[str, Tensor]:
+    """Return the tensor in which the cache keeps the content of a tokenizer.json."""
+    return {KEPT: torch.frombuffer(bytearray(tokenizer), dtype=torch.uint8)}
+
+
+def kept_files(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return the tokenizer of ``kept_tensors`` as the file that a run keeps."""
+    return {KEPT_FILE: tensors[KEPT].numpy().tobytes()}
 
 
 def fetch_missing(

@@ -18,11 +18,8 @@ from ddp_runner.data.text_tokenizer import (
     build_text_tokenizer,
     load_text_tokenizer,
 )
-from ddp_runner.data.tokenizer import TOKENIZER_FILE, VOCABULARY_FILE
 from ddp_runner.errors import UserError, os_errors
 
-KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
-KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
 BETWEEN = "\n\n"  # files, or topics of the bundled text
 MOST_SHORT = 2**16  # tokens of a vocabulary whose ids fit into two bytes
 
@@ -62,8 +59,7 @@ class Text:
         else:
             fields["text"] = [shared.stamps([path]) for path in self._paths(data_root)]
         if self.tokenizer is not None:
-            names = (TOKENIZER_FILE, VOCABULARY_FILE, "tokenizer_config.json")
-            fields["tokenizer"] = shared.stamps([Path(self.tokenizer, name) for name in names])
+            fields["tokenizer"] = shared.tokenizer_stamps(self.tokenizer)
         return fields
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
@@ -86,7 +82,7 @@ class Text:
             )
         tensors = {
             "vocab_size": torch.tensor(tokenizer.vocab_size),
-            KEPT: torch.frombuffer(bytearray(tokenizer.to_bytes()), dtype=torch.uint8),
+            **shared.kept_tensors(tokenizer.to_bytes()),
         }
         is_short = tokenizer.vocab_size <= MOST_SHORT
         for split, part in parts.items():
@@ -125,7 +121,7 @@ class Text:
             num_classes=None,
             mean=None,
             vocab_size=vocab_size,
-            files={KEPT_FILE: tensors[KEPT].numpy().tobytes()},
+            files=shared.kept_files(tensors),
             notes=(note,),
         )
 

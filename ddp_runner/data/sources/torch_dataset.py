@@ -40,14 +40,7 @@ class TorchDataset:
         Raises:
             UserError: a dataset is missing or of another kind, or a key is out of range.
         """
-        loading = Loading(
-            self.collate_fn,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
-            pin_memory=self.pin_memory,
-            shuffle_buffer=self.shuffle_buffer,
-        )
+        loading = Loading.of(self)
         return Dataset(
             self.name,
             loading.split("train", self._named("train")),
