@@ -16,8 +16,7 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted, listed
 from ddp_runner.parallelism.shards import gathered, has_shards, is_shard, like, own_part, whole
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.build_model import alone, place_model
-from ddp_runner.train.parameters import freeze
+from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.state import TrainState
 
 
@@ -141,7 +140,4 @@ def _one_process_model(state: TrainState) -> nn.Module:
     """Return the whole model as a process on its own builds it."""
     setup = state.setup
     seed_all(setup.config.seed)
-    mode, devices = alone(setup.config, setup.devices[0])
-    module = place_model(setup.config, mode, setup.dataset.model_arguments, devices)
-    freeze(module, setup.config.params.freeze)
-    return module
+    return one_process_model(setup.config, setup.dataset.model_arguments, setup.devices[0])

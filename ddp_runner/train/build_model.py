@@ -90,6 +90,16 @@ def alone(config: Config, device: torch.device) -> tuple[Mode, tuple[torch.devic
     return mode, (device,) * num_devices
 
 
+def one_process_model(
+    config: RunConfig, arguments: Mapping[str, Any], device: torch.device
+) -> nn.Module:
+    """Return the whole model as a process on its own builds it."""
+    mode, devices = alone(config, device)
+    module = place_model(config, mode, arguments, devices)
+    freeze(module, config.params.freeze)
+    return module
+
+
 def place_model(
     config: Config, mode: Mode, arguments: Mapping[str, Any], devices: Sequence[torch.device]
 ) -> nn.Module:
