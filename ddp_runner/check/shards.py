@@ -16,8 +16,7 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted, listed
 from ddp_runner.parallelism.shards import gathered, has_shards, is_shard, like, own_part, whole
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.build_model import place_alone
-from ddp_runner.train.parameters import freeze
+from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.state import TrainState
 
 
@@ -137,6 +136,4 @@ def _one_process_model(state: TrainState) -> nn.Module:
     """Return the whole model as a process on its own builds it."""
     setup = state.setup
     seed_all(setup.config.seed)
-    module = place_alone(setup.config, setup.dataset.model_arguments, setup.devices[0])
-    freeze(module, setup.config.params.freeze)
-    return module
+    return one_process_model(setup.config, setup.dataset.model_arguments, setup.devices[0])

@@ -93,6 +93,15 @@ def place_alone(config: Config, arguments: Mapping[str, Any], device: torch.devi
     return place_model(config, mode, arguments, (device,) * num_devices)
 
 
+def one_process_model(
+    config: RunConfig, arguments: Mapping[str, Any], device: torch.device
+) -> nn.Module:
+    """Return the whole model as a process on its own trains it; see ``place_alone``."""
+    module = place_alone(config, arguments, device)
+    freeze(module, config.params.freeze)
+    return module
+
+
 def place_model(
     config: Config, mode: Mode, arguments: Mapping[str, Any], devices: Sequence[torch.device]
 ) -> nn.Module:

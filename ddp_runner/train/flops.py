@@ -1,159 +1,80 @@
-"""Counts a step's floating-point operations, and measures how many a device can do per second."""
+"""Measures what ``perf/mfu`` compares: a sample's operations, and what the ranks can do."""
 
-import sys
-import threading
+import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.module_tracker import ModuleTracker
 
-from ddp_runner.errors import typed
+from ddp_runner.distributed import sum_over_ranks
+from ddp_runner.errors import UserError, typed
+from ddp_runner.parallelism.shards import has_shards
+from ddp_runner.rank.rank_log import log_to_file
+from ddp_runner.train.build_model import one_process_model
+from ddp_runner.train.evaluation import DTYPES
+from ddp_runner.train.state import TrainState
+from ddp_runner.train.trial import NUM_SAMPLES
 
 BUDGET_S = 0.05  # to measure the matrix products of one device
 SMALLEST, LARGEST = 256, 4096  # rows of the matrices; the largest two take 0.13 GB in fp32
-# Words in the names of expensive operators, beside those for which torch has a formula.
-PRODUCTS = {"addmm", "addmv", "baddbmm", "bmm", "linear", "mm", "mv", "trilinear"}
-SOLVERS = {"cholesky", "geqrf", "ormqr", "triangular"}
-FAMILIES = ("attention", "cdist", "conv", "fft", "linalg", "matmul", "rnn", "transformer")
-CHEAP = {"linalg_vector_norm"}  # named like a family, but only a sum
-PLAIN = (Tensor, nn.Parameter)
-# Methods by which torch's DTensor, and a tensor that other ranks still send, are known: to import
-# their classes takes half a second.
-SPLIT = ("full_tensor", "trigger_wait")
-# Of operators that multiply little: torch's own, and the exchange of gradients and shards. Any
-# other namespace is a third-party kernel.
-NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp"}
 
 
-class FlopCounter:
-    """Counts the operations of a forward and backward, once.
+def measure_peaks(state: TrainState) -> tuple[float, float]:
+    """Return a sample's operations, and those of all ranks per second; 0 if a rank cannot tell.
 
-    Results stay the same bit for bit, but for the gradient of ``torch.prod``, in which torch takes
-    another formula meanwhile.
-
-    Those of matrix products, convolutions and attention count, a multiplication and an addition as
-    two; the others are few. What torch's activation checkpointing computes twice counts once.
-
-    Args:
-        unknown: why nothing can be counted; empty if it can.
-
-    Source: torch.utils.flop_counter
+    Its log says why. Collective: every rank must call.
     """
-
-    def __init__(self, *, unknown: str = "") -> None:
-        self.num_samples, self.is_over = 0, bool(unknown)
-        self._mode = _Counting(unknown)
-
-    @contextmanager
-    def counting(self, *, num_samples: int) -> Iterator[None]:
-        """Count in the block, in which this rank computes the loss of so many samples."""
-        self.num_samples, self.is_over = num_samples, True
-        with self._mode:
-            yield
-
-    @property
-    def flops(self) -> int | None:
-        """The operations of this rank; None if they cannot all be counted."""
-        return None if self.why_unknown else self._mode.flops
-
-    @property
-    def why_unknown(self) -> str:
-        """Why there is no count; empty if there is one."""
-        return self._mode.unknown or ("" if self._mode.flops else "the step multiplies nothing")
+    setup, own, dtype = state.setup, (0.0, 0.0), DTYPES[state.setup.config.train.precision]
+    try:
+        own = flops_per_sample(state), matmul_flops_per_s(setup.devices, dtype)
+    except Exception as error:  # such as a lack of memory: no reason to end the run
+        log_to_file(f"this run has no perf/mfu: {typed(error)}")
+    num_known, num_ranks, flops, peak = sum_over_ranks([own[1] > 0, 1, *own], group=setup.group)
+    return (flops / num_ranks, peak) if num_known == num_ranks else (0.0, 0.0)
 
 
-class _Counting(TorchDispatchMode):
-    """Sees each operator that runs meanwhile."""
+def flops_per_sample(state: TrainState) -> float:
+    """Return the operations of a sample's forward and backward: of products, by torch's formulas.
 
-    supports_higher_order_operators = True  # without it, flex_attention raises an error
-
-    def __init__(self, unknown: str) -> None:
-        TorchDispatchMode.__init__(self)  # mypy knows torch's untyped functions by their names
-        self.flops, self.unknown, self._adding = 0, unknown, threading.Lock()
-        self._formulas = _formulas() if not unknown else {}
-        self._tracker = ModuleTracker()  # it is never entered: only its is_bw is read
-        self._is_plain_backward = False  # it makes no graph of the gradients
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, and count it; of a tensor that is split, those of this rank's part."""
-        if any(hasattr(one, name) for one in types for name in SPLIT):
-            return NotImplemented  # it then runs operators of its own, with plain tensors
-        for one in types:
-            if one not in PLAIN:  # such as a nested tensor, which runs other operators
-                self.unknown = self.unknown or f"{one.__name__} is no plain tensor"
-        result = func(*args, **(kwargs or {}))
-        try:
-            self._count(func, args, kwargs or {}, result)
-        except Exception as error:  # of a formula: no reason to fail in the middle of a step
-            self.unknown = f"{func}: {typed(error)}"
-        return result
-
-    def _count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        packet, is_recomputed = getattr(func, "overloadpacket", func), self._is_recomputed()
-        formula = self._formulas.get(packet)
-        if formula is None:
-            if _may_multiply(packet, getattr(func, "namespace", "")):
-                self.unknown = self.unknown or f"{packet} has no formula"
-        elif any(isinstance(one, Tensor) and one.is_complex() for one in args):
-            self.unknown = self.unknown or f"{packet} multiplies complex numbers"
-        elif any(isinstance(one, Tensor) and one.layout != torch.strided for one in args):
-            self.unknown = self.unknown or f"{packet} multiplies sparse tensors"
-        elif not is_recomputed:
-            flops = formula(*args, **kwargs, out_val=result)
-            with self._adding:  # autograd has a thread for each GPU
-                self.flops += flops
-
-    def _is_recomputed(self) -> bool:
-        """Return whether activation checkpointing computes an operator of the forward once more.
-
-        It does so within a backward, and for gradients, for which a plain backward computes nothing
-        itself. The gradient of a gradient does, from its backward's first operator on.
-        """
-        if not self._tracker.is_bw:
-            self._is_plain_backward = False
-        elif not torch.is_grad_enabled():
-            self._is_plain_backward = True
-        return self._is_plain_backward and torch.is_grad_enabled()
-
-
-def _formulas() -> Mapping[Any, Callable[..., int]]:
-    """Return a function for each operator that multiplies much: (arguments, out_val) -> FLOPs."""
-    # A tenth of a second to import, which a short run need not spend.
-    from torch.utils.flop_counter import conv_flop_count, flop_registry
-
-    def convolution_backward(
-        grad: Tensor, inputs: Tensor, weight: Tensor, *others: Any, out_val: Any
-    ) -> int:
-        """Count as many for each gradient as for the forward; torch's formula ignores groups."""
-        transposed, mask = others[4], others[7]
-        before, kernel, after = (list(one.shape) for one in (inputs, weight, grad))
-        once: int = conv_flop_count(before, kernel, after, transposed=transposed)
-        return once * int(sum(mask[:2]))
-
-    return {**flop_registry, torch.ops.aten.convolution_backward: convolution_backward}
-
-
-def _may_multiply(packet: Any, namespace: str) -> bool:
-    name = packet.__name__
-    if namespace not in NAMESPACES:
-        return True
-    words = name.strip("_").split("_")
-    is_product = not (PRODUCTS | SOLVERS).isdisjoint(words)
-    return name not in CHEAP and (is_product or any(word.startswith(FAMILIES) for word in words))
-
-
-def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything here.
-
-    While its operators are counted, compiled code runs uncompiled, and rounds differently.
+    Nothing is computed: two samples and a copy of the whole model are tensors without values.
     """
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"]["ok"])
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode  # take 0.1 s
+    from torch.utils.flop_counter import FlopCounterMode
+
+    setup, config, module = state.setup, state.setup.config, state.module
+    if setup.role.gradients is not None or isinstance(state.model, nn.DataParallel):
+        raise UserError("other devices than this rank's compute its gradients")
+    device, precision, fake = setup.devices[0], config.train.precision, FakeTensorMode()
+    data = setup.dataset.prepare(setup.batches.samples(range(NUM_SAMPLES)).data, device)
+    copies = dict[int, Any]()
+    # Checkpointing computes twice what counts once; the others wait for other ranks.
+    is_repeated = config.train.activation_checkpointing
+    if is_repeated or has_shards(module) or config.parallelism.get("sync_batchnorm"):
+        with torch.device("meta") as meta:
+            module = one_process_model(config, setup.dataset.model_arguments, meta)
+        with fake:
+            for one in (*module.parameters(), *module.buffers()):
+                empty = torch.empty(one.shape, dtype=one.dtype, device=device)
+                copies[id(one)] = empty.requires_grad_(one.requires_grad)
+    with FakeCopyMode(fake):
+        module, step, data = copy.deepcopy((module, setup.step, data), copies)
+    formulas = {torch.ops.aten.convolution_backward: _convolution_backward}
+    with fake, FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        with torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
+            loss = step(module.train(), data).loss_sum
+        loss.backward()
+    if not (flops := counter.get_total_flops()):
+        raise UserError("the step multiplies nothing")
+    return float(flops / NUM_SAMPLES)
+
+
+def _convolution_backward(grad: Any, inputs: Any, weight: Any, *others: Any, **_: Any) -> int:
+    """Count as many for each gradient as for the forward; torch's formula ignores groups."""
+    from torch.utils.flop_counter import conv_flop_count
+
+    return conv_flop_count(inputs, weight, grad, others[4]) * int(sum(others[7][:2]))
 
 
 def matmul_flops_per_s(devices: Sequence[torch.device], dtype: torch.dtype) -> float:
@@ -181,16 +102,10 @@ def _one_device(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _timed(factor: Tensor, product: Tensor, *, count: int) -> float:
-    """Return the seconds of some products."""
-    synchronize(factor.device)
+    """Return the seconds of some products; on a GPU, until it has done them."""
+    product[0, 0].item()
     began = time.perf_counter()
     for _ in range(count):
         torch.mm(factor, factor, out=product)
-    synchronize(factor.device)
+    product[0, 0].item()
     return time.perf_counter() - began
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

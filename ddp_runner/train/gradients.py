@@ -34,7 +34,7 @@ class OwnGradients:
         """
         mode = f"parallelism={state.setup.config.parallelism.get('name')}"
         try:
-            with state.counted(batch), refusing_sparse(mode, instead="parallelism=ddp"):
+            with refusing_sparse(mode, instead="parallelism=ddp"):
                 return backward(state, batch)
         except RuntimeError as error:
             match = WITHOUT_GRADIENT.search(str(error))

@@ -24,7 +24,6 @@ from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
-from ddp_runner.train.measuring import measure_once_settled
 from ddp_runner.train.metrics import ensure_known, step_metrics
 from ddp_runner.train.optimizers import refusing_sparse
 from ddp_runner.train.state import Position, TrainState
@@ -81,8 +80,6 @@ def train(
                 ensure_monitored(setup.config, position.metrics, part="train")
                 logger.log(position.metrics, step=position.step, epoch=epoch)
             setup.profiler.step_done(position.step)
-            if not finished:
-                measure_once_settled(state)
             is_inside = not (finished or has_ended)
             if is_inside and _due(position.step, config.eval_every_steps):
                 finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)

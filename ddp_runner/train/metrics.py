@@ -10,19 +10,20 @@ from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.train.clipping import gradient_norm
+from ddp_runner.train.flops import measure_peaks
 from ddp_runner.train.skew import table
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.trial import step_of
 
 EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
-MEMORY = "perf/peak_memory_gib"  # a trace or a count takes time, but no memory of the GPU
+MEMORY = "perf/peak_memory_gib"  # a trace takes time, but no memory of the GPU
 SETTLED_S = 30.0  # since the session's warm-up
 
 
 def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, float]:
     """Return the last step's metrics, over all ranks. Collective: every rank must call.
 
-    Those of a step that was slowed down have no times.
+    Those of a step that was traced have no times.
 
     Args:
         state: of this rank, after the step.
@@ -33,8 +34,9 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
         UserError: the loss is NaN or infinite.
     """
     env, own_loss, norm = state.setup.env, loss.item(), state.grad_norm
+    is_slow = state.setup.profiler.is_slow
     lap = state.setup.timer.lap()
-    exchanges = () if state.is_slowed else lap.exchanges
+    exchanges = () if is_slow else lap.exchanges
     times = table(exchanges, rank=env.rank, world_size=env.world_size)
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
     is_settled = state.setup.timer.running_s > SETTLED_S
@@ -53,7 +55,10 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     scalars = rest[len(parts) :]
     times = flat_times.view_as(times)
     state.memory_gib = memory.tolist()
-    state.has_settled = num_settled == env.world_size
+    if state.peaks is None and num_settled == env.world_size and not is_slow:
+        state.peaks = measure_peaks(state)
+        state.setup.timer.restart()
+    flops, peak = state.peaks or (0.0, 0.0)
     if norm is None:
         norm = gradient_norm(state.module.parameters())
     found = {
@@ -64,15 +69,11 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
         **lap.metrics,
         **{part.metric: ms for part, ms in zip(parts, means, strict=True)},
         **state.skew.add(times, step_time_ms=lap.metrics["perf/step_time_ms"]),
-        **(
-            state.peaks.metrics(samples_per_s=lap.metrics["perf/samples_per_s"])
-            if state.peaks
-            else {}
-        ),
+        **({"perf/mfu": flops * lap.metrics["perf/samples_per_s"] / peak} if peak else {}),
         MEMORY: max(state.memory_gib),
         **state.gradients.metrics(),
     }
-    if not state.is_slowed:
+    if not is_slow:
         return found
     return {key: one for key, one in found.items() if key == MEMORY or not key.startswith("perf/")}
 

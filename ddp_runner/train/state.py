@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,6 @@ from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.eval_totals import EvalSetup
-from ddp_runner.train.flops import FlopCounter
-from ddp_runner.train.peaks import Peaks
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
@@ -83,10 +81,8 @@ class TrainState:
     tokens: Tensor | None = None
     ema: Ema | None = None  # the averaged weights; None without ema.decay
     skew: Skew = field(default_factory=Skew)  # of this session
-    has_settled: bool = False  # every rank has trained for long enough to measure its peaks
-    counter: FlopCounter | None = None  # of the operations of a step, once that is due
-    was_counted: bool = False  # the operations of the last step, which slowed it down
-    peaks: Peaks | None = None  # of this session; None: not measured yet
+    # Of this session: see ``measure_peaks``.
+    peaks: tuple[float, float] | None = None  # None: not measured yet
     memory_gib: Sequence[float] = ()  # the peak of each rank in this session, as last logged
 
     @property
@@ -148,22 +144,12 @@ class TrainState:
     def measured(self) -> RunFields:
         """What run.json keeps of this session's measurements."""
         by_rank = [round(one, 4) for one in self.memory_gib] or None
-        memory = RunFields(peak_memory_gib_by_rank=by_rank)
-        return self.skew.fields() | (self.peaks or Peaks()).fields() | memory
-
-    @property
-    def is_slowed(self) -> bool:
-        """Whether the last step was slowed down: it was traced, or its operations counted."""
-        return self.setup.profiler.is_slow or self.was_counted
-
-    def counted(self, batch: StepBatch) -> AbstractContextManager[None]:
-        """Return a context in which the operations of a step are counted, once in a session."""
-        counter = self.counter
-        if counter is None or counter.is_over or self.setup.profiler.is_slow:
-            return nullcontext()
-        self.was_counted = True
-        # Placeholders, too: they are computed.
-        return counter.counting(num_samples=sum(one.num_samples for one in batch.micro_batches))
+        flops, peak = self.peaks or (None, None)
+        return self.skew.fields() | RunFields(
+            flops_per_sample=flops or None,
+            matmul_flops_per_s=peak or None,
+            peak_memory_gib_by_rank=by_rank,
+        )
 
     def ends_with(self, batch: StepBatch) -> bool:
         """Return whether this batch, the last one that was taken, is the last of the run."""

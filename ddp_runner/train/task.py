@@ -27,7 +27,6 @@ from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train
-from ddp_runner.train.measuring import count_before_compiling
 from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
@@ -46,8 +45,6 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     find_changing(state)
     known = try_evaluation(state)
     validate_known(config, known)
-    if config.train.compile:
-        count_before_compiling(state)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.position.step)
     if session.env.is_rank_zero:
