@@ -129,17 +129,6 @@ def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | 
     return None
 
 
-def best_or_newest(
-    folder: Path, *, monitor: str | None, mode: str, log: Callable[[str], None]
-) -> Path | None:
-    """Return the undamaged checkpoint that is best, or without a metric the newest; None: none is.
-
-    If all with a finite value of the metric are damaged, it is the newest of the others.
-    """
-    ranking = best_checkpoints(folder, monitor=monitor, mode=mode, log=log) if monitor else []
-    return first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
-
-
 def best_checkpoints(
     folder: Path, *, monitor: str, mode: str, log: Callable[[str], None] | None = None
 ) -> list[Path]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.checkpoint.plain_data import load_plain_data
-from ddp_runner.checkpoint.store import best_or_newest, load_checkpoint, newest_first
+from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed, os_errors
@@ -103,6 +103,17 @@ def fitting_tensors(
             "weights of the same model, or the model's original keys"
         )
     return {own: found[name] for name, own in names.items()}
+
+
+def best_or_newest(
+    folder: Path, *, monitor: str | None, mode: str, log: Callable[[str], None]
+) -> Path | None:
+    """Return the undamaged checkpoint that is best, or without a metric the newest; None: none is.
+
+    If all with a finite value of the metric are damaged, it is the newest of the others.
+    """
+    ranking = best_checkpoints(folder, monitor=monitor, mode=mode, log=log) if monitor else []
+    return first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
 
 
 def export_weights(

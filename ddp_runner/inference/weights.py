@@ -8,11 +8,10 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import (
-    best_or_newest,
     checkpoints_by_step,
     load_checkpoint,
 )
-from ddp_runner.checkpoint.weights import read_export
+from ddp_runner.checkpoint.weights import best_or_newest, read_export
 from ddp_runner.config.inference import Asked
 from ddp_runner.config.schema import Config
 from ddp_runner.config.validate_inference import validate_weights

@@ -15,11 +15,14 @@ from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.build import build_dataset
+from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import MOST_GPU_DATA, Split
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.session import Session
+from ddp_runner.seeds import seed_all
 
 
 def build_model(session: Session, **arguments: Any) -> nn.Module:
@@ -44,6 +47,13 @@ def build_model(session: Session, **arguments: Any) -> nn.Module:
             path = starting_weights(session.config, session.run_dir.checkpoints, log=session.log)
         load_weights(module, path)
     return module
+
+
+def seeded_dataset(session: Session) -> Dataset:
+    """Return the config's dataset, see ``build_dataset``, and seed what comes after it."""
+    dataset = build_dataset(session.config, log=session.log)
+    seed_all(session.config.seed, "own loop")  # one rank may have prepared it for the others
+    return dataset
 
 
 def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:

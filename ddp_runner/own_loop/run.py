@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
@@ -78,9 +77,7 @@ class Run:
             UserError: the keys or the files of the dataset are unusable.
         """
         self._uses.add("dataset")
-        dataset = build_dataset(self.config, log=self._session.log)
-        seed_all(self.seed, "own loop")  # one rank may have prepared it for the others
-        return dataset
+        return build.seeded_dataset(self._session)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """Return the optimizer of the config's group for parameters, or for groups of them.
