@@ -43,12 +43,11 @@ def flops_per_sample(state: TrainState) -> float:
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode  # take 0.1 s
     from torch.utils.flop_counter import FlopCounterMode
 
-    setup, config, module = state.setup, state.setup.config, state.module
+    setup, config, module, copies = state.setup, state.setup.config, state.module, dict[int, Any]()
     if setup.role.gradients is not None or isinstance(state.model, nn.DataParallel):
         raise UserError("other devices than this rank's compute its gradients")
     device, precision, fake = setup.devices[0], config.train.precision, FakeTensorMode()
     data = setup.dataset.prepare(setup.batches.samples(range(NUM_SAMPLES)).data, device)
-    copies = dict[int, Any]()
     # Checkpointing computes twice what counts once; the others wait for other ranks.
     is_repeated = config.train.activation_checkpointing
     if is_repeated or has_shards(module) or config.parallelism.get("sync_batchnorm"):

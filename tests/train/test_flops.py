@@ -1,152 +1,197 @@
-"""How many operations a step has: exact, or unknown with a reason, and counted without a trace."""
+"""The model FLOP utilisation: a sample's operations, the matmul peak, and when they are taken."""
 
-from collections.abc import Callable
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, library, nn
-from torch.nn.functional import normalize, scaled_dot_product_attention
-from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
+from injection import At, Fault
+from ranks import run_ranks
+from run_folders import metrics, record
+from tiers import first_of
+from torch import Tensor, nn
+from train_states import TOY, Trace, build, compose_config, run_loop, with_setup
+from trainings import run_training
 
-from ddp_runner.train.flops import FlopCounter, has_compiled
+from ddp_runner.config.schema import Config
+from ddp_runner.data.batches import MicroBatch
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.profiling.profiler import NullProfiler
+from ddp_runner.train import flops
+from ddp_runner.train import metrics as step_metrics
+from ddp_runner.train.flops import flops_per_sample, matmul_flops_per_s
+from ddp_runner.train.metrics import MEMORY
+from ddp_runner.train.step import Step
 
-LINEAR = 2 * 5 * 3 * 4  # a product of (5, 3) and (3, 4): multiplications and additions
-
-
-def counted(loss: Callable[[], Tensor]) -> FlopCounter:
-    """Count a loss and its gradients."""
-    counter = FlopCounter()
-    with counter.counting(num_samples=1):
-        loss().backward()
-    return counter
-
-
-def same_padded(channels: int, *, groups: int) -> nn.Conv2d:
-    """Return kernels of 3 x 3 that keep the size of a picture."""
-    return nn.Conv2d(channels, channels, 3, padding=1, groups=groups)
-
-
-PICTURES = torch.ones(2, 8, 5, 5, requires_grad=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "inputs", "expected"),
-    [
-        (nn.Linear(3, 4), torch.ones(5, 3), 2 * LINEAR),  # forward, and the weights' gradients
-        # The second layer also has its inputs' gradients.
-        (
-            nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
-            torch.ones(5, 3),
-            2 * LINEAR + 3 * 2 * 5 * 4 * 2,
-        ),
-        (weight_norm(nn.Linear(3, 4)), torch.ones(5, 3), 2 * LINEAR),
-        # 2 x 2 kernels of 3 channels, at 4 x 4 places of 6 channels.
-        (nn.Conv2d(3, 6, 2), torch.ones(1, 3, 5, 5), 2 * 2 * (3 * 2 * 2) * (6 * 4 * 4)),
-        # Each channel sees those of its group only: in the forward, and for both gradients.
-        (same_padded(8, groups=1), PICTURES, 3 * 2 * (2 * 5 * 5) * 8 * 8 * 9),
-        (same_padded(8, groups=2), PICTURES, 3 * 2 * (2 * 5 * 5) * 8 * 4 * 9),
-        (same_padded(8, groups=8), PICTURES, 3 * 2 * (2 * 5 * 5) * 8 * 9),
-        (nn.ConvTranspose2d(8, 4, 3, groups=2), PICTURES, 3 * 2 * (2 * 5 * 5) * 8 * 2 * 9),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)
-def test_operations_are_counted(module: nn.Module, inputs: Tensor, expected: int) -> None:
-    """As by hand; a norm beside them is no product."""
-    assert counted(lambda: module(inputs).sum()).flops == expected
-    assert counted(lambda: normalize(module(inputs)).sum()).flops == expected
+CPU, LINEAR = torch.device("cpu"), 2 * 5 * 3 * 4  # a product of (5, 3) and (3, 4)
+IMAGES = ("dataset=fake_images", "dataset.num_samples=80", "batch.global_size=8")
+GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
+MODES = [
+    ("tp", *GPT),
+    ("fsdp", *GPT, "train.activation_checkpointing=true", "train.precision=bf16"),
+    ("ddp_mp", "model=convnet_mp", *IMAGES),
+]
+CONV = partial(nn.Conv2d, kernel_size=3, padding=1)
 
 
-def test_what_nothing_multiplies_or_has_no_formula_is_unknown() -> None:
-    """Better no count than one that is too low; the reason names the operator."""
-    lstm, bilinear = nn.LSTM(3, 4), nn.Bilinear(3, 3, 4)
-    embedding, ones = nn.Embedding(3, 4), torch.ones(5, 1, 3)
-    weights = torch.ones(3, 3, dtype=torch.complex64, requires_grad=True)
-    linear, sparse = nn.Linear(3, 4), torch.eye(3).to_sparse()
-    solved = torch.ones(3, 1, requires_grad=True)
-    nested = torch.nested.nested_tensor([ones[0], ones[1]], layout=torch.jagged)
-    unknown: dict[str, Callable[[], Tensor]] = {
-        "rnn_layer has no formula": lambda: torch.sum(lstm(ones)[0]),
-        "trilinear has no formula": lambda: bilinear(ones, ones).sum(),
-        "multiplies nothing": lambda: embedding(torch.tensor([1])).sum(),
-        "mm multiplies complex numbers": lambda: (weights @ weights).abs().sum(),
-        "mm multiplies sparse tensors": lambda: torch.sum(sparse @ weights.real),
-        "cholesky_solve has no formula": lambda: torch.cholesky_solve(solved, torch.eye(3)).sum(),
-        "NestedTensor is no plain tensor": lambda: linear(nested).values().sum(),
-    }
-    for reason, loss in unknown.items():
-        counter = counted(loss)
-        assert counter.flops is None
-        assert reason in counter.why_unknown
+class Teaching(nn.Linear):
+    """A step with weights of its own, which it changes."""
+
+    def forward(self, model: nn.Module, data: Tensor) -> Step:
+        """Compute what both models do."""
+        loss = (model(data) - super().forward(data)).sum()
+        self.bias.data.add_(1.0)
+        return Step(loss, 2)
 
 
-def test_attention_is_counted() -> None:
-    """A transformer's attention is a large part of it; on a CPU it is an operator of its own."""
-    linear = nn.Linear(8, 8, bias=False)
-
-    def loss() -> Tensor:
-        projected = linear(torch.ones(1, 1, 6, 8))
-        return scaled_dot_product_attention(projected, projected, projected).sum()
-
-    linear_flops, product = 2 * 2 * 6 * 8 * 8, 2 * 6 * 6 * 8
-    flops = counted(loss).flops
-    assert flops is not None
-    # Two products forward; backward four, and the scores once more if they were not kept.
-    assert (flops - linear_flops) / product in (6, 7)
+def summed(model: nn.Module, data: Tensor) -> Step:
+    """Return the sum of the outputs."""
+    return Step(model(data).sum(), 2)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_checkpointing_computes_twice_counts_once(use_reentrant: bool) -> None:
-    """Utilisation is of what the model needs; the gradients of gradients are a part of that."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    inputs = torch.ones(5, 4, requires_grad=True)
-
-    def penalized() -> Tensor:
-        (gradient,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
-        return gradient.square().sum()
-
-    product = 2 * 5 * 4 * 4
-    assert counted(lambda: module(inputs).sum()).flops == 6 * product
-    checkpointed = counted(lambda: checkpoint(module, inputs, use_reentrant=use_reentrant).sum())
-    assert checkpointed.flops == 6 * product
-    # Forward 2, and 2 for the inputs' gradient. Its own gradients: 2 through the first layer, 1 for
-    # the second one's weights, and 2 through the activation for the first layer and the inputs.
-    assert counted(penalized).flops == 9 * product
+def reading(model: nn.Module, data: Tensor) -> Step:
+    """Choose by the values of the inputs."""
+    return summed(model, data if data.any() else 2 * data)
 
 
-def test_a_kernel_of_somebody_has_no_formula() -> None:
-    """It may be the attention of another library, so the count would be too low."""
+def of_two(env: DistEnv, module: nn.Module, data: Any, step: Any) -> float | str:
+    """Return the operations of a batch as two samples; or why there are none."""
+    state = build(env, compose_config(*TOY, "parallelism=single"))
+    batches = SimpleNamespace(samples=lambda _: MicroBatch(data, num_samples=2))
+    dataset = replace(state.setup.dataset, mean=None)
+    state = replace(with_setup(state, batches=batches, dataset=dataset, step=step), module=module)
+    before = [one.clone() for one in (*module.parameters(), *module.buffers())]
+    try:
+        return 2 * flops_per_sample(state)
+    except Exception as error:
+        return str(error)
+    finally:
+        assert all(map(torch.equal, before, (*module.parameters(), *module.buffers())))
+        assert all(one.grad is None for one in module.parameters())
 
-    @library.custom_op("flops_test::double", mutates_args=())
-    def double(inputs: Tensor) -> Tensor:
-        return inputs * 2
 
-    double.register_autograd(lambda _, gradient: gradient * 2)
-    linear = nn.Linear(3, 3)
-    assert counted(lambda: linear(torch.ones(1, 3)).sum()).flops
-    counter = counted(lambda: double(linear(torch.ones(1, 3))).sum())
-    assert counter.flops is None
-    assert counter.why_unknown == "flops_test.double has no formula"
+def operations(env: DistEnv) -> list[Any]:
+    """Return what is counted of each module and step, and whether a step's bias is the same."""
+    step, fives, linear = Teaching(3, 4), torch.ones(5, 3), nn.Linear(3, 4)
+    before = step.bias.clone()
+    cases = [
+        *((linear, fives, summed), (nn.Sequential(linear, nn.BatchNorm1d(4)), fives, summed)),
+        (nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 2)), fives, summed),
+        *((CONV(8, 8, groups=groups), torch.ones(2, 8, 5, 5), summed) for groups in (1, 2, 8)),
+        *((linear, fives, step), (linear, fives, reading)),
+        (nn.Embedding(3, 4), torch.ones(2, 1).long(), summed),
+    ]
+    return [*(of_two(env, *case) for case in cases), torch.equal(step.bias, before)]
 
 
-def test_counting_is_over_after_its_block() -> None:
-    """What is computed later adds nothing, and an error within leaves nothing behind."""
-    linear, counter = nn.Linear(3, 4), FlopCounter()
-    assert not counter.is_over
-    with pytest.raises(RuntimeError), counter.counting(num_samples=5):
-        linear(torch.ones(5, 2))
-    assert counter.is_over
-    linear(torch.ones(5, 3)).sum().backward()
-    assert counter.flops is None
-    assert counter.num_samples == 5
+def test_operations_are_counted_without_values() -> None:
+    """As by hand; nothing of the model or the step changes, and what cannot be counted says why."""
+    ((*counts, with_teacher, reads, nothing, is_same),) = run_ranks(operations, 1)
+    # Forward, and the weights' gradients; a second layer also has its inputs' gradients. With
+    # groups each channel sees those of its group only.
+    convolutions = [2 * 2 * (2 * 5 * 5) * 8 * 9 * 8 / groups for groups in (1, 2, 8)]
+    assert counts == [2 * LINEAR, 2 * LINEAR, 2 * LINEAR + 3 * 2 * 5 * 4 * 2, *convolutions]
+    assert (with_teacher, is_same) == (4 * LINEAR, True)
+    assert "aten._local_scalar_dense" in reads
+    assert nothing == "the step multiplies nothing"
+
+
+def count(env: DistEnv, config: Config) -> float:
+    """Return a sample's operations in a run."""
+    return flops_per_sample(build(env, config))
+
+
+@pytest.mark.parametrize("case", first_of(MODES))
+def test_a_sample_has_as_many_operations_in_every_mode(case: tuple[str, ...]) -> None:
+    """Also in shards, in stages, and where activations are computed twice."""
+    mode, *keys = case
+    alone = [key.replace("convnet_mp", "convnet") for key in keys]
+    (expected,) = run_ranks(count, 1, compose_config(*alone, "parallelism=single"))
+    found = run_ranks(count, 2, compose_config(*keys, f"parallelism={mode}", world_size=2))
+    assert found == [expected] * 2
+
+
+def test_the_matmul_peak_is_that_of_large_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones only choose the size; two stages on one device count once."""
+    calls = list[tuple[int, int]]()
+
+    def timed(factor: Tensor, product: Tensor, *, count: int) -> float:
+        assert torch.equal(product, factor @ factor)  # has been computed once before
+        calls.append((len(factor), count))
+        return count * (len(factor) / 1024) ** 3 * flops.BUDGET_S / 4
+
+    monkeypatch.setattr(flops, "_timed", timed)
+    peak = matmul_flops_per_s([CPU, CPU], torch.float32)
+    assert calls == [(256, 1), (512, 1), (1024, 1), (1024, 4)]
+    assert peak == pytest.approx(2 * 1024**3 * 4 / flops.BUDGET_S)
+
+
+def draw(module: object, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Add noise to a model's inputs, from every generator there is."""
+    return (inputs[0] + 0.01 * (random.random() + np.random.rand() + torch.rand(())),)
+
+
+def train(
+    env: DistEnv, config: Config, after_s: float, slow: tuple[int, ...] = (), failing: int = -1
+) -> tuple[Trace, Any]:
+    """Train five steps, of which some are traced; return the trace, and what run.json keeps."""
+    step_metrics.SETTLED_S = after_s
+    profiler, state = NullProfiler(), build(env, config)
+    profiler.step_done = lambda step: setattr(profiler, "is_slow", step + 1 in slow)
+    state.setup = replace(state.setup, profiler=profiler)
+    state.module.register_forward_pre_hook(draw)
+    if env.rank == failing:
+        flops.matmul_flops_per_s = None  # as on a full device, an error
+    return run_loop(env, config, max_steps=5, state=state), state.measured
+
+
+def test_measuring_changes_no_step() -> None:
+    """No random number, no statistic; and no line with times has a step that was traced."""
+    keys = ("model=convnet", *IMAGES, "train.log_every_steps=1")
+    config = compose_config(*keys, world_size=2)
+    (measured, fields), _ = run_ranks(train, 2, config, 0.0, (2, 3))
+    (undisturbed, nothing), _ = run_ranks(train, 2, config, 1e9)
+    for line, other in zip(measured.lines, undisturbed.lines, strict=True):
+        assert all(
+            line[key] == other[key] for key in line.keys() | other.keys() if "perf/" not in key
+        )
+    assert torch.equal(measured.weights, undisturbed.weights)
+    lines = [line for line in measured.lines if "train/loss" in line]
+    assert [line["step"] for line in lines if "perf/step_time_ms" in line] == [1, 4, 5]
+    assert all(MEMORY in line for line in lines)
+    assert ["perf/mfu" in line for line in lines] == [False, False, False, True, True]
+    for line in lines[3:]:  # the first line that is settled and not traced has it, too
+        rate = fields["flops_per_sample"] * line["perf/samples_per_s"]
+        assert line["perf/mfu"] == pytest.approx(rate / fields["matmul_flops_per_s"])
+    assert nothing["flops_per_sample"] is None is nothing["matmul_flops_per_s"]
+
+
+@pytest.mark.parametrize(("mode", "failing"), [("ddp", 1), ("ps", -1)])
+def test_what_one_rank_cannot_measure_nobody_has(mode: str, failing: int) -> None:
+    """A server computes no gradients. The others do not wait, nor lack a part in the figure."""
+    keys = (*TOY, f"parallelism={mode}", "train.log_every_steps=1")
+    for trace, fields in run_ranks(train, 2, compose_config(*keys, world_size=2), 0.0, (), failing)[
+        :1
+    ]:
+        assert trace.error == ""
+        assert not any("perf/mfu" in line for line in trace.lines)
+        assert fields["flops_per_sample"] is None is fields["matmul_flops_per_s"]
+
+
+def settle() -> None:
+    """Let the run be settled at once."""
+    step_metrics.SETTLED_S = 0.0
 
 
 @pytest.mark.full
-def test_compiled_code_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To count would run it uncompiled for one step, with other rounding."""
-    from torch._dynamo.utils import counters
-
-    monkeypatch.setitem(counters["frames"], "ok", 0)
-    assert not has_compiled()
-    torch.compile(lambda inputs: inputs + 1, backend="eager")(torch.ones(1))
-    assert has_compiled()
+def test_a_run_prints_nothing_about_its_utilisation(tmp_path: Path) -> None:
+    """Nor does torch's counter; metrics.jsonl and run.json have it."""
+    end = run_training(tmp_path, *(Fault(settle, At(rank, 1)) for rank in (0, 1)))
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert "perf/mfu" in [line for line in metrics(end.run_dir) if "train/loss" in line][-1]
+    assert record(end.run_dir)["flops_per_sample"]
