@@ -19,16 +19,12 @@ from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.train.first_batch import try_evaluation
-from ddp_runner.train.measuring import count_before_compiling
-from ddp_runner.train.state import restored_after
 
 GPT = (
     *("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2"),
     *("batch.global_size=8", "dataset.sequence_length=16", "dataset.eval_fraction=0.0005"),
 )
-KEPT = ("parallelism=fsdp", "parallelism.reshard_after_forward=false")
 EACH_STEP = ("train.eval_every_steps=1", "ema.decay=0.9")
 
 
@@ -50,26 +46,6 @@ def test_blocks_that_stay_whole_are_shards_again_after_an_evaluation(
     run_ranks(weights_of, 2, config, 2, tmp_path)
     resumed = run_ranks(weights_of, 2, config, 4, tmp_path)[0]
     assert torch.equal(resumed, through)
-
-
-def counts(env: DistEnv, config: Config) -> tuple[bool, int | None]:
-    """Return whether the model has shards after a trial, and the operations of two samples."""
-    state = build(env, config)
-    with restored_after(state):
-        state.setup.step(state.module, state.setup.batches.samples(range(2)).data)
-    before = has_shards(state.module)
-    count_before_compiling(state)
-    assert state.counter is not None
-    assert all(one.grad is None for one in state.module.parameters())
-    return before, state.counter.flops
-
-
-@pytest.mark.full
-def test_the_backward_of_shards_is_counted() -> None:
-    """FSDP puts other parameters into the graph than those that the model has afterwards."""
-    ((_, expected),) = run_ranks(counts, 1, compose_config(*GPT, "parallelism=single"))
-    for found in run_ranks(counts, 2, compose_config(*GPT, *KEPT, world_size=2)):
-        assert found == (True, expected)
 
 
 def clipped(env: DistEnv, config: Config) -> torch.Tensor:

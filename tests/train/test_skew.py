@@ -9,9 +9,11 @@ import pytest
 import torch
 import train_states
 from ranks import run_ranks
+from run_folders import metrics, record
 from tiers import first_of
 from torch import Tensor
 from train_states import TOY, build, compose_config, run_loop
+from trainings import NUM_STEPS, run_training
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
@@ -202,3 +204,12 @@ def test_a_checkpoint_makes_nobody_late(tmp_path: Path) -> None:
     assert min(late_ms) < 1000 * NAP_S / 2
     waited_ms = [line["perf/wait_ms"] for line in lines]
     assert max(waited_ms) > 0.5 * 1000 * NAP_S / 2  # the mean of both ranks: rank 1 did wait
+
+
+@pytest.mark.full
+def test_the_skew_has_no_traced_step(tmp_path: Path) -> None:
+    """After the trace four steps are left, too few; the line that ends with them has 16 in all."""
+    end = run_training(tmp_path, args=("train.profile=3-14", f"train.log_every_steps={NUM_STEPS}"))
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert record(end.run_dir)["skew_ms_by_rank"] is None
+    assert "perf/skew_ms" in [line for line in metrics(end.run_dir) if "train/loss" in line][-1]
